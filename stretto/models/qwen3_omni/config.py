@@ -174,9 +174,7 @@ class TalkerConfig:
         try:
             return self.speakers[voice.lower()]
         except KeyError:
-            raise Invalid(
-                f"unknown voice {voice!r}; this model has {', '.join(self.speakers)}", "voice"
-            ) from None
+            raise Invalid(f"unknown voice {voice!r}; this model has {', '.join(self.speakers)}", "voice") from None
 
     @property
     def default_voice(self) -> str:
@@ -196,9 +194,7 @@ class OmniConfig:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{path}: no such file; is this a Qwen3-Omni checkpoint directory?"
-            ) from None
+            raise CheckpointError(f"{path}: no such file; is this a Qwen3-Omni checkpoint directory?") from None
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
         return parse(raw, str(path))
@@ -237,7 +233,7 @@ class _Section:
             raise self.fail(key, "is missing")
         return self.raw[key]
 
-    def int(self, key: str, low: int = 1) -> int:
+    def integer(self, key: str, low: int = 1) -> int:
         v = self.get(key)
         if isinstance(v, bool) or not isinstance(v, int):
             raise self.fail(key, f"must be an integer, got {v!r}")
@@ -246,18 +242,18 @@ class _Section:
         return v
 
     def id(self, key: str, vocab: int) -> int:
-        v = self.int(key, 0)
+        v = self.integer(key, 0)
         if v >= vocab:
             raise self.fail(key, f"is {v}, outside the vocabulary of {vocab}")
         return v
 
-    def float(self, key: str) -> float:
+    def number(self, key: str) -> float:
         v = self.get(key)
         if isinstance(v, bool) or not isinstance(v, int | float):
             raise self.fail(key, f"must be a number, got {v!r}")
         return float(v)
 
-    def bool(self, key: str) -> bool:
+    def flag(self, key: str) -> bool:
         v = self.get(key)
         if not isinstance(v, bool):
             raise self.fail(key, f"must be true or false, got {v!r}")
@@ -265,9 +261,7 @@ class _Section:
 
     def ints(self, key: str) -> tuple[int, ...]:
         v = self.get(key)
-        if not isinstance(v, list) or not all(
-            isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in v
-        ):
+        if not isinstance(v, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in v):
             raise self.fail(key, f"must be a list of integers, got {v!r}")
         return tuple(v)
 
@@ -282,10 +276,10 @@ class _Section:
 
 
 def _decoder(s: _Section, *, mrope: bool, moe: bool, shared: bool) -> DecoderConfig:
-    heads, kv = s.int("num_attention_heads"), s.int("num_key_value_heads")
+    heads, kv = s.integer("num_attention_heads"), s.integer("num_key_value_heads")
     if heads % kv:
         raise s.fail("num_attention_heads", f"({heads}) must be a multiple of num_key_value_heads ({kv})")
-    rope, head_dim = s.rope(), s.int("head_dim")
+    rope, head_dim = s.rope(), s.integer("head_dim")
     section: tuple[int, int, int] | None = None
     if mrope:
         sizes = rope.ints("mrope_section")
@@ -297,65 +291,61 @@ def _decoder(s: _Section, *, mrope: bool, moe: bool, shared: bool) -> DecoderCon
     experts = None
     if moe:
         experts = MoeConfig(
-            num_experts=s.int("num_experts"),
-            top_k=s.int("num_experts_per_tok"),
-            expert_size=s.int("moe_intermediate_size"),
-            norm_topk=s.bool("norm_topk_prob"),
-            shared_size=s.int("shared_expert_intermediate_size") if shared else None,
+            num_experts=s.integer("num_experts" if "num_experts" in s.raw else "num_local_experts"),
+            top_k=s.integer("num_experts_per_tok"),
+            expert_size=s.integer("moe_intermediate_size"),
+            norm_topk=s.flag("norm_topk_prob"),
+            shared_size=s.integer("shared_expert_intermediate_size") if shared else None,
         )
         if experts.top_k > experts.num_experts:
-            raise s.fail(
-                "num_experts_per_tok", f"({experts.top_k}) exceeds num_experts ({experts.num_experts})"
-            )
+            raise s.fail("num_experts_per_tok", f"({experts.top_k}) exceeds num_experts ({experts.num_experts})")
     if s.raw.get("hidden_act", "silu") != "silu" or s.raw.get("attention_bias", False):
         raise s.fail("hidden_act/attention_bias", "other than silu/false is not supported")
     return DecoderConfig(
-        vocab_size=s.int("vocab_size"),
-        hidden_size=s.int("hidden_size"),
-        num_layers=s.int("num_hidden_layers"),
+        vocab_size=s.integer("vocab_size"),
+        hidden_size=s.integer("hidden_size"),
+        num_layers=s.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=head_dim,
-        rms_eps=s.float("rms_norm_eps"),
-        rope_theta=rope.float("rope_theta"),
+        rms_eps=s.number("rms_norm_eps"),
+        rope_theta=rope.number("rope_theta"),
         mrope_section=section,
-        max_positions=s.int("max_position_embeddings"),
-        dense_size=None if moe else s.int("intermediate_size"),
+        max_positions=s.integer("max_position_embeddings"),
+        dense_size=None if moe else s.integer("intermediate_size"),
         moe=experts,
     )
 
 
 def _audio(s: _Section) -> AudioConfig:
     c = AudioConfig(
-        num_mel_bins=s.int("num_mel_bins"),
-        hidden_size=s.int("d_model"),
-        num_layers=s.int("encoder_layers"),
-        num_heads=s.int("encoder_attention_heads"),
-        ffn_size=s.int("encoder_ffn_dim"),
-        conv_channels=s.int("downsample_hidden_size"),
-        output_size=s.int("output_dim"),
-        chunk_frames=2 * s.int("n_window"),
-        window_frames=s.int("n_window_infer"),
+        num_mel_bins=s.integer("num_mel_bins"),
+        hidden_size=s.integer("d_model"),
+        num_layers=s.integer("encoder_layers"),
+        num_heads=s.integer("encoder_attention_heads"),
+        ffn_size=s.integer("encoder_ffn_dim"),
+        conv_channels=s.integer("downsample_hidden_size"),
+        output_size=s.integer("output_dim"),
+        chunk_frames=2 * s.integer("n_window"),
+        window_frames=s.integer("n_window_infer"),
     )
     if c.window_frames % c.chunk_frames:
-        raise s.fail(
-            "n_window_infer", f"({c.window_frames}) must be a multiple of 2 * n_window ({c.chunk_frames})"
-        )
+        raise s.fail("n_window_infer", f"({c.window_frames}) must be a multiple of 2 * n_window ({c.chunk_frames})")
     return c
 
 
 def _vision(s: _Section) -> VisionConfig:
     c = VisionConfig(
-        hidden_size=s.int("hidden_size"),
-        num_layers=s.int("depth"),
-        num_heads=s.int("num_heads"),
-        ffn_size=s.int("intermediate_size"),
-        patch_size=s.int("patch_size"),
-        temporal_patch=s.int("temporal_patch_size"),
-        merge=s.int("spatial_merge_size"),
-        channels=s.int("in_channels"),
-        output_size=s.int("out_hidden_size"),
-        num_positions=s.int("num_position_embeddings"),
+        hidden_size=s.integer("hidden_size"),
+        num_layers=s.integer("depth"),
+        num_heads=s.integer("num_heads"),
+        ffn_size=s.integer("intermediate_size"),
+        patch_size=s.integer("patch_size"),
+        temporal_patch=s.integer("temporal_patch_size"),
+        merge=s.integer("spatial_merge_size"),
+        channels=s.integer("in_channels"),
+        output_size=s.integer("out_hidden_size"),
+        num_positions=s.integer("num_position_embeddings"),
         deepstack_layers=s.ints("deepstack_visual_indexes"),
     )
     if round(c.num_positions**0.5) ** 2 != c.num_positions:
@@ -366,23 +356,23 @@ def _vision(s: _Section) -> VisionConfig:
 
 
 def _code2wav(s: _Section) -> Code2WavConfig:
-    hidden, heads = s.int("hidden_size"), s.int("num_attention_heads")
-    if s.int("num_key_value_heads") != heads:
+    hidden, heads = s.integer("hidden_size"), s.integer("num_attention_heads")
+    if s.integer("num_key_value_heads") != heads:
         raise s.fail("num_key_value_heads", "other than num_attention_heads is not supported")
     return Code2WavConfig(
-        codebook_size=s.int("codebook_size"),
-        num_quantizers=s.int("num_quantizers"),
+        codebook_size=s.integer("codebook_size"),
+        num_quantizers=s.integer("num_quantizers"),
         hidden_size=hidden,
-        num_layers=s.int("num_hidden_layers"),
+        num_layers=s.integer("num_hidden_layers"),
         num_heads=heads,
         head_dim=hidden // heads,
-        ffn_size=s.int("intermediate_size"),
-        window=s.int("sliding_window"),
-        rms_eps=s.float("rms_norm_eps"),
-        rope_theta=s.rope().float("rope_theta"),
+        ffn_size=s.integer("intermediate_size"),
+        window=s.integer("sliding_window"),
+        rms_eps=s.number("rms_norm_eps"),
+        rope_theta=s.rope().number("rope_theta"),
         upsampling_ratios=s.ints("upsampling_ratios"),
         upsample_rates=s.ints("upsample_rates"),
-        decoder_dim=s.int("decoder_dim"),
+        decoder_dim=s.integer("decoder_dim"),
     )
 
 
@@ -398,7 +388,7 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
         text=text,
         audio=_audio(th.section("audio_config")),
         vision=_vision(th.section("vision_config")),
-        positions_per_second=th.float("position_id_per_seconds"),
+        positions_per_second=th.number("position_id_per_seconds"),
     )
     vocab = text.vocab_size
     for name, size in (
@@ -419,10 +409,10 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
     talker = TalkerConfig(
         text=speech,
         predictor=predictor,
-        num_code_groups=ta.int("num_code_groups", 2),
-        accept_layer=ta.int("accept_hidden_layer", 0),
-        thinker_hidden_size=ta.int("thinker_hidden_size"),
-        projection_size=ta.section("text_config").int("intermediate_size"),
+        num_code_groups=ta.integer("num_code_groups", 2),
+        accept_layer=ta.integer("accept_hidden_layer", 0),
+        thinker_hidden_size=ta.integer("thinker_hidden_size"),
+        projection_size=ta.section("text_config").integer("intermediate_size"),
         codec=CodecIds(
             pad=ta.id("codec_pad_id", codecs),
             bos=ta.id("codec_bos_id", codecs),
@@ -432,8 +422,8 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
             think_eos=ta.id("codec_think_eos_id", codecs),
         ),
         speakers={name.lower(): ta.section("speaker_id").id(name, codecs) for name in speakers},
-        merge=ta.int("spatial_merge_size"),
-        positions_per_second=ta.float("position_id_per_seconds"),
+        merge=ta.integer("spatial_merge_size"),
+        positions_per_second=ta.number("position_id_per_seconds"),
     )
     if talker.thinker_hidden_size != text.hidden_size:
         raise ta.fail("thinker_hidden_size", f"must equal the thinker's hidden_size ({text.hidden_size})")
@@ -446,9 +436,7 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
     if code2wav.num_quantizers != talker.num_code_groups:
         raise cw.fail("num_quantizers", f"must equal the talker's num_code_groups ({talker.num_code_groups})")
     if predictor.vocab_size > code2wav.codebook_size:
-        raise cw.fail(
-            "codebook_size", f"is smaller than the code predictor's vocabulary ({predictor.vocab_size})"
-        )
+        raise cw.fail("codebook_size", f"is smaller than the code predictor's vocabulary ({predictor.vocab_size})")
 
     return OmniConfig(
         thinker=thinker,
