@@ -13,36 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import CheckpointError, Invalid
+from stretto.layers.config import DecoderConfig, MoeConfig
 
 SAMPLE_RATE_IN = 16_000
 SAMPLE_RATE_OUT = 24_000
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    num_experts: int
-    top_k: int
-    expert_size: int
-    norm_topk: bool
-    shared_size: int | None  # width of the shared expert; None: there is none
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """A Qwen3 decoder: thinker, talker, or (dense, 1-D positions) code predictor."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_eps: float
-    rope_theta: float
-    mrope_section: tuple[int, int, int] | None  # None: plain 1-D positions
-    max_positions: int
-    dense_size: int | None  # width of a dense MLP; exactly one of dense_size and moe is set
-    moe: MoeConfig | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,41 @@
+# Two commands for a fresh machine: `make demo` runs the main job, `make test` runs all checks.
+# TORCH picks the build of PyTorch, e.g. make demo TORCH="torch==2.11.0".
+
+BIN := .venv/bin
+DEMO := demo
+QUESTION ?= Hello! What do you sound like?
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test setup setup-test lint types unit format clean
+
+demo: setup $(DEMO)/tiny/config.json
+	$(BIN)/stretto generate $(DEMO)/tiny --text "$(QUESTION)" --seed 1 --max-text-tokens 40 --max-frames 60 --out $(DEMO)/answer.wav
+
+$(DEMO)/tiny/config.json: | setup
+	$(BIN)/stretto tiny $(DEMO)/tiny
+
+test: setup-test lint types unit
+
+setup:
+	@scripts/setup.sh
+
+setup-test:
+	@scripts/setup.sh test
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/mypy
+
+# One thread of arithmetic per worker: with as many workers as cores, more would only get in each other's way.
+unit:
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(ARGS)
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv $(DEMO) .mypy_cache .ruff_cache .pytest_cache .hypothesis

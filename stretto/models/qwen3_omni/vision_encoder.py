@@ -1,0 +1,234 @@
+"""The vision encoder: flattened patches of images and video frames in, thinker rows and DeepStack rows out.
+
+Attention never leaves a frame (one temporal patch), so the frames of a video may be encoded together or one by one
+as they arrive, with the same result. Called by the thinker stage on its own thread, on the current stream; grids
+are known on the host, so nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stretto.layers.linear import Embedding, Linear
+from stretto.models.qwen3_omni.config import VisionConfig
+
+ROPE_THETA = 10_000.0
+NORM_EPS = 1e-6
+
+# Frames go through the blocks in slabs of at most so many patches (a larger frame goes alone), which bounds the
+# activations whatever the length of a video. At the released size one patch peaks near 35 kB (bf16; the widest are
+# the MLP's 4,304 and the float32 rope), so a slab takes about 1 GB and the largest image (50,176 patches) 1.8 GB.
+SLAB_PATCHES = 32_768
+
+Grid = tuple[int, int, int]  # t, h, w in patches
+Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [patches, 1, head_dim / 2], float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisionRows:
+    main: torch.Tensor  # [patches / merge**2, out]
+    deep: tuple[torch.Tensor, ...]  # as main: level l is added to the thinker's hidden state after its layer l
+
+
+class PatchEmbed(nn.Module):
+    """A convolution over exactly one patch is a product with the flattened patch."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        kernel = (config.temporal_patch, config.patch_size, config.patch_size)
+        self.proj = nn.Conv3d(config.channels, config.hidden_size, kernel, stride=kernel)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
+        self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
+
+    def forward(self, x: torch.Tensor, rope: Rope, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """x [patches, hidden]; `runs`: how many frames of how many patches follow each other."""
+        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
+        q, k = rotate(q, rope), rotate(k, rope)
+        mixed, at = [], 0
+        for frames, n in runs:
+            run = slice(at, at + frames * n)
+            mixed.append(attend(q[run], k[run], v[run], frames))
+            at = run.stop
+        out: torch.Tensor = self.proj(torch.cat(mixed))
+        return out
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = Linear(config.hidden_size, config.ffn_size, bias=True)
+        self.linear_fc2 = Linear(config.ffn_size, config.hidden_size, bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
+        self.norm2 = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
+        self.attn = Attention(config)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: torch.Tensor, rope: Rope, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), rope, runs)
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Merger(nn.Module):
+    """merge x merge neighbours become one row. The DeepStack mergers normalise them joined, the last one singly."""
+
+    def __init__(self, config: VisionConfig, norm_joined: bool) -> None:
+        super().__init__()
+        self.joined_size = config.hidden_size * config.merge**2
+        self.norm_joined = norm_joined
+        self.ln_q = nn.LayerNorm(self.joined_size if norm_joined else config.hidden_size, eps=NORM_EPS)
+        self.mlp = nn.Sequential(
+            Linear(self.joined_size, self.joined_size, bias=True),
+            nn.GELU(),
+            Linear(self.joined_size, config.output_size, bias=True),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.norm_joined:
+            x = self.ln_q(x.view(-1, self.joined_size))
+        else:
+            x = self.ln_q(x).view(-1, self.joined_size)
+        out: torch.Tensor = self.mlp(x)
+        return out
+
+
+class VisionEncoder(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.pos_embed = Embedding(config.num_positions, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.merger = Merger(config, norm_joined=False)
+        self.merger_list = nn.ModuleList(Merger(config, norm_joined=True) for _ in config.deepstack_layers)
+        self.requires_grad_(False)
+
+    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> VisionRows:
+        """Images and videos one after the other: [sum of t*h*w, patch values], in merge-block order.
+
+        Frames of equal size that follow each other are attended in one launch, so sort by size if you can."""
+        merge = self.config.merge
+        assert all(t > 0 and h > 0 and w > 0 and h % merge == 0 and w % merge == 0 for t, h, w in grids), (
+            f"grids must be multiples of {merge}, got {list(grids)}"
+        )
+        frames = [(h, w) for t, h, w in grids for _ in range(t)]
+        total = sum(h * w for h, w in frames)
+        assert len(patches) == total, f"{len(patches)} patches for grids of {total}"
+        if not frames:
+            empty = self.pos_embed.weight.new_empty(0, self.config.output_size)
+            return VisionRows(empty, (empty,) * len(self.merger_list))
+        parts, at = [], 0
+        for slab in slabs(frames):
+            size = sum(h * w for h, w in slab)
+            parts.append(self._encode(patches[at : at + size], slab))
+            at += size
+        deep = tuple(torch.cat(level) for level in zip(*(p.deep for p in parts), strict=True))
+        return VisionRows(torch.cat([p.main for p in parts]), deep)
+
+    def encode_frame(self, patches: torch.Tensor, height: int, width: int) -> VisionRows:
+        """One temporal patch of a video (or one image), as soon as it is there: [height * width, patch values]."""
+        return self.encode(patches, [(1, height, width)])
+
+    def _encode(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> VisionRows:
+        weight = self.patch_embed.proj.weight
+        x = self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True))
+        places = {size: self._positions(*size) for size in set(frames)}
+        ropes = {size: self._rope(*size) for size in set(frames)}
+        x = x + torch.cat([places[f] for f in frames])
+        rope = torch.cat([ropes[f][0] for f in frames]), torch.cat([ropes[f][1] for f in frames])
+        runs = [(len(list(same)), n) for n, same in groupby(h * w for h, w in frames)]
+        deep: list[torch.Tensor] = []
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, runs)
+            if i in self.config.deepstack_layers:
+                deep.append(self.merger_list[self.config.deepstack_layers.index(i)](x))
+        return VisionRows(self.merger(x), tuple(deep))
+
+    def _positions(self, height: int, width: int) -> torch.Tensor:
+        """The learned square table, resampled (bilinear, corners on corners) to the grid, in patch order."""
+        table = self.pos_embed.weight
+        side = round(self.config.num_positions**0.5)
+        rows = lerp(table.float().view(side, side, -1), height)
+        grid = lerp(rows.transpose(0, 1), width).transpose(0, 1)
+        return block_order(grid, self.config.merge).to(table.dtype)
+
+    def _rope(self, height: int, width: int) -> Rope:
+        """Half of the frequencies turn with the row, half with the column. Float32 whatever the model's dtype."""
+        device = self.pos_embed.weight.device
+        quarter = self.config.hidden_size // self.config.num_heads // 4
+        rate = ROPE_THETA ** -(torch.arange(quarter, device=device, dtype=torch.float32) / quarter)
+        down = torch.arange(height, device=device)[:, None, None] * rate
+        across = torch.arange(width, device=device)[None, :, None] * rate
+        shape = (height, width, quarter)
+        angle = block_order(torch.cat([down.expand(shape), across.expand(shape)], -1), self.config.merge)[:, None]
+        return angle.cos(), angle.sin()
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frames: int) -> torch.Tensor:
+    """Full attention inside each of `frames` equal frames: [patches, heads, head_dim] -> [patches, hidden].
+
+    No mask, so that the fused kernels apply (flash on CPU and for bf16 on CUDA, memory-efficient for float32 on
+    CUDA). They never hold the scores: those of the largest image, 50k x 50k in 16 heads, would take 80 GB."""
+    n = len(q) // frames
+    q, k, v = (x.reshape(frames, n, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(frames * n, -1)
+
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """[patches, heads, head_dim], turned in float32."""
+    cos, sin = rope
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def lerp(table: torch.Tensor, size: int) -> torch.Tensor:
+    """Resample the first dimension to `size` entries, linearly; the first and last stay where they are."""
+    last = len(table) - 1
+    at = torch.arange(size, device=table.device, dtype=torch.float32) * (last / max(size - 1, 1))
+    low = at.floor().long().clamp(max=last)
+    high = (low + 1).clamp(max=last)
+    part = (at - low).view(-1, *[1] * (table.dim() - 1))
+    return table[low] * (1 - part) + table[high] * part
+
+
+def block_order(grid: torch.Tensor, merge: int) -> torch.Tensor:
+    """[h, w, d] -> [h*w, d] in the order of patches: merge x merge blocks by rows, and by rows inside a block."""
+    h, w, d = grid.shape
+    return grid.reshape(h // merge, merge, w // merge, merge, d).transpose(1, 2).reshape(h * w, d)
+
+
+def slabs(frames: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Consecutive frames in groups of at most SLAB_PATCHES patches, at least one frame each."""
+    slab: list[tuple[int, int]] = []
+    size = 0
+    for h, w in frames:
+        if slab and size + h * w > SLAB_PATCHES:
+            yield slab
+            slab, size = [], 0
+        slab.append((h, w))
+        size += h * w
+    if slab:
+        yield slab

@@ -1,0 +1,64 @@
+"""Fixtures every test may use: the tiny checkpoint, its configuration, the reference model, the device."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.tiny import write_tiny
+from tests.oracle import PromptMaker, load_oracle
+
+# Tiny tensors: threads cost more than they give, and workers share the cores.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the tests run the model: the CPU, or what STRETTO_TEST_DEVICE names."""
+    return torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint of seed 0, written once per run and shared by all workers."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # each worker has its own folder inside the run's
+    directory = base / "tiny-checkpoint"
+    with open(base / "tiny-checkpoint.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "config.json").exists():  # written last
+            write_tiny(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tiny_dir: Path) -> OmniConfig:
+    return OmniConfig.read(tiny_dir)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_dir: Path, device: torch.device) -> Any:
+    """The reference model with the tiny weights, float32, eager."""
+    return load_oracle(tiny_dir, device)
+
+
+@pytest.fixture(scope="session")
+def prompts(tiny_dir: Path) -> PromptMaker:
+    """Builds prompts with the tiny checkpoint's tokenizer."""
+    return PromptMaker.open(tiny_dir)
