@@ -95,7 +95,8 @@ def run_generate(args: argparse.Namespace) -> int:
     from stretto.models.qwen3_omni.load import Models, Source
     from stretto.prompt.build import PromptBuilder
     from stretto.prompt.template import TextStream
-    from stretto.solo import GREEDY, Audio, Done, Frame, Options, Solo, TextToken
+    from stretto.solo import Audio, Done, Frame, Options, Solo, TextToken
+    from stretto.types import GREEDY
 
     text = replace(GREEDY, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     options = Options(

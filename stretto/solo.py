@@ -32,11 +32,10 @@ from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.prompt.prompt import Prompt
-from stretto.types import SamplingParams
+from stretto.types import GREEDY, SamplingParams
 
 Finish = Literal["stop", "length"]
 
-GREEDY = SamplingParams()
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 
@@ -175,18 +174,14 @@ class Solo:
         return talker_prompt(prompt, self.config, options.voice) if options.speak else None
 
     @torch.inference_mode()
-    def _run(
-        self, prompts: list[Prompt], options: list[Options], plans: list[TalkerPrompt | None]
-    ) -> Iterator[Event]:
+    def _run(self, prompts: list[Prompt], options: list[Options], plans: list[TalkerPrompt | None]) -> Iterator[Event]:
         thinker, talker, code2wav = self.models.thinker, self.models.talker, self.models.code2wav
         text_cache, text_blocks = self._pool(
             thinker, [len(p.ids) + o.max_text_tokens for p, o in zip(prompts, options)]
         )
         spoken = [len(p) + o.max_frames + 1 if p else 0 for p, o in zip(plans, options)]
         speech_cache, speech_blocks = self._pool(talker, spoken)
-        thinkers = [
-            self._open_thinker(p, o, plan, b) for p, o, plan, b in zip(prompts, options, plans, text_blocks)
-        ]
+        thinkers = [self._open_thinker(p, o, plan, b) for p, o, plan, b in zip(prompts, options, plans, text_blocks)]
         talkers = [
             TalkerVoice(plan, o, b, torch.zeros_like(talker.suppress)) if plan else None
             for plan, o, b in zip(plans, options, speech_blocks)
@@ -286,7 +281,7 @@ class Solo:
     def _pick_text(self, voices: list[ThinkerVoice], hidden: torch.Tensor) -> list[int]:
         thinker = self.models.thinker
         rows = SamplingRows.of([v.options.text for v in voices], thinker.device)
-        draw = torch.tensor([len(v.tokens) for v in voices], device=thinker.device)
+        draw = torch.tensor([len(v.prompt.ids) + len(v.tokens) for v in voices], device=thinker.device)
         seen = None
         if rows.any_penalty:
             seen = torch.zeros(len(voices), self.config.thinker.text.vocab_size, dtype=torch.bool)
@@ -360,9 +355,7 @@ class Solo:
         ids = []
         for text, v in voices:  # frame j takes text token j+1, then the end mark once, then padding
             j = v.frames
-            ids.append(
-                text.tokens[j] if j < text.spoken else tokens.tts_eos if j == text.spoken else tokens.tts_pad
-            )
+            ids.append(text.tokens[j] if j < text.spoken else tokens.tts_eos if j == text.spoken else tokens.tts_pad)
         last = torch.stack([v.embedding for _, v in voices if v.embedding is not None])
         x = last + talker.text_rows(torch.tensor(ids, device=talker.device))
         at = [v.prompt.first_decode + v.frames - 1 for _, v in voices]
@@ -378,7 +371,7 @@ class Solo:
         rows = FrameRows(
             code0=SamplingRows.of([v.options.code0 for v in voices], talker.device),
             residual=SamplingRows.of([v.options.residual for v in voices], talker.device),
-            frame=torch.tensor([v.frames for v in voices], device=talker.device),
+            frame=torch.tensor([len(v.prompt) + v.frames for v in voices], device=talker.device),
             seen=torch.stack([v.seen for v in voices]),
         )
         hidden = torch.cat([h for _, _, h in frames])

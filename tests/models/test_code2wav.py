@@ -298,7 +298,7 @@ def test_slots_start_stop_stall_and_restart(
 
 
 def slot_bits(state: Code2WavState, slot: int) -> list[torch.Tensor]:
-    return [state.frames[slot].clone(), state.window[:, :, slot].clone(), state.tails[slot].clone()]
+    return [state.frames[slot].clone(), state.window[:, :, 1 + slot].clone(), state.tails[slot].clone()]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -467,3 +467,58 @@ def test_bfloat16_is_as_close_as_the_reference(pair: Pair) -> None:
     mine = pushed(Code2WavStream(ours(half)), codes, cuts(60, random.Random(0), (1, 2, 7)))
     assert mine.dtype == torch.float32
     assert (mine - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_equals_an_eager_one() -> None:
+    """Nothing waits for the device, and one graph serves all lengths, stalls and restarts of its shape."""
+    made = reference(**{**RELEASED, **SMALL}).to("cuda")
+    model = ours(made)
+    pair, slots, frames = Pair(made, model), 3, 4
+    eager, captured = model.state(slots), model.state(slots)
+    codes = torch.zeros(slots, 4, frames, dtype=torch.long, device="cuda")
+    lengths = torch.zeros(slots, dtype=torch.long, device="cuda")
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        model.step(captured, codes, lengths)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wav = model.step(captured, codes, lengths)
+
+    rng = random.Random(0)
+    for i in range(40):
+        codes.copy_(pair.codes(slots * frames, i).view(codes.shape))
+        lengths.copy_(torch.tensor([rng.randint(0, frames) for _ in range(slots)]))
+        again = torch.tensor([rng.random() < 0.05 for _ in range(slots)], device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for state in (eager, captured):
+                state.reset(again)
+            expected = model.step(eager, codes, lengths)
+            graph.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for slot, n in enumerate(lengths.tolist()):
+            torch.testing.assert_close(wav[slot, : n * 1920], expected[slot, : n * 1920], rtol=0, atol=1e-5)
+    assert torch.equal(eager.frames, captured.frames)
+
+
+def test_leading_slots_are_a_state_of_their_own(device: torch.device, small: Pair) -> None:
+    """Steps over the first slots alone move those and no others, and mix freely with steps over all."""
+    ours = small.model
+    g = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, ours.config.codebook_size, (4, ours.config.num_quantizers, 6), generator=g).to(device)
+    one, two = ours.state(4), ours.state(4)
+    for lengths in ([2, 1, 2, 1], [1, 2, 1, 2]):
+        ours.step(one, codes[:, :, :2], torch.tensor(lengths, device=device))
+        ours.step(two, codes[:, :, :2], torch.tensor(lengths, device=device))
+    a = ours.step(one, codes[:, :, 2:5], torch.tensor([3, 1, 0, 0], device=device))
+    b = ours.step(two.head(2), codes[:2, :, 2:5], torch.tensor([3, 1], device=device))
+    torch.testing.assert_close(a[:2], b, atol=2e-6, rtol=0)
+    assert one.frames.tolist() == two.frames.tolist()
+    torch.testing.assert_close(one.tails, two.tails, atol=2e-6, rtol=0)
+    torch.testing.assert_close(one.window[:, :, 1:], two.window[:, :, 1:], atol=2e-6, rtol=0)

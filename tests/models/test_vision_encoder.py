@@ -122,9 +122,7 @@ def test_a_frame_sees_only_itself(encoder: VisionEncoder) -> None:
     torch.testing.assert_close(before[8:], after[8:], **EXACT)
 
 
-def test_slabs_hold_whole_frames_and_change_nothing(
-    encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slabs_hold_whole_frames_and_change_nothing(encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     grids: list[Grid] = [(7, 4, 4), (1, 8, 8), (2, 2, 4)]
     patches = random_patches(grids, seed=6)
     expected = encoder.encode(patches, grids)

@@ -116,7 +116,7 @@ class AudioEncoder(nn.Module):
         mask = None
         if lengths is not None:
             keys = torch.arange(rows.shape[1], device=rows.device)
-            # A window of length 0 (padding of the batch) sees one meaningless row: with none, some kernels make NaN.
+            # A window of length 0 (a padded batch) sees one meaningless row; with none, some kernels make NaN.
             mask = (keys < lengths.clamp(min=1)[:, None])[:, None, None]
         for layer in self.layers:
             rows = layer(rows, mask)

@@ -35,11 +35,11 @@ class Code2WavState:
 
     The attention window is a ring: frame p lies in column p % columns. A step then writes only its own frames,
     where a shifted window would copy all 71 old ones per layer, and no column needs clearing, because the mask
-    knows from the frame count which position a column holds. One extra slot at the end takes the writes of
-    padding frames, so that a padded or idle slot is not touched."""
+    knows from the frame count which position a column holds. One extra slot before the others takes the writes of
+    padding frames, so that a padded or idle slot is not touched (and any leading slots make a state of their own)."""
 
     frames: torch.Tensor  # [slots] int64: frames taken so far, which is the next frame's position
-    window: torch.Tensor  # [layers, 2 (k, v), slots + 1, columns, heads, head_dim]
+    window: torch.Tensor  # [layers, 2 (k, v), 1 + slots, columns, heads, head_dim]
     tails: torch.Tensor  # [slots, values]: all convolution tails side by side
     tail_views: tuple[torch.Tensor, ...]  # the same memory per convolution: [slots, rows, channels]
     max_frames: int  # per step; more would overwrite columns that its first frame still reads
@@ -47,6 +47,11 @@ class Code2WavState:
     @property
     def num_slots(self) -> int:
         return self.frames.shape[0]
+
+    def head(self, slots: int) -> Code2WavState:
+        """The first `slots` slots, as views: a step over fewer slots costs less."""
+        tails, views = self.tails[:slots], tuple(v[:slots] for v in self.tail_views)
+        return Code2WavState(self.frames[:slots], self.window[:, :, : 1 + slots], tails, views, self.max_frames)
 
     def reset(self, slots: int | torch.Tensor) -> None:
         """Begin a new stream in one slot, or in all slots of a mask [slots] bool. In place, without a wait."""
@@ -90,14 +95,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, c.hidden_size)
 
     def forward(self, x: torch.Tensor, window: torch.Tensor, timing: Timing) -> torch.Tensor:
-        """x [slots, frames, hidden]; window [2, slots + 1, columns, heads, head_dim], written in place."""
+        """x [slots, frames, hidden]; window [2, 1 + slots, columns, heads, head_dim], written in place."""
         slots, frames, _ = x.shape
         qkv = self.qkv(x).view(slots * frames, 3 * self.heads, self.head_dim)
         q, k = rotate(qkv[:, : 2 * self.heads], timing.cos, timing.sin).chunk(2, 1)
         keys, values = window.flatten(1, 2)
         keys.index_copy_(0, timing.columns, k)
         values.index_copy_(0, timing.columns, qkv[:, 2 * self.heads :])
-        held_k, held_v = window[:, :slots].transpose(2, 3)
+        held_k, held_v = window[:, 1:].transpose(2, 3)
         q = q.view(slots, frames, self.heads, self.head_dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, held_k, held_v, attn_mask=timing.bias)
         out: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
@@ -187,13 +192,13 @@ class DecoderBlock(nn.Module):
         units = [ResidualUnit(outputs, d, layout, rows) for d in (1, 3, 9)]
         self.block = nn.ModuleList([Snake(inputs), OverlapUpConv(inputs, outputs, rate), *units])
 
-    def mute(self, before: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What the first output rows are multiplied by wherever a convolution reads them: [slots, drop, 1].
+    def mute(self, before: torch.Tensor) -> torch.Tensor:
+        """Which of the first output rows a convolution must read as zeros, given the frames before: [slots, drop, 1].
 
         Output row i of a step has the absolute index before * rows - drop + i. The negative ones lie before the
-        stream's beginning, where convolutions must see zeros."""
+        stream's beginning."""
         row = torch.arange(self.drop, device=before.device)
-        return (before[:, None] * self.rows + row >= self.drop).to(dtype)[:, :, None]
+        return (before[:, None] * self.rows + row < self.drop).unsqueeze(2)
 
     def forward(self, x: torch.Tensor, push: Push, mute: torch.Tensor) -> torch.Tensor:
         act, up, *units = self.block
@@ -266,7 +271,7 @@ class Code2Wav(nn.Module):
         # A multiple of 8, because the GPU's attention kernels read the mask in aligned rows.
         columns = -(-(c.window - 1 + max_frames) // 8) * 8
         with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
-            window = weight.new_zeros(c.num_layers, 2, slots + 1, columns, c.num_heads, c.head_dim)
+            window = weight.new_zeros(c.num_layers, 2, 1 + slots, columns, c.num_heads, c.head_dim)
             tails = weight.new_zeros(slots, self.layout.width)
             frames = torch.zeros(slots, dtype=torch.int64, device=weight.device)
         return Code2WavState(frames, window, tails, self.layout.split(tails), max_frames)
@@ -320,7 +325,7 @@ class Code2Wav(nn.Module):
         frame = torch.arange(frames, device=device)
         row = torch.arange(slots, device=device)[:, None]
         position = state.frames[:, None] + frame  # [slots, frames]
-        written = torch.where(frame < lengths[:, None], row * columns + position % columns, slots * columns)
+        written = torch.where(frame < lengths[:, None], (1 + row) * columns + position % columns, 0)
 
         # After this step's writes, a column holds the latest position below `end` that falls on it. Columns not yet
         # written come out negative, and what a padding query sees does not matter as long as it stays finite:
@@ -342,7 +347,7 @@ class Code2Wav(nn.Module):
         mute: torch.Tensor | None = None
         for block in blocks:
             assert isinstance(block, DecoderBlock)
-            mute = block.mute(before, x.dtype)
+            mute = block.mute(before)
             x = block(x, push, mute)
         wav = last(push.join(self.last_tail, x, act, mute))
         out: torch.Tensor = wav.squeeze(2).float().clamp(-1.0, 1.0)

@@ -51,6 +51,8 @@ class Source:
         where = torch.device(device)
         if dtype is None:
             dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+        if where.type == "cuda" and dtype == torch.float32:
+            torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
         files = None
         if load_format == "safetensors":
             if isinstance(model, OmniConfig):

@@ -219,9 +219,7 @@ def spread(name: str, shape: Shape) -> tuple[float, float]:
     elif len(shape) > 1:
         std = 1.0 / math.sqrt(_fan_in(name, shape))
     if "text_projection" in name and len(shape) > 1:
-        std *= (
-            2.0  # its input is small and SiLU halves it again; a text row should weigh as much as a frame's codes
-        )
+        std *= 2.0  # its input is small and SiLU halves it; a text row should weigh as much as a frame's codes
     if name.endswith("conv2.conv.weight"):
         std *= 0.3  # twelve residual units in a row: keep their sum from growing
     if "decoder.6.conv." in name:

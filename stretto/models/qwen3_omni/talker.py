@@ -29,7 +29,7 @@ class FrameRows:
 
     code0: SamplingRows  # how code 0 is picked
     residual: SamplingRows  # how codes 1..15 are picked
-    frame: torch.Tensor  # [rows] int64: number of the frame in its request
+    frame: torch.Tensor  # [rows] int64: index of the frame in its request's sequence; numbers its draws
     seen: torch.Tensor  # [rows, vocabulary] bool: codes 0 picked so far; updated by the step
 
 

@@ -21,8 +21,8 @@ ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 
 # Frames go through the blocks in slabs of at most so many patches (a larger frame goes alone), which bounds the
-# activations whatever the length of a video. At the released size one patch peaks near 35 kB (bf16; the widest are
-# the MLP's 4,304 and the float32 rope), so a slab takes about 1 GB and the largest image (50,176 patches) 1.8 GB.
+# activations whatever the length of a video. At the released size, in bf16, one patch peaks near 40 kB: a full slab
+# takes 1.2 GB, and the largest image (12.8 megapixels, 50,176 patches) 2 GB.
 SLAB_PATCHES = 32_768
 
 Grid = tuple[int, int, int]  # t, h, w in patches

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -375,12 +376,17 @@ def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
 
     Sizes are chosen as in the tiny checkpoint: activations stay finite and of order one through all layers.
     `prefix` is the module's own in the checkpoint, for a module too small to tell its kind from its names."""
-    generators: dict[torch.device, torch.Generator] = {}
+    views: dict[int, list[tuple[torch.Tensor, tuple[float, float]]]] = defaultdict(list)
     for name, into in targets(module, prefix).items():
-        if into.device not in generators:
-            generators[into.device] = torch.Generator(into.device).manual_seed(seed)
-        mean, std = spread(name, tuple(into.shape))
-        into.normal_(mean, std, generator=generators[into.device])
+        views[into.untyped_storage().data_ptr()].append((into, spread(name, tuple(into.shape))))
+    whole = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+    generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in whole.values()}
+    for storage, parts in views.items():
+        # All experts of a layer are views of one parameter: one launch instead of hundreds.
+        if len({sizes for _, sizes in parts}) == 1:
+            parts = [(whole[storage], parts[0][1])]
+        for into, (mean, std) in parts:
+            into.normal_(mean, std, generator=generators[into.device])
 
 
 def estimate(factories: Mapping[str, Callable[[], nn.Module]], dtype: torch.dtype) -> dict[str, int]:

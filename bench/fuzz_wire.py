@@ -1,0 +1,235 @@
+"""Fuzzes the wire decoder: mutated golden chunks in, and each must be refused or be a chunk in its one encoding.
+
+    python bench/fuzz_wire.py --inputs 1000000 --out bench/results/fuzz_wire.json
+
+Half of the mutants are blind (bits, bytes, cuts, splices), half are mended: the header is decoded, changed and
+encoded again with the right lengths and checksums, so that they get past the checks that stop the blind ones. One
+process, one seed, one count per outcome; it stops at the first broken rule with the input in hexadecimal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import resource
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from stretto.connector import wire
+from stretto.connector.contract import ChunkHeader, Corrupt, VersionMismatch
+from stretto.types import Mark, RequestId, Span
+
+INTERESTING = [0, 1, 2, 63, 64, 65, 127, 128, 255, 256, 4095, 2**15, 2**16, 2**30, 2**31, 2**32 - 1, 2**53, 2**63]
+NAMES = ["ids", "", "x" * 64, "x" * 65, "a/b", "..", "é", "ids\n"]
+DTYPES = [*(str(dtype.value) for dtype in wire.DTYPES), "float8_e4m3fn", "object", "", "int128"]
+
+
+def golden() -> list[bytes]:
+    """Chunks of every shape: no tensors, one, many, every dtype, scalar, empty; with and without a checksum."""
+    torch.manual_seed(0)
+    r = RequestId("r-42")
+    rows = {
+        "ids": torch.tensor([7, 8], dtype=torch.int32),
+        "media": torch.tensor([[5, 6]]),
+        "hidden": torch.randn(1, 32).to(torch.bfloat16),
+    }
+    kinds = {f"t{i}": torch.randint(0, 2, (3,)).to(dtype) for i, dtype in enumerate(wire.DTYPES.values())}
+    shapes = {
+        "scalar": torch.tensor(1.5),
+        "none": torch.empty(0, 8),
+        "deep": torch.ones(1, 2, 1, 2, dtype=torch.bool),
+    }
+    chunks = [
+        wire.chunk(r, Span(9, 9), Mark.REQUEST_END, {}, epoch=1, segment=2, seq=3),
+        wire.chunk(r, Span(0, 4), Mark.MORE, {"codes": torch.arange(64, dtype=torch.int32).view(4, 16)}),
+        wire.chunk(r, Span(4, 6), Mark.SEGMENT_END, rows, epoch=1, seq=2),
+        wire.chunk(r, Span(0, 3), Mark.MORE, kinds),
+        wire.chunk(r, Span(0, 1), Mark.MORE, shapes, epoch=2**40),
+    ]
+    return [bytes(wire.encode(chunk, checksum=checksum)) for chunk in chunks for checksum in (False, True)]
+
+
+def blind(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
+    """Changes that know nothing of the format."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
+        at = rng.randrange(len(out)) if out else 0
+        match rng.randrange(8):
+            case 0 if out:
+                out[at] ^= 1 << rng.randrange(8)
+            case 1 if out:
+                out[at] = rng.randrange(256)
+            case 2:
+                del out[at:]
+            case 3:
+                out += rng.randbytes(rng.choice((1, 4, 63, 64, 200)))
+            case 4:
+                del out[at : at + rng.choice((1, 2, 8, 64))]
+            case 5:
+                out[at:at] = rng.randbytes(rng.choice((1, 2, 8, 64)))
+            case 6:
+                other = rng.choice(corpus)
+                out[at:] = other[rng.randrange(len(other)) :]
+            case _:
+                width, form = rng.choice(((2, "<H"), (4, "<I"), (8, "<Q")))
+                where = rng.randrange(0, 32)
+                value = rng.choice(INTERESTING) % 2 ** (8 * width)
+                out[where : where + width] = struct.pack(form, value)
+    return bytes(out)
+
+
+def mended(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
+    """Changes of the header's or the prefix's meaning, with lengths and checksums made right again."""
+    length = struct.unpack_from("<I", data, 8)[0]
+    blobs = struct.unpack_from("<Q", data, 16)[0]
+    head: dict[str, Any] = msgspec.msgpack.decode(data[wire.PREFIX_BYTES : wire.PREFIX_BYTES + length])
+    area = bytearray(data[len(data) - blobs :]) if blobs else bytearray()
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        _twist(rng, head, area)
+    raw = msgspec.msgpack.encode(head)
+    if rng.random() < 0.15:  # the same meaning in other bytes, or bytes with no meaning
+        raw = _respell(rng, raw)
+    at = wire.PREFIX_BYTES + len(raw)
+    pad = bytes(-at % wire.ALIGN) if area else b""
+    if pad and rng.random() < 0.05:
+        pad = rng.randbytes(len(pad))
+    flags = struct.unpack_from("<H", data, 6)[0]
+    if rng.random() < 0.05:
+        flags = rng.randrange(2**16)
+    crc = zlib.crc32(area) if flags & 1 and area and rng.random() < 0.9 else rng.choice((0, 0, 0, 7))
+    count = len(head["tensors"]) if isinstance(head.get("tensors"), list) else 0
+    if rng.random() < 0.05:
+        count = rng.choice(INTERESTING) % 2**32
+    prefix = struct.pack("<4sHHIIQI", wire.MAGIC, wire.WIRE_VERSION, flags, len(raw), count, len(area), crc)
+    return prefix + struct.pack("<I", zlib.crc32(raw, zlib.crc32(prefix))) + raw + pad + bytes(area)
+
+
+def _twist(rng: random.Random, head: dict[str, Any], area: bytearray) -> None:
+    table = head.get("tensors")
+    entry = rng.choice(table) if isinstance(table, list) and table and isinstance(table[0], dict) else None
+    match rng.randrange(9):
+        case 0:
+            head[rng.choice(list(head))] = _value(rng)
+        case 1:
+            head.pop(rng.choice(list(head)), None)
+        case 2:
+            head[rng.choice(("extra", "Version", "request "))] = _value(rng)
+        case 3 if entry is not None:
+            entry[rng.choice(("name", "dtype", "shape", "offset", "extra"))] = _value(rng)
+        case 4 if entry is not None and isinstance(entry.get("shape"), list):
+            entry["shape"] = [rng.choice((-1, 0, 1, 2, 3, *INTERESTING)) for _ in range(rng.randrange(10))]
+        case 5 if entry is not None:
+            entry["offset"] = rng.choice((0, 64, 128, 192, -64, 1, len(area), 2**40))
+        case 6 if isinstance(table, list):
+            head["tensors"] = table * rng.choice((0, 2, 17))
+        case 7 if area:
+            area[rng.randrange(len(area))] = rng.randrange(256)
+        case _:
+            if area and rng.random() < 0.5:
+                del area[rng.randrange(len(area)) :]
+            else:
+                area += rng.randbytes(rng.choice((1, 4, 64)))
+
+
+def _value(rng: random.Random) -> Any:
+    picks: list[Callable[[], Any]] = [
+        lambda: rng.choice(INTERESTING),
+        lambda: -rng.choice(INTERESTING),
+        lambda: rng.choice(NAMES),
+        lambda: rng.choice(DTYPES),
+        lambda: rng.choice((None, True, 1.0, float("nan"), b"ids", [], {}, [1, 2], [[]], {"name": "ids"})),
+        lambda: [rng.choice(INTERESTING) for _ in range(rng.randrange(5))],
+    ]
+    return rng.choice(picks)()
+
+
+def _respell(rng: random.Random, raw: bytes) -> bytes:
+    """Non-minimal integers, doubled keys, trailing or missing bytes."""
+    at = rng.randrange(len(raw))
+    match rng.randrange(4):
+        case 0:
+            return raw[:at] + b"\xcc" + raw[at:]  # perhaps a small integer, now in two bytes
+        case 1:
+            return raw + rng.randbytes(rng.choice((1, 3)))
+        case 2:
+            return raw[:at]
+        case _:
+            return raw[:at] + rng.randbytes(1) + raw[at + 1 :]
+
+
+def judge(data: bytes, corpus: dict[bytes, ChunkHeader], was_blind: bool) -> str:
+    """The outcome's name. Raises AssertionError if a rule is broken, or whatever escaped from the decoder."""
+    try:
+        chunk = wire.decode(bytearray(data))
+    except VersionMismatch:
+        return "version"
+    except Corrupt as error:
+        return "corrupt: " + re.sub(r"'.*?'|[0-9]+", "_", error.message).split(":")[0]
+    checksum = bool(struct.unpack_from("<H", data, 6)[0] & 1)
+    assert wire.encode(chunk, checksum=checksum) == data, "accepted, but its encoding is another"
+    if data in corpus:
+        return "accepted: unchanged"
+    if was_blind:
+        assert not checksum, "a blind change went past the blob checksum"
+        assert chunk.header in corpus.values(), "a blind change went past the header checksum"
+        return "accepted: blob bytes only"
+    return "accepted: another valid chunk"
+
+
+def fuzz(inputs: int, seed: int) -> tuple[Counter[str], float]:
+    """How often each outcome came, and the longest that one input took."""
+    rng, corpus, outcomes, longest = random.Random(seed), golden(), Counter[str](), 0.0
+    headers = {data: wire.decode(bytearray(data)).header for data in corpus}
+    for index in range(inputs):
+        source = rng.choice(corpus)
+        was_blind = index % 2 == 0
+        data = (blind if was_blind else mended)(rng, source, corpus)
+        start = time.process_time()  # of this process: others may have the core for a while
+        try:
+            outcomes[judge(data, headers, was_blind)] += 1
+        except Exception as error:
+            raise SystemExit(f"input {index}: {error!r}\n{data.hex()}") from error
+        longest = max(longest, time.process_time() - start)
+    return outcomes, longest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=20260101)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    fuzz(1000, args.seed)  # warm up, so that the growth below is the decoder's
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    outcomes, longest = fuzz(args.inputs, args.seed)
+    result = {
+        "inputs": args.inputs,
+        "seed": args.seed,
+        "seconds": round(time.perf_counter() - start, 1),
+        "longest_cpu_ms": round(longest * 1e3, 2),
+        "crashes": 0,  # it would not have come this far
+        "peak_memory_growth_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before,
+        "accepted": sum(count for name, count in outcomes.items() if name.startswith("accepted")),
+        "outcomes": dict(outcomes.most_common()),
+        "torch": torch.__version__,
+        "msgspec": msgspec.__version__,
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""The vocoder's stage: codec frames in, samples out, many streams in step.
+
+There are no blocks and no tokens here. A stream holds a slot of the vocoder's state from its first frame to its last
+sample; frames that arrive wait in a bounded queue. Each step takes the waiting frames of all streams that have some
+(up to a captured size, the most urgent streams deciding), runs the leading slots that are in use, and copies the
+samples to the host behind it. All methods belong to the loop thread; `turn` never waits."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tqdm import tqdm
+
+from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
+from stretto.models.qwen3_omni.code2wav import Code2Wav
+from stretto.stage.request import Reason
+from stretto.stage.runner.rows import to_device
+from stretto.stage.runner.waiter import Waiter
+from stretto.types import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class CodecConfig:
+    slots: int = 128  # streams at once
+    max_waiting: int = 256  # announced streams without a slot
+    max_pending: int = 4096  # frames that one stream may have waiting
+    frame_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # frames per step
+    slot_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    overlap_depth: int = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioOutput:
+    """Samples [start, start + len) of a stream. The last one of a stream says why it ended."""
+
+    request: RequestId
+    start: int
+    samples: npt.NDArray[np.float32]
+    frames: int  # decoded so far, these included
+    reason: Reason | None
+    error: StrettoError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    request: RequestId
+    arrival: int
+    slot: int | None = None
+    pending: deque[torch.Tensor] = field(default_factory=deque)  # codes [n, 16] each, on the device
+    num_pending: int = 0
+    launched: int = 0  # frames
+    done: int = 0  # frames whose samples are out
+    ended: Reason | None = None  # no more frames will come
+    deadline: float | None = None  # when the sound sent so far runs out; None: nothing sent yet
+    in_flight: int = 0
+    gone: bool = False
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return float("-inf") if self.deadline is None else self.deadline, self.arrival
+
+
+@dataclass(slots=True, eq=False)
+class CodecStep:
+    parts: list[tuple[Stream, int, int, int]]  # stream, frames before, frames, frames' end in the queue's count
+    host: torch.Tensor  # [slots, samples], pinned
+    copied: torch.cuda.Event | None
+    error: StrettoError | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class CodecStats:
+    steps: int = 0
+    frames: int = 0
+    slots: int = 0  # slots run, used or not: frames / (slots * step size) is the fill
+    launch_ns: int = 0
+
+
+class CodecStage:
+    def __init__(
+        self,
+        model: Code2Wav,
+        emit: Callable[[AudioOutput], None],
+        config: CodecConfig | None = None,
+        waiter: Waiter | None = None,
+    ) -> None:
+        self.model, self.emit, self.waiter = model, emit, waiter
+        self.config = c = config or CodecConfig()
+        self.state = model.state(c.slots, max(c.frame_sizes))
+        self.device = self.state.frames.device
+        self.stream = None
+        if self.device.type == "cuda":  # the listener waits for this stage: its kernels go before all others
+            self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
+        self.stats = CodecStats()
+        self._free = list(range(c.slots))  # a heap: the lowest slots are used first
+        self._streams: dict[RequestId, Stream] = {}
+        self._queue: deque[Stream] = deque()  # without a slot
+        self._seated: dict[int, Stream] = {}
+        self._steps: deque[CodecStep] = deque()
+        self._arrivals = 0
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    # -- streams
+
+    def open(self, id: RequestId) -> None:
+        """Announce a stream. It gets a slot when its first frames are there and a slot is free."""
+        if id in self._streams:
+            raise Bug(f"stream {id} opened twice")
+        if len(self._queue) >= self.config.max_waiting:
+            raise Busy(f"{self.config.max_waiting} streams are waiting for the vocoder already")
+        self._streams[id] = stream = Stream(id, self._arrivals)
+        self._arrivals += 1
+        self._queue.append(stream)
+
+    def room(self, id: RequestId) -> int:
+        """How many more frames the stream may have waiting."""
+        return self.config.max_pending - self._stream(id).num_pending
+
+    def push(self, id: RequestId, codes: torch.Tensor, last: Reason | None = None) -> None:
+        """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with it. Frames on
+        the device must be complete: their event has fired."""
+        stream = self._stream(id)
+        if stream.ended is not None:
+            raise Bug(f"stream {id}: frames after its end")
+        if stream.num_pending + len(codes) > self.config.max_pending:
+            raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
+        if len(codes):
+            stream.pending.append(codes.to(self.device, torch.int64, non_blocking=True))
+            stream.num_pending += len(codes)
+        stream.ended = last
+        if last is not None and not stream.num_pending and not stream.in_flight:
+            self._finish(stream, np.zeros(0, np.float32), self.model.num_samples(stream.done))
+
+    def cancel(self, id: RequestId) -> bool:
+        """Drop a stream at once; samples on their way are never emitted."""
+        stream = self._streams.pop(id, None)
+        if stream is None:
+            return False
+        stream.gone = True
+        self._give_up(stream)
+        return True
+
+    def set_deadline(self, id: RequestId, deadline: float | None) -> None:
+        self._stream(id).deadline = deadline
+
+    def __contains__(self, id: RequestId) -> bool:
+        return id in self._streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._steps)
+
+    @property
+    def idle(self) -> bool:
+        return not self._steps and not self._streams and len(self._free) == self.config.slots
+
+    # -- steps
+
+    def turn(self) -> bool:
+        did = False
+        while self._steps and self._steps[0].ready:
+            self._retire(self._steps.popleft())
+            did = True
+        while len(self._steps) < self.config.overlap_depth:
+            start = time.perf_counter_ns()
+            parts = self._schedule()
+            if not parts:
+                break
+            self._launch(parts)
+            self.stats.launch_ns += time.perf_counter_ns() - start
+            did = True
+        return did
+
+    def wait(self) -> None:
+        if self._steps and self._steps[0].copied is not None:
+            self._steps[0].copied.synchronize()
+
+    def _schedule(self) -> list[tuple[Stream, int]]:
+        """Streams with waiting frames and how many of them this step takes."""
+        self._seat()
+        ready = [s for s in self._seated.values() if s.num_pending]
+        if not ready:
+            return []
+        # The most urgent stream sets the pace: a first packet goes out in the smallest step that holds it.
+        urgent = min(ready, key=lambda s: s.order)
+        most = urgent.num_pending if urgent.deadline is None else max(s.num_pending for s in ready)
+        size = next((f for f in self.config.frame_sizes if f >= most), self.config.frame_sizes[-1])
+        return [(s, min(s.num_pending, size)) for s in ready]
+
+    def _seat(self) -> None:
+        if not self._free or not self._queue:
+            return
+        for stream in sorted((s for s in self._queue if s.num_pending), key=lambda s: s.order):
+            if not self._free:
+                break
+            stream.slot = heapq.heappop(self._free)
+            self._seated[stream.slot] = stream
+            self._queue.remove(stream)
+            with self._on_stream():
+                self.state.reset(stream.slot)
+
+    @torch.inference_mode()
+    def _launch(self, parts: list[tuple[Stream, int]]) -> None:
+        size = next(f for f in self.config.frame_sizes if f >= max(n for _, n in parts))
+        top = 1 + max(s.slot for s, _ in parts if s.slot is not None)
+        slots = next((b for b in sorted(self.config.slot_sizes) if b >= top), self.config.slots)
+        slots = min(slots, self.config.slots)
+        taken = []
+        codes, lengths = [], [0] * slots
+        for stream, n in parts:
+            assert stream.slot is not None
+            codes.append((stream.slot, self._take(stream, n)))
+            lengths[stream.slot] = n
+            taken.append((stream, stream.launched, n, stream.launched + n))
+            stream.launched += n
+            stream.in_flight += 1
+        with self._on_stream():
+            try:
+                step = CodecStep(taken, *self._run(codes, lengths, slots, size))
+            except RuntimeError as e:
+                step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
+        self._steps.append(step)
+        self.stats.steps += 1
+        self.stats.slots += slots
+        self.stats.frames += sum(n for _, n in parts)
+        if self.waiter is not None and step.copied is not None:
+            self.waiter.watch(step.copied)
+
+    def _run(
+        self, codes: list[tuple[int, torch.Tensor]], lengths: list[int], slots: int, size: int
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        groups = self.model.config.num_quantizers
+        found = self._graphs.get((slots, size))
+        if found is not None:
+            graph, inputs, counts, wav = found
+        else:
+            inputs = torch.zeros(slots, groups, size, dtype=torch.int64, device=self.device)
+        self._place(inputs, codes)
+        device_lengths = to_device(lengths, self.device, torch.int64)
+        if found is not None:
+            counts.copy_(device_lengths)
+            graph.replay()
+        else:
+            wav = self.model.step(self.state.head(slots), inputs, device_lengths)
+        if self.stream is None:
+            return wav, None
+        host = torch.empty(wav.shape, dtype=wav.dtype, pin_memory=True)
+        host.copy_(wav, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(self.stream)
+        return host, copied
+
+    def _place(self, inputs: torch.Tensor, codes: list[tuple[int, torch.Tensor]]) -> None:
+        """Every stream's frames to its slot, in a fixed number of launches."""
+        slot = np.repeat([s for s, _ in codes], [len(part) for _, part in codes])
+        frame = np.concatenate([np.arange(len(part)) for _, part in codes])
+        where = to_device(np.stack([slot, frame]), self.device, torch.int64)
+        flat = torch.cat([part for _, part in codes])
+        if self.stream is not None:
+            for _, part in codes:  # made on another stage's stream, whose allocator must not reuse it under us
+                part.record_stream(self.stream)
+        inputs.transpose(1, 2)[where[0], where[1]] = flat
+
+    def _take(self, stream: Stream, n: int) -> torch.Tensor:
+        """The first n waiting frames."""
+        parts, need = [], n
+        while need:
+            head = stream.pending.popleft()
+            if len(head) > need:
+                stream.pending.appendleft(head[need:])
+                head = head[:need]
+            parts.append(head)
+            need -= len(head)
+        stream.num_pending -= n
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _retire(self, step: CodecStep) -> None:
+        wav = step.host.numpy()
+        for stream, before, n, end in step.parts:
+            stream.in_flight -= 1
+            if stream.gone:
+                if not stream.in_flight:
+                    self._release(stream)
+                continue
+            if step.error is not None:
+                self._fail(stream, step.error)
+                continue
+            assert stream.slot is not None
+            span = self.model.valid(before, n)
+            # Copied: the step's buffer is shared by all streams and must not be kept alive by a slow reader.
+            samples = wav[stream.slot, span.start : span.stop].copy()
+            stream.done = end
+            start = self.model.num_samples(before)
+            if stream.ended is not None and not stream.num_pending and not stream.in_flight:
+                self._finish(stream, samples, start)
+            else:
+                self.emit(AudioOutput(stream.request, start, samples, stream.done, None))
+
+    def _finish(self, stream: Stream, samples: npt.NDArray[np.float32], start: int) -> None:
+        del self._streams[stream.request]
+        self._give_up(stream)
+        self.emit(AudioOutput(stream.request, start, samples, stream.done, stream.ended))
+
+    def _fail(self, stream: Stream, error: StrettoError) -> None:
+        self._streams.pop(stream.request, None)
+        stream.gone = True
+        self._give_up(stream)
+        start = self.model.num_samples(stream.done)
+        none = np.zeros(0, np.float32)
+        self.emit(AudioOutput(stream.request, start, none, stream.done, Reason.FAILED, error))
+
+    def _give_up(self, stream: Stream) -> None:
+        stream.pending.clear()
+        stream.num_pending = 0
+        if stream.slot is None:
+            if stream in self._queue:
+                self._queue.remove(stream)
+        elif not stream.in_flight:
+            self._release(stream)
+
+    def _release(self, stream: Stream) -> None:
+        """The slot is free once no step in flight writes to it."""
+        if stream.slot is not None:
+            del self._seated[stream.slot]
+            heapq.heappush(self._free, stream.slot)
+            stream.slot = None
+
+    def _stream(self, id: RequestId) -> Stream:
+        try:
+            return self._streams[id]
+        except KeyError:
+            raise Gone(f"stream {id} is not here (any more)") from None
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    # -- graphs
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[tuple[int, int]] | None = None, progress: bool = True) -> None:
+        """Capture steps of (slots, frames), largest first. Streams must not be running."""
+        assert self.stream is not None, "graphs need a GPU"
+        c, groups = self.config, self.model.config.num_quantizers
+        todo = sizes or [(min(s, c.slots), f) for s in c.slot_sizes for f in c.frame_sizes if s <= c.slots]
+        pool = None
+        for slots, frames in tqdm(
+            sorted(set(todo), key=lambda t: -t[0] * t[1]),
+            desc="code2wav: capturing graphs",
+            disable=None if progress else True,
+            leave=False,
+        ):
+            inputs = torch.zeros(slots, groups, frames, dtype=torch.int64, device=self.device)
+            counts = torch.zeros(slots, dtype=torch.int64, device=self.device)  # zero: the state stays as it is
+            head = self.state.head(slots)
+            with self._on_stream():
+                for _ in range(2):
+                    self.model.step(head, inputs, counts)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+                wav = self.model.step(head, inputs, counts)
+            pool = pool or graph.pool()
+            self._graphs[slots, frames] = graph, inputs, counts, wav

@@ -1,0 +1,100 @@
+"""One thread that drives the stages of a host.
+
+Each round takes the messages that came, then gives every stage a turn, the most downstream first, so that a first
+packet never waits behind a new prompt. A round in which nothing happened ends in a sleep on the bell: an event file
+descriptor that messages, chunks and the device's waiter ring. There is no timer and no polling."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stretto.errors import Busy, Gone
+
+log = logging.getLogger(__name__)
+
+Message = Callable[[], None]
+"""Run on the loop thread."""
+
+
+class Turns(Protocol):
+    def turn(self) -> bool:
+        """Do what can be done now, without waiting. True: something was."""
+        ...
+
+
+class Bell:
+    """A wake-up that any thread may ring and one thread sleeps on. Rings before the sleep are not lost."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def sleep(self) -> None:
+        os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Loop:
+    def __init__(self, stages: Sequence[Turns], bell: Bell | None = None, max_messages: int = 4096) -> None:
+        """`stages` in the order of the data's way."""
+        self.stages = list(stages)
+        self.bell = bell or Bell()
+        self.max_messages = max_messages
+        self.failure: BaseException | None = None
+        self._messages: deque[Message] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # -- any thread
+
+    def post(self, message: Message) -> None:
+        """Run `message` on the loop thread, soon and in order."""
+        if self._stopping:
+            raise Gone("the loop has stopped")
+        if len(self._messages) >= self.max_messages:
+            raise Busy(f"{self.max_messages} messages are waiting already")
+        self._messages.append(message)
+        self.bell.ring()
+
+    def start(self, name: str = "stage-loop") -> None:
+        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the round and leave; messages not taken by then are dropped."""
+        self._stopping = True
+        self.bell.ring()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the loop thread
+
+    def run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.round():
+                    self.bell.sleep()
+        except BaseException as e:
+            # The boundary of the stage's world: whoever started the loop must learn of it.
+            self.failure, self._stopping = e, True
+            log.exception("the stage loop died")
+            raise
+
+    def round(self) -> bool:
+        """One round. True: something happened, so there may be more to do."""
+        did = False
+        for _ in range(len(self._messages)):
+            self._messages.popleft()()
+            did = True
+        for stage in reversed(self.stages):
+            did = stage.turn() or did
+        return did

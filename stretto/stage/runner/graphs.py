@@ -1,0 +1,68 @@
+"""Captured decode steps, one per batch size and way of picking.
+
+A graph runs the same functions as the eager path, over static inputs (row, position, one host value per row). A batch
+is padded up to the next captured size with the sink row, which belongs to nobody. Captured once at start, largest
+first so that the smaller ones reuse its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from stretto.stage.runner.lane import Lane
+from stretto.stage.runner.rows import How
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor]
+
+
+class DecodeGraphs:
+    def __init__(
+        self, lane: Lane[Any], decode: Decode, sizes: Sequence[int] = SIZES, ways: Sequence[How] | None = None
+    ) -> None:
+        self.lane, self.decode = lane, decode
+        limit = lane.rows.num_rows
+        self.sizes = sorted({min(s, limit) for s in sizes})
+        # One way for batches without chance or penalty, one that serves all others.
+        self.ways = list(ways) if ways is not None else [How(False, False), How(True, True)]
+        self._graphs: dict[tuple[int, How], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+
+    @torch.inference_mode()
+    def capture(self, stream: torch.cuda.Stream, label: str, progress: bool = True) -> None:
+        todo = [(size, how) for how in self.ways for size in reversed(self.sizes)]
+        pool = None
+        for size, how in tqdm(todo, desc=f"{label}: capturing graphs", disable=None if progress else True, leave=False):
+            inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
+            inputs[0] = self.lane.rows.sink
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # warm-up: libraries choose their kernels and workspaces outside of the capture
+                    self.decode(inputs[0], inputs[1], inputs[2], how)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                tokens = self.decode(inputs[0], inputs[1], inputs[2], how)
+            pool = pool or graph.pool()
+            self._graphs[size, how] = graph, inputs, tokens
+
+    def run(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+
+    def replay(self, host: np.ndarray, how: How) -> torch.Tensor | None:
+        """Run a batch (row, position, value) [3, rows]; None if no graph fits. The result is the caller's to keep."""
+        rows = host.shape[1]
+        size = next((s for s in self.sizes if s >= rows), None)
+        way = next((w for w in self.ways if w.sampled >= how.sampled and w.penalty >= how.penalty), None)
+        found = None if size is None or way is None else self._graphs.get((size, way))
+        if found is None or size is None:
+            return None
+        graph, inputs, tokens = found
+        padded = np.zeros((3, size), np.int64)
+        padded[0] = self.lane.rows.sink
+        padded[:, :rows] = host
+        inputs.copy_(torch.from_numpy(padded).pin_memory(), non_blocking=True)
+        self.run(graph)
+        # The graph's output is overwritten by its next replay, and the copy to the host may still be on its way then.
+        return tokens[:rows].clone()

@@ -1,0 +1,161 @@
+"""Runs batches: `launch` puts a batch on the device and returns at once, `retire` takes its tokens to the host.
+
+Owned by a stage, called on its loop thread. Several steps may be in flight; a launch depends on earlier ones only
+through the device rows, in stream order, never through the host. All copies to the host go to pinned memory with an
+event behind them. A batch that only decodes, with its inputs on the device, replays a captured graph if there is one
+of its size; everything else runs eagerly through the same functions, with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.errors import Bug, StageDead, StrettoError
+from stretto.stage.request import StageRequest
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.lane import Captured, Lane
+from stretto.stage.runner.rows import How, to_device
+from stretto.stage.runner.step import Step
+from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
+from stretto.types import RequestId
+
+Find = Callable[[RequestId], StageRequest]
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """One batch's spans in the order of the pass: those of one position first."""
+
+    spans: list[RowSpan]
+    index: list[int]  # in the batch
+    requests: list[StageRequest]
+
+
+class Runner:
+    def __init__(self, lane: Lane[Any], graphs: DecodeGraphs | None = None) -> None:
+        self.lane, self.graphs = lane, graphs
+        self.device = lane.rows.device
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Everything that touches device rows happens on the stage's own stream."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, find: Find) -> Step:
+        """Put a batch on the device. An error while launching is the step's, not the caller's."""
+        with self.on_stream():
+            try:
+                return self._launch(batch, find)
+            except StrettoError as e:
+                return self._failed(batch, e)
+            except torch.cuda.OutOfMemoryError as e:
+                return self._failed(batch, StageDead(f"out of device memory in a step of {batch.num_tokens} rows: {e}"))
+            except RuntimeError as e:
+                return self._failed(batch, StageDead(f"a step failed to launch: {e}"))
+
+    def retire(self, step: Step) -> StepResult:
+        """The step's tokens, once. Waits for them if they are not there yet."""
+        if step.retired:
+            raise Bug(f"step {step.batch.step} retired twice")
+        step.retired = True
+        if step.error is not None:
+            return StepResult.failed(step.batch, step.error)
+        tokens, errors = [0] * len(step.batch.spans), {}
+        for i, row in zip(step.sampling, step.wait_tokens(), strict=True):
+            if row[0] < 0:
+                id = step.batch.spans[i].request
+                errors[id] = StageDead(f"{id}: the model's output is not a number")
+            tokens[i] = row[0]
+        return StepResult(tokens, errors)
+
+    def _failed(self, batch: Batch, error: StrettoError) -> Step:
+        none = torch.empty(0, self.lane.columns, dtype=torch.int64)
+        return Step(batch, [], none, none, None, Captured(), None, error)
+
+    def _launch(self, batch: Batch, find: Find) -> Step:
+        lane = self.lane
+        for join in batch.joined:
+            lane.join(join, find(join.request))
+        for span in batch.spans:
+            lane.rows.put_blocks(span.row, span.first_block, span.new_blocks)
+        plan = self._plan(batch, find)
+        samples = [i for i, span in enumerate(plan.spans) if span.samples]
+        how = How.of([p for i in samples for p in lane.sampling(plan.requests[i].id)])
+        if batch.decode_only and all(s.from_device for s in plan.spans):
+            tokens, captured = self._decode(plan, how), Captured()
+        else:
+            tokens, captured = self._mixed(plan, samples, how)
+        return self._publish(batch, [plan.index[i] for i in samples], tokens, captured)
+
+    def _plan(self, batch: Batch, find: Find) -> _Plan:
+        order = sorted(range(len(batch.spans)), key=lambda i: batch.spans[i].stop - batch.spans[i].start != 1)
+        spans = [batch.spans[i] for i in order]
+        return _Plan(spans, order, [find(s.request) for s in spans])
+
+    def _decode(self, plan: _Plan, how: How) -> torch.Tensor:
+        """Every row goes on from its own last pick."""
+        values = [self.lane.decode_value(r, s.start) for r, s in zip(plan.requests, plan.spans, strict=True)]
+        host = np.array([[s.row for s in plan.spans], [s.start for s in plan.spans], values], dtype=np.int64)
+        edits = [(i, r) for i, r in enumerate(plan.requests) if r.spec.host_history]
+        if self.graphs is not None and not edits:
+            tokens = self.graphs.replay(host, how)
+            if tokens is not None:
+                return tokens
+        width = -(-int(host[1].max() + 1) // self.lane.cache.block_size)
+        rows, positions, extra = to_device(host, self.device, torch.int64)
+        return decode_step(self.lane, rows, positions, extra, how, width, edits)
+
+    def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[torch.Tensor, Captured]:
+        lane = self.lane
+        xs, places, extras, row = [], [], [], 0
+        for i, (span, request) in enumerate(zip(plan.spans, plan.requests, strict=True)):
+            if span.from_device:
+                at = [[span.row], [span.start], [lane.decode_value(request, span.start)]]
+                x, positions = lane.device_input(*to_device(np.array(at), self.device, torch.int64))
+            else:
+                given = lane.host_input(request, span.start, span.stop, span.fresh)
+                x, positions = given.x, given.positions
+                if given.extra is not None:
+                    extras.append((plan.index[i], row, given.extra))
+            xs.append(x)
+            places.append(positions)
+            row += span.stop - span.start
+        paging = lane.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
+        hidden, captured = lane.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
+        if not samples:
+            return torch.empty(0, lane.columns, dtype=torch.int64, device=self.device), captured
+        last = paging.last_rows
+        host = np.array([[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64).T
+        pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
+        edits = [(n, plan.requests[i]) for n, i in enumerate(samples) if plan.requests[i].spec.host_history]
+        return lane.pick(rows, positions, hidden[pick], how, edits).tokens, captured
+
+    def _publish(self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: Captured) -> Step:
+        if self.stream is None:
+            return Step(batch, sampling, tokens, tokens, None, captured, None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(self.stream)
+        return Step(batch, sampling, tokens, host, copied, captured, copied if captured.rows else None)
+
+
+def decode_step(
+    lane: Lane[Any],
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    how: How,
+    width: int | None = None,
+    edits: list[tuple[int, StageRequest]] | None = None,
+) -> torch.Tensor:
+    """One decode step for rows whose inputs are on the device. Without `edits` it can be captured."""
+    x, rope = lane.device_input(rows, positions, values)
+    hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
+    return lane.pick(rows, positions, hidden, how, edits or []).tokens

@@ -1,0 +1,254 @@
+"""An autoregressive stage: a scheduler and a runner around one model, serving many requests at once.
+
+All methods belong to the loop thread. `turn` does whatever can be done now and never waits: it retires the steps
+that have come back, hands their certain outputs to `emit`, and launches the next one while fewer than
+`overlap_depth` are in flight. A stop is seen one step late; the surplus of that step is dropped here and never
+reaches `emit`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.errors import Bug, StrettoError
+from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
+from stretto.stage.runner.runner import Runner
+from stretto.stage.runner.step import Step
+from stretto.stage.runner.waiter import Waiter
+from stretto.stage.scheduler.batch import Batch, Outcome, Published
+from stretto.stage.scheduler.blocks import PayloadHandle
+from stretto.stage.scheduler.scheduler import Rows, Scheduler
+from stretto.types import RequestId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaOutput:
+    """Accept-layer rows of prompt positions, on the device; complete once `event` has fired (None: now)."""
+
+    places: Sequence[int]
+    rows: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """What became certain for one request. Nothing in here is ever taken back."""
+
+    request: StageRequest
+    confirmed: Confirmed
+    token: int | None  # newly certain; for a frame, its code 0
+    row: Sequence[int]  # all columns of the token (a frame's codes); empty without a token
+    device_row: torch.Tensor | None  # the same on the device
+    media: MediaOutput | None
+    reason: Reason | None  # the segment ended here
+
+    @property
+    def error(self) -> StrettoError | None:
+        return self.request.error
+
+
+Emit = Callable[[Output], None]
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """Accept-layer rows that belong to a cached block."""
+
+    places: list[int]
+    rows: torch.Tensor
+
+
+@dataclass(slots=True)
+class StageStats:
+    """Counters that the loop thread keeps; read by metrics and benchmarks."""
+
+    steps: int = 0
+    rows: int = 0  # computed
+    tokens: int = 0  # confirmed
+    failed: int = 0  # steps
+    launch_ns: int = 0  # host time to schedule and launch
+    retire_ns: int = 0  # host time to retire
+
+
+class PayloadStore:
+    """Rows kept beside cached blocks, by handle. The scheduler says when a handle is no longer needed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[PayloadHandle, Kept] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, kept: Kept) -> PayloadHandle:
+        handle = PayloadHandle(self._next)
+        self._next += 1
+        self._kept[handle] = kept
+        return handle
+
+    def get(self, handle: PayloadHandle) -> Kept:
+        return self._kept[handle]
+
+    def drop(self, handle: PayloadHandle) -> None:
+        del self._kept[handle]
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """What the stage keeps for one request beside the scheduler's record."""
+
+    request: StageRequest
+    media: list[MediaOutput] = field(default_factory=list)  # handed out so far, for blocks that become cached
+
+
+class Stage:
+    def __init__(
+        self,
+        name: str,
+        scheduler: Scheduler,
+        runner: Runner,
+        emit: Emit,
+        store: PayloadStore | None = None,
+        waiter: Waiter | None = None,
+    ) -> None:
+        self.name, self.scheduler, self.runner, self.emit = name, scheduler, runner, emit
+        self.store = store or PayloadStore()
+        self.waiter = waiter
+        self.stats = StageStats()
+        self._steps: deque[Step] = deque()
+        self._seats: dict[RequestId, _Seat] = {}
+
+    def __len__(self) -> int:
+        """Requests that this stage still holds anything for."""
+        return len(self._seats)
+
+    # -- requests
+
+    def submit(
+        self, spec: RequestSpec, given: Any, prompt: Rows = 0, *, closed: bool = True, salts: Sequence[Salt] = ()
+    ) -> StageRequest:
+        """Take a request; `given` is what the model's lane needs beside the ids. Keeps nothing if refused."""
+        request = self.scheduler.submit(spec, prompt, closed=closed, salts=salts)
+        self.runner.lane.inputs[spec.id] = given
+        self._seats[spec.id] = _Seat(request)
+        return request
+
+    def cancel(self, id: RequestId) -> bool:
+        """End a request wherever it is. What is in flight for it is dropped as it comes back."""
+        ended = self.scheduler.cancel(id)
+        self._leave(id)
+        return ended
+
+    # -- steps
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._steps)
+
+    @property
+    def idle(self) -> bool:
+        return not self._steps and not self._seats
+
+    def turn(self) -> bool:
+        """Do what can be done now. True: something was."""
+        did = False
+        while self._steps and self._steps[0].done:
+            self._retire(self._steps.popleft())
+            did = True
+        while len(self._steps) < self.scheduler.config.overlap_depth:
+            start = time.perf_counter_ns()
+            batch = self.scheduler.schedule()
+            if batch is None:
+                break
+            self._launch(batch)
+            self.stats.launch_ns += time.perf_counter_ns() - start
+            did = True
+        return did
+
+    def wait(self) -> None:
+        """Until the oldest step is back. For callers without a loop."""
+        if self._steps:
+            self._steps[0].wait_tokens()
+
+    def _find(self, id: RequestId) -> StageRequest:
+        return self._seats[id].request
+
+    def _launch(self, batch: Batch) -> None:
+        step = self.runner.launch(batch, self._find)
+        self._steps.append(step)
+        self.stats.steps += 1
+        self.stats.rows += batch.num_tokens
+        if self.waiter is not None and step.copied is not None:
+            self.waiter.watch(step.copied)
+        for join in batch.joined:
+            kept = [self.store.get(handle) for _, handle in join.payloads]
+            if kept:  # found in the cache: certain already, and never computed for this request
+                request = self._find(join.request)
+                places = [p for k in kept for p in k.places]
+                media = MediaOutput(places, torch.cat([k.rows for k in kept]), None)
+                self._seats[join.request].media.append(media)
+                self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, media, None))
+
+    def _retire(self, step: Step) -> None:
+        start = time.perf_counter_ns()
+        result = self.runner.retire(step)
+        rows = dict(zip(step.sampling, range(len(step.sampling)), strict=True))
+        columns: list[list[int]] = [] if step.error is not None else step.host.tolist()
+        self.stats.failed += step.error is not None
+        for outcome in self.scheduler.retire(step.batch, result):
+            at = rows.get(outcome.at) if outcome.token is not None else None
+            media = None
+            if outcome.at in step.captured.rows:
+                places = step.captured.places[outcome.at]
+                media = MediaOutput(places, step.captured.rows[outcome.at], step.captured_at)
+                self._seats[outcome.request.id].media.append(media)
+            row = columns[at] if at is not None else []
+            self.stats.tokens += at is not None
+            if row:
+                self.runner.lane.confirm(outcome.request, row)
+            device_row = step.tokens[at] if at is not None else None
+            self._keep(outcome)
+            self._emit(
+                Output(outcome.request, outcome.confirmed, outcome.token, row, device_row, media, outcome.reason)
+            )
+        for span in step.batch.spans:
+            self._leave(span.request)
+        self.stats.retire_ns += time.perf_counter_ns() - start
+
+    def _emit(self, output: Output) -> None:
+        if output.confirmed > output.request.cursor.launched:
+            raise Bug(f"{output.request.id}: an output that was never launched")
+        self.emit(output)
+
+    def _keep(self, outcome: Outcome) -> None:
+        """Blocks that became findable keep the accept-layer rows of their media."""
+        for block in outcome.published:
+            kept = self._rows_of(outcome.request, block)
+            if kept is not None:
+                handle = self.store.put(kept)
+                if not self.scheduler.attach_payload(block, handle):
+                    self.store.drop(handle)
+
+    def _rows_of(self, request: StageRequest, block: Published) -> Kept | None:
+        places: list[int] = []
+        rows: list[torch.Tensor] = []
+        for media in self._seats[request.id].media:
+            where = np.asarray(media.places)
+            low, high = np.searchsorted(where, [block.start, block.stop])
+            if low < high:
+                places += where[low:high].tolist()
+                rows.append(media.rows[low:high])
+        return Kept(places, torch.cat(rows)) if rows else None
+
+    def _leave(self, id: RequestId) -> None:
+        """Forget a request once it is over and nothing of it is in flight."""
+        seat = self._seats.get(id)
+        if seat is not None and seat.request.state is State.DONE and not seat.request.in_flight:
+            del self._seats[id]
+            del self.runner.lane.inputs[id]

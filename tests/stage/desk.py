@@ -1,0 +1,144 @@
+"""Stages around the tiny model, driven by hand: submit, turn, collect."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+
+from stretto.models.qwen3_omni.bridge import talker_prompt
+from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.positions import rope_positions
+from stretto.prompt.prompt import Prompt
+from stretto.solo import Options
+from stretto.stage.request import Reason, RequestSpec, Salt
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.runner import Runner, decode_step
+from stretto.stage.runner.talker import TalkerInput, TalkerLane
+from stretto.stage.runner.thinker import Edit, ThinkerInput, ThinkerLane
+from stretto.stage.scheduler.config import SchedulerConfig
+from stretto.stage.scheduler.scheduler import Scheduler
+from stretto.stage.stage import Output, PayloadStore, Stage
+from stretto.types import RequestId, Span
+
+CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
+
+
+class Desk:
+    """One stage and what came out of it."""
+
+    def __init__(self, models: Models, kind: str, config: SchedulerConfig = CONFIG, graphs: bool = False) -> None:
+        self.models = models
+        model = models.thinker if kind == "thinker" else models.talker
+        cache = model.cache(config.num_blocks + 1, config.block_size)
+        lane = (ThinkerLane if kind == "thinker" else TalkerLane)(model, cache, config.max_rows, config.max_context)
+        self.lane = lane
+        captured = None
+        if graphs:
+            captured = DecodeGraphs(lane, lambda r, p, v, how: decode_step(lane, r, p, v, how), sizes=(1, 2, 4, 8, 16))
+        runner = Runner(lane, captured)
+        if captured is not None:
+            assert runner.stream is not None
+            captured.capture(runner.stream, kind, progress=False)
+        store = PayloadStore()
+        self.stage = Stage(kind, Scheduler(config, store.drop), runner, self.collect, store)
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.rows: dict[str, list[list[int]]] = defaultdict(list)
+        self.media: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+        self.ended: dict[str, Reason] = {}
+        self.errors: dict[str, Exception] = {}
+
+    def collect(self, o: Output) -> None:
+        id = str(o.request.id)
+        assert id not in self.ended, f"{id}: output after its end"
+        if o.token is not None:
+            self.tokens[id].append(o.token)
+            self.rows[id].append(list(o.row))
+            assert o.device_row is not None
+            assert o.device_row.tolist() == list(o.row)
+        if o.media is not None:
+            for place, row in zip(o.media.places, o.media.rows.cpu().numpy(), strict=True):
+                assert place not in self.media[id], f"{id}: row {place} handed out twice"
+                self.media[id][place] = row
+        if o.reason is not None:
+            self.ended[id] = o.reason
+            if o.error is not None:
+                self.errors[id] = o.error
+
+    def run(self, turns: int = 100_000) -> None:
+        """Until nothing more can be done without new input."""
+        for _ in range(turns):
+            if not self.stage.turn():
+                if not self.stage.num_in_flight:
+                    return
+                self.stage.wait()
+            self.stage.scheduler.check()
+        raise AssertionError("no end in sight")
+
+    # -- the thinker
+
+    def think(self, id: str, prompt: Prompt, options: Options, edit: Edit | None = None, **changes) -> None:
+        c = self.models.config
+        positions, first = rope_positions(
+            prompt.ids, c.tokens, c.thinker.vision.merge, c.thinker.positions_per_second, prompt.images, prompt.videos,
+            prompt.audio_in_video,
+        )  # fmt: skip
+        plan = talker_prompt(prompt, c) if options.speak else None
+        capture = np.array(plan.media_places, dtype=np.int64) if plan else None
+        given = ThinkerInput(positions, first, options.text, self.models.thinker.encode(prompt), capture, edit)
+        spec = RequestSpec(
+            RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}), sampling=options.text,
+            needs_payload=options.speak,
+        )  # fmt: skip
+        self.stage.submit(replace(spec, **changes), given, prompt.ids, salts=salts(prompt, c.tokens.media_pads))
+
+    # -- the talker
+
+    def speak(
+        self, id: str, prompt: Prompt, options: Options, media: np.ndarray | None = None, **changes
+    ) -> TalkerInput:
+        """Announce a request whose text is still to come. `media`: the thinker's accept-layer rows, in order."""
+        import torch
+
+        plan = talker_prompt(prompt, self.models.config, options.voice)
+        given = TalkerInput(plan, options.code0, options.residual)
+        if media is not None and len(media):
+            given.media.append(torch.from_numpy(media).to(self.models.talker.device))
+        eos = self.models.config.talker.codec.eos
+        spec = RequestSpec(
+            RequestId(id), options.max_frames + 1, frozenset({eos}), sampling=options.code0, paced=True,
+            cache_output=False, cache_root=str(plan.speaker).encode(),
+        )  # fmt: skip
+        self.stage.submit(replace(spec, **changes), given, given.num_rows, closed=False)
+        return given
+
+    def feed(self, id: str, token: int | None) -> None:
+        """One more text token; None: the text has ended."""
+        request, given = RequestId(id), self.lane.inputs[RequestId(id)]
+        if token is None:
+            given.text_ended = True
+            if given.text:
+                self.stage.scheduler.end_text(request)
+            else:
+                self.stage.cancel(request)  # nothing to say
+            return
+        given.text.append(token)
+        if len(given.text) == 1:
+            self.stage.scheduler.append_rows(request, 1, last=True)
+        else:
+            self.stage.scheduler.append_text(request)
+
+
+def salts(prompt: Prompt, pads: tuple[int, int, int]) -> list[Salt]:
+    """One salt per run of media pads, told by the content of all media (coarse, and enough for tests)."""
+    digest = b"".join(a.mel.tobytes()[:64] for a in prompt.audios)
+    digest += b"".join(p.values.tobytes()[:64] for p in (*prompt.images, *prompt.videos))
+    found, start = [], None
+    for i, token in enumerate([*prompt.ids, -1]):
+        if token in pads and start is None:
+            start = i
+        elif token not in pads and start is not None:
+            found.append(Salt(Span(start, i), digest[:48]))
+            start = None
+    return found

@@ -1,0 +1,372 @@
+"""A runner without a model, and a driver that plays the stage around a scheduler.
+
+`FakeRunner` keeps what a real one keeps on the device (block tables, KV slots, the last token of each row) and obeys
+`Batch` to the letter. The value of a row depends on its input and on the values of *all* rows before it, read through
+the block table, so a wrong table, a lost or foreign block, a wrong input token or a wrong position changes every token
+that follows. `Driver` compares all that comes out with `answer_of`, which knows nothing of batches or blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from stretto.errors import StrettoError
+from stretto.stage.request import OPAQUE, Reason, RequestSpec, Salt, StageRequest, State
+from stretto.stage.scheduler import (
+    Batch,
+    Outcome,
+    PayloadHandle,
+    RowJoin,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+)
+from stretto.types import RequestId, Span
+
+VOCAB = 7  # small, so that prefixes meet and stops come soon
+STOP = 0
+_MASK = (1 << 61) - 1
+
+
+def value_of(position: int, content: int, before: int) -> int:
+    """What a row computes: from its place, its input and the sum of all values before it."""
+    x = (position * 0x9E3779B97F4A7C15 + content * 0xC2B2AE3D27D4EB4F + before * 0x165667B19E3779F9) & _MASK
+    x ^= x >> 29
+    return (x * 0xBF58476D1CE4E5B9) & _MASK
+
+
+def token_of(value: int) -> int:
+    return (value >> 20) % VOCAB
+
+
+@dataclass(slots=True)
+class Story:
+    """The true input of one request: what its rows contain, whether or not ids tell it."""
+
+    extras: list[int] = field(default_factory=list)  # by row: what is not in the id (media, text), 0 for nothing
+    prompt: int = 0  # rows of the segment's prompt and all before
+    texts: list[int] = field(default_factory=list)  # of this segment (paced)
+    answer: list[int] = field(default_factory=list)  # confirmed, in this segment
+    answers: list[list[int]] = field(default_factory=list)  # of all segments
+    values: list[int] = field(default_factory=list)  # published outputs, by row
+    history: list[int] = field(default_factory=list)  # ids of all prompt rows, and of earlier answers
+
+    def content(self, position: int, token: int) -> int:
+        if position < len(self.extras):
+            return token + 1000 * self.extras[position]
+        text = position - self.prompt
+        return token + 1000 * (self.texts[text] if 0 <= text < len(self.texts) else 0)
+
+    def fold(self) -> None:
+        """The segment's answer becomes history."""
+        ids = self.history + self.answer
+        self.extras = [(self.content(p, 0)) // 1000 for p in range(len(ids))]
+        self.history, self.texts, self.prompt = ids, [], len(ids)
+        self.answers.append(self.answer)
+        self.answer = []
+
+
+def answer_of(story: Story, max_new: int, stop_ids: frozenset[int]) -> tuple[list[int], list[int]]:
+    """The oracle: the answer to a story's current prompt, and the values of all rows that it takes."""
+    values: list[int] = []
+    total = 0
+    tokens = list(story.history[: story.prompt])
+    while True:
+        for position in range(len(values), len(tokens)):
+            values.append(value_of(position, story.content(position, tokens[position]), total))
+            total = (total + values[-1]) & _MASK
+        tokens.append(token_of(values[-1]))
+        if tokens[-1] in stop_ids or len(tokens) - story.prompt == max_new:
+            return tokens[story.prompt :], values
+
+
+@dataclass(slots=True)
+class FakeStep:
+    batch: Batch
+    tokens: list[int]
+    payload: list[dict[int, int]]  # per span: row -> value, for the rows to publish
+    blocks: set[int]  # all that the step reads or writes
+
+
+class FakeRunner:
+    def __init__(self, block_size: int, host_input: Callable[[RequestId, int], int], stories: dict[str, Story]) -> None:
+        self._size = block_size
+        self._host_input = host_input
+        self._stories = stories
+        self.kv: dict[tuple[int, int], int] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._owners: dict[int, RequestId] = {}
+        self._tokens: dict[int, tuple[int, int]] = {}  # row -> (index, token)
+        self._flying: deque[FakeStep] = deque()
+
+    def launch(self, batch: Batch) -> FakeStep:
+        busy = {span.row for step in self._flying for span in step.batch.spans}
+        used = {block for step in self._flying for block in step.blocks}
+        for leave in batch.left:
+            assert self._owners.pop(leave.row) == leave.request
+            assert leave.row not in busy, "a row left under a step in flight"
+            self._tokens.pop(leave.row, None)
+        for join in batch.joined:
+            assert join.row not in self._owners, "a row joined twice"
+            assert join.row not in busy
+            self._owners[join.row], self._tables[join.row] = join.request, list(join.blocks)
+        assert len({span.row for span in batch.spans}) == len(batch.spans) > 0
+        assert batch.num_tokens == sum(span.stop - span.start for span in batch.spans)
+        step = FakeStep(batch, [], [], set())
+        for index, span in enumerate(batch.spans):
+            assert (index < batch.num_decodes) == (span.samples and span.stop == span.start + 1)
+            assert self._owners[span.row] == span.request
+            assert not used & set(span.new_blocks), "a block was given out under a step in flight"
+            table = self._tables[span.row]
+            assert 0 <= span.first_block <= len(table)
+            table[span.first_block : span.first_block + len(span.new_blocks)] = span.new_blocks
+            self._run(step, index)
+        self._flying.append(step)
+        return step
+
+    def _run(self, step: FakeStep, index: int) -> None:
+        span = step.batch.spans[index]
+        table, story = self._tables[span.row], self._stories[span.request]
+        before = sum(self._slot(table, p) for p in range(span.start)) & _MASK
+        payload = {}
+        for position in range(span.start, span.stop):
+            if span.from_device:
+                at, token = self._tokens[span.row]
+                assert at == position == span.stop - 1, "the device row holds another token"
+            else:
+                token = self._host_input(span.request, position)
+            value = value_of(position, story.content(position, token), before)
+            self.kv[table[position // self._size], position % self._size] = value
+            before = (before + value) & _MASK
+            if position >= span.fresh:
+                payload[position] = value
+        step.payload.append(payload)
+        step.blocks.update(table)
+        step.tokens.append(token_of(value) if span.samples else -1)
+        if span.samples:
+            self._tokens[span.row] = (span.stop, step.tokens[-1])
+
+    def _slot(self, table: list[int], position: int) -> int:
+        return self.kv[table[position // self._size], position % self._size]
+
+    def retire(self, step: FakeStep) -> StepResult:
+        assert self._flying.popleft() is step
+        return StepResult(step.tokens)
+
+
+class OrderCheck:
+    """Who could run before a batch was made, to judge whom it left out."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._config = scheduler.config
+        self._ready = {r.id: (r, scheduler.num_steps - r.since) for r in scheduler.requests() if self._is_ready(r)}
+
+    def _is_ready(self, request: StageRequest) -> bool:
+        """Ready without a new block: only the budget can keep it out."""
+        cursor = request.cursor
+        rows = min(cursor.known, request.limit) - cursor.filled
+        free = rows > 0 and cursor.filled < len(request.blocks) * self._config.block_size
+        waits = request.spec.host_history and request.in_flight
+        return free and request.state is State.RUNNING and not waits
+
+    def check(self, batch: Batch) -> None:
+        placed = {span.request for span in batch.spans}
+        decodes = [s.request for s in batch.spans[: batch.num_decodes]]
+        patience = self._config.patience
+        for id, (request, age) in self._ready.items():
+            if id in placed or request.state is not State.RUNNING:
+                continue
+            assert age <= patience + self._config.max_rows + self._config.overlap_depth, "left out for too long"
+            cursor = request.cursor
+            if cursor.filled + 1 == cursor.known and request.closed:
+                for other in decodes:
+                    was, other_age = self._ready.get(other, (None, 0))
+                    if was is not None and other_age <= patience:
+                        assert was.order < request.order, "a less urgent decode went first"
+
+
+class Driver:
+    """Plays the stage: feeds a scheduler, runs its batches, and checks everything that comes out."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.stories: dict[str, Story] = {}
+        self.live: dict[str, StageRequest] = {}
+        self.ended: dict[str, StageRequest] = {}
+        self.payloads: dict[int, list[int]] = {}  # kept beside cached blocks
+        self._handles = count()
+        self.scheduler = Scheduler(config, on_drop=self._drop)
+        self.runner = FakeRunner(config.block_size, self._host_input, self.stories)
+        self.flying: deque[FakeStep] = deque()
+        self.batches: list[Batch] = []
+
+    def _drop(self, handle: PayloadHandle) -> None:
+        del self.payloads[handle]
+
+    def _host_input(self, id: RequestId, position: int) -> int:
+        request, story = self.live[id], self.stories[id]
+        assert position < len(request.ids), "input asked for that the host does not know"
+        token = request.ids[position]
+        ids = story.history + story.answer
+        if token == OPAQUE:
+            return ids[position]
+        assert token == ids[position]
+        return token
+
+    # -- input
+
+    def submit(
+        self, id: str, rows: Sequence[int] = (), *, closed: bool = True, media: Sequence[int] = (), **spec: object
+    ) -> StageRequest:
+        """`media`: what the first rows contain beyond their ids; their salt follows from it."""
+        story = Story()
+        full = RequestSpec(RequestId(id), **{"max_new": 8, "stop_ids": frozenset({STOP}), **spec})  # type: ignore[arg-type]
+        salts = self._add(story, rows, media)
+        self.stories[id] = story
+        try:
+            request = self.scheduler.submit(full, list(rows), closed=closed, salts=salts)
+        except StrettoError:
+            del self.stories[id]
+            raise
+        self.live[id] = request
+        return request
+
+    def append(
+        self, id: str, rows: Sequence[int], *, media: Sequence[int] = (), opaque: bool = False, last: bool
+    ) -> None:
+        salts = self._add(self.stories[id], rows, media)
+        self.scheduler.append_rows(RequestId(id), len(rows) if opaque else list(rows), last=last, salts=salts)
+
+    def text(self, id: str, token: int) -> None:
+        self.stories[id].texts.append(token)
+        self.scheduler.append_text(RequestId(id))
+
+    def extend(self, id: str, rows: Sequence[int], *, closed: bool = True) -> None:
+        self._add(self.stories[id], rows, ())
+        self.scheduler.extend(RequestId(id), list(rows), closed=closed)
+
+    def interrupt(self, id: str, keep: int | None = None) -> None:
+        request, story = self.live[id], self.stories[id]
+        if request.state is not State.PAUSED:
+            self._compare(request, whole=False)
+            story.fold()
+        self.scheduler.interrupt(request.id, keep)
+        rows = len(story.history) if keep is None else keep
+        del story.history[rows:], story.extras[rows:]
+        del story.values[request.cursor.confirmed :]
+        story.prompt = rows
+
+    def cancel(self, id: str) -> None:
+        paused = self.live[id].state is State.PAUSED
+        assert self.scheduler.cancel(RequestId(id))
+        if not paused:
+            self._compare(self.live[id], whole=False)
+        self.ended[id] = self.live.pop(id)
+
+    def _add(self, story: Story, rows: Sequence[int], media: Sequence[int]) -> list[Salt]:
+        start = len(story.history)
+        story.history.extend(rows)
+        story.extras.extend([*media, *[0] * (len(rows) - len(media))])
+        story.prompt = len(story.history)
+        if not media:
+            return []
+        return [Salt(Span(start, start + len(media)), repr(list(media)).encode())]
+
+    # -- steps
+
+    def launch(self) -> Batch | None:
+        order = OrderCheck(self.scheduler)
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            order.check(batch)
+            for join in batch.joined:
+                self._take_reused(join)
+            self.batches.append(batch)
+            self.flying.append(self.runner.launch(batch))
+            assert len(self.flying) <= self.config.overlap_depth
+        elif not self.flying:
+            idle = {State.STARVED, State.PAUSED}
+            assert all(r.state in idle for r in self.live.values()), "idle with work to do"
+        self.scheduler.check()
+        return batch
+
+    def _take_reused(self, join: RowJoin) -> None:
+        """Rows from the cache publish their kept payload; rows without one have their value looked up in the KV."""
+        request, story, size = self.live[join.request], self.stories[join.request], self.config.block_size
+        if join.reused_from == join.filled:
+            return
+        assert len(story.values) == join.reused_from
+        kept = dict(join.payloads)
+        for position in range(join.reused_from, join.filled):
+            index, offset = divmod(position, size)
+            value = self.runner.kv[join.blocks[index], offset]
+            if request.spec.needs_payload and any(s.span.start <= position < s.span.stop for s in request.salts):
+                assert self.payloads[kept[index]][offset] == value
+            story.values.append(value)
+
+    def retire(self, error: StrettoError | None = None, victims: Sequence[str] = ()) -> list[Outcome]:
+        step = self.flying.popleft()
+        result = self.runner.retire(step)
+        if error is not None:
+            hit = {s.request: error for s in step.batch.spans if not victims or s.request in victims}
+            result = replace(result, errors=hit)
+        outcomes = self.scheduler.retire(step.batch, result)
+        for outcome in outcomes:
+            self._take(outcome, step)
+        self.scheduler.check()
+        return outcomes
+
+    def _take(self, outcome: Outcome, step: FakeStep) -> None:
+        request = outcome.request
+        story = self.stories[request.id]
+        assert len(story.values) == outcome.start, "rows lost or published twice"
+        payload = step.payload[outcome.at]
+        story.values.extend(payload[p] for p in range(outcome.start, outcome.confirmed))
+        if outcome.token is not None:
+            story.answer.append(outcome.token)
+        for block in outcome.published:
+            handle = PayloadHandle(next(self._handles))
+            self.payloads[handle] = story.values[block.start : block.stop]
+            if not self.scheduler.attach_payload(block, handle):
+                del self.payloads[handle]
+        if outcome.reason in (Reason.STOP, Reason.LENGTH):
+            self._compare(request, whole=True)
+            story.fold()
+        if request.state is State.DONE:
+            self.ended[request.id] = self.live.pop(request.id)
+
+    def _compare(self, request: StageRequest, whole: bool) -> None:
+        """All that came out so far is what the oracle says."""
+        story = self.stories[request.id]
+        if not request.closed and not whole:
+            assert not story.answer
+            return
+        tokens, values = answer_of(story, request.max_new, request.spec.stop_ids)
+        if whole:
+            assert (story.answer, story.values) == (tokens, values), request.id
+        else:
+            assert story.answer == tokens[: len(story.answer)], request.id
+            assert story.values == values[: len(story.values)], request.id
+
+    def drain(self, limit: int = 10_000) -> None:
+        """Runs until nothing can run: launches whenever possible, retires otherwise."""
+        for _ in range(limit):
+            if self.launch() is None:
+                if not self.flying:
+                    return
+                self.retire()
+        raise AssertionError(f"still busy after {limit} turns: {[r.state for r in self.live.values()]}")
+
+    def check_idle(self) -> None:
+        assert not self.flying
+        assert not self.live
+        pool = self.scheduler.pool
+        assert pool.num_held == 0
+        assert self.scheduler.num_seated == 0
+        assert self.scheduler.num_waiting == 0
+        pool.clear_cache()
+        assert pool.num_available == pool.num_blocks
+        assert not self.payloads, "payload kept for blocks that are gone"

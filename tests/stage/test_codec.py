@@ -1,0 +1,175 @@
+"""The vocoder's stage: whatever streams share its steps, each gets the samples of one decode of its own frames."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.errors import Busy, Gone, StageDead
+from stretto.models.qwen3_omni.load import Models
+from stretto.stage.codec import AudioOutput, CodecConfig, CodecStage
+from stretto.stage.request import Reason
+from stretto.types import RequestId
+
+SMALL = CodecConfig(slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), slot_sizes=(1, 2, 4))
+
+
+class Ears:
+    """Collects streams and checks that their packets tile."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.ended: dict[str, Reason] = {}
+        self.errors: dict[str, Exception] = {}
+
+    def __call__(self, o: AudioOutput) -> None:
+        assert o.request not in self.ended
+        assert o.start == sum(len(p) for p in self.parts[o.request])
+        self.parts[o.request].append(o.samples)
+        if o.reason is not None:
+            self.ended[o.request] = o.reason
+            if o.error is not None:
+                self.errors[o.request] = o.error
+
+    def heard(self, id: str) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.float32), *self.parts[id]])
+
+
+def codes(models: Models, n: int, seed: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, models.config.code2wav.codebook_size, (n, 16), generator=g)
+
+
+def run(stage: CodecStage) -> None:
+    while stage.turn() or stage.num_in_flight:
+        stage.wait()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Models) -> None:
+    rng = np.random.default_rng(seed)
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, replace(SMALL, overlap_depth=depth))
+    lengths = {str(i): int(rng.integers(1, 14)) for i in range(7)}  # more streams than slots
+    frames = {id: codes(models, n, int(id)) for id, n in lengths.items()}
+    fed = dict.fromkeys(frames, 0)
+    for id in frames:
+        stage.open(RequestId(id))
+    while any(fed[id] < lengths[id] for id in frames):
+        for id in frames:
+            n = min(lengths[id] - fed[id], int(rng.integers(0, 5)))
+            if n:
+                last = Reason.STOP if fed[id] + n == lengths[id] and rng.random() < 0.5 else None
+                stage.push(RequestId(id), frames[id][fed[id] : fed[id] + n].to(stage.device), last)
+                fed[id] += n
+                if fed[id] == lengths[id] and last is None:  # the end comes alone, later
+                    stage.turn()
+                    stage.push(RequestId(id), frames[id][:0], Reason.LENGTH)
+        stage.turn()
+    run(stage)
+    for id in frames:
+        want = models.code2wav.decode(frames[id].to(stage.device)).cpu().numpy()
+        np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)
+    assert set(ears.ended) == set(frames)
+    assert stage.idle
+
+
+def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, SMALL)
+    for round in range(5):
+        for i in range(6):
+            stage.open(RequestId(f"{round}.{i}"))
+            stage.push(RequestId(f"{round}.{i}"), codes(models, 5, i).to(stage.device))
+        for _ in range(round):
+            stage.turn()
+        heard = {k: len(v) for k, v in ears.parts.items()}
+        for i in (0, 2, 5):
+            assert stage.cancel(RequestId(f"{round}.{i}"))
+            assert not stage.cancel(RequestId(f"{round}.{i}"))
+        for i in (1, 3, 4):
+            stage.push(RequestId(f"{round}.{i}"), codes(models, 0, 0), Reason.STOP)
+        run(stage)
+        for i in (0, 2, 5):
+            assert len(ears.parts[f"{round}.{i}"]) == heard.get(f"{round}.{i}", 0)
+        for i in (1, 3, 4):
+            want = models.code2wav.decode(codes(models, 5, i).to(stage.device)).cpu().numpy()
+            np.testing.assert_allclose(ears.heard(f"{round}.{i}"), want, atol=1e-5)
+        assert stage.idle
+    with pytest.raises(Gone):
+        stage.push(RequestId("0.0"), codes(models, 1, 0))
+
+
+def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that has not sounded yet decides the size of the step; the others give what fits."""
+    sizes: list[int] = []
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, SMALL)
+    step = models.code2wav.step
+
+    def watched(state, codes, lengths):
+        sizes.append(codes.shape[2])
+        return step(state, codes, lengths)
+
+    monkeypatch.setattr(models.code2wav, "step", watched)
+    stage.open(RequestId("old"))
+    stage.push(RequestId("old"), codes(models, 8, 0).to(stage.device))
+    stage.set_deadline(RequestId("old"), 5.0)
+    stage.open(RequestId("new"))
+    stage.push(RequestId("new"), codes(models, 1, 1).to(stage.device))
+    stage.turn()
+    assert sizes[0] == 1
+    stage.set_deadline(RequestId("new"), 6.0)
+    run(stage)
+    assert sizes[1] == 4
+    for id in ("old", "new"):
+        stage.push(RequestId(id), codes(models, 0, 0), Reason.STOP)
+    assert set(ears.ended) == {"old", "new"}
+
+
+def test_limits_are_errors_not_losses(models: Models) -> None:
+    stage = CodecStage(models.code2wav, Ears(), SMALL)
+    for i in range(8):
+        stage.open(RequestId(str(i)))
+    with pytest.raises(Busy):
+        stage.open(RequestId("more"))
+    assert stage.room(RequestId("0")) == 40
+    stage.push(RequestId("0"), codes(models, 40, 0))
+    with pytest.raises(Busy):
+        stage.push(RequestId("0"), codes(models, 1, 0))
+
+
+def test_an_empty_stream_ends(models: Models) -> None:
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage.open(RequestId("e"))
+    stage.push(RequestId("e"), codes(models, 0, 0), Reason.STOP)
+    assert ears.ended == {"e": Reason.STOP}
+    assert len(ears.heard("e")) == 0
+    assert stage.idle
+
+
+def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Models) -> None:
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, SMALL)
+    run_step = stage._run
+
+    def broken(*args):
+        raise RuntimeError("injected")
+
+    stage._run = broken
+    stage.open(RequestId("a"))
+    stage.push(RequestId("a"), codes(models, 3, 0))
+    run(stage)
+    assert isinstance(ears.errors["a"], StageDead)
+    stage._run = run_step
+    stage.open(RequestId("b"))
+    stage.push(RequestId("b"), codes(models, 3, 1).to(stage.device), Reason.STOP)
+    run(stage)
+    np.testing.assert_allclose(
+        ears.heard("b"), models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(), atol=1e-5
+    )
+    assert stage.idle

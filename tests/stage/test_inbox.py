@@ -1,0 +1,258 @@
+"""The inbox against a model of itself: every order of arrival, repeats, gaps, epochs, early and late chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import permutations, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.connector import wire
+from stretto.connector.contract import Chunk
+from stretto.errors import Bug, WireError
+from stretto.stage.inbox import Gap, Inbox, Inboxes, Outcome, Unannounced
+from stretto.stage.payload.chunker import ChunkPolicy, cut
+from stretto.types import Mark, RequestId, Span
+
+R = RequestId("r-1")
+
+
+@dataclass
+class Slots:
+    """Counts chunks that were made and not released: stands for the credits of a link."""
+
+    held: int = 0
+    seen: list[Chunk] = field(default_factory=list)
+
+    def chunk(
+        self, span: Span, mark: Mark, *, seq: int, segment: int = 0, epoch: int = 0, request: RequestId = R
+    ) -> Chunk:
+        self.held += 1
+        rows = torch.arange(span.start, span.stop, dtype=torch.int32)
+        return wire.chunk(
+            request,
+            span,
+            mark,
+            {"rows": rows} if len(span) else {},
+            seq=seq,
+            segment=segment,
+            epoch=epoch,
+            lease=_Slot(self),
+        )
+
+
+@dataclass
+class _Slot:
+    slots: Slots
+
+    def release(self) -> None:
+        self.slots.held -= 1
+
+
+Key = tuple[int, int, Span, Mark]  # segment, seq, span, mark
+
+
+def stream(policy: ChunkPolicy, segments: list[int]) -> list[Key]:
+    """A whole request: segments of so many rows, the last of which ends it."""
+    keys: list[Key] = []
+    for segment, total in enumerate(segments):
+        mark = Mark.REQUEST_END if segment == len(segments) - 1 else Mark.SEGMENT_END
+        keys += [(segment, seq, *chunk) for seq, chunk in enumerate(cut(policy, 0, total, mark))]
+    return keys
+
+
+def expected(sent: list[Key], arrival: list[int]) -> list[int] | None:
+    """Which of `sent` are taken when they arrive in this order (indices, with repeats); None if a gap shows up."""
+    taken: list[int] = []
+    for index in arrival:
+        if index == len(taken):
+            taken.append(index)
+        elif index > len(taken):
+            return None
+    return taken
+
+
+def drain(inbox: Inbox) -> list[Key]:
+    out: list[Key] = []
+    while (chunk := inbox.pop()) is not None:
+        header = chunk.header
+        if len(header.span):
+            assert chunk.tensors["rows"].tolist() == list(range(header.start, header.stop))
+        out.append((header.segment, header.seq, header.span, header.mark))
+        chunk.release()
+    return out
+
+
+def deliver(sent: list[Key], arrival: list[int]) -> tuple[list[Key] | None, Slots]:
+    slots, inbox = Slots(), Inbox(R)
+    try:
+        for index in arrival:
+            segment, seq, span, mark = sent[index]
+            inbox.push(slots.chunk(span, mark, seq=seq, segment=segment))
+    except Gap:
+        inbox.drop()
+        return None, slots
+    return drain(inbox), slots
+
+
+@pytest.mark.parametrize("segments", [[0], [1], [4], [5], [2, 2], [0, 3], [1, 0, 1]], ids=str)
+@pytest.mark.parametrize("policy", [ChunkPolicy(1, 2), ChunkPolicy(2, 2), ChunkPolicy(1, 4, 2)], ids=str)
+def test_every_arrival_order(policy: ChunkPolicy, segments: list[int]) -> None:
+    sent = stream(policy, segments)
+    for arrival in permutations(range(len(sent))):
+        order = expected(sent, list(arrival))
+        got, slots = deliver(sent, list(arrival))
+        assert got == (None if order is None else [sent[i] for i in order]), arrival
+        assert slots.held == 0
+
+
+@pytest.mark.parametrize("segments", [[3], [2, 1]], ids=str)
+def test_every_repeat_and_loss(segments: list[int]) -> None:
+    """All sequences of up to five arrivals out of the request's chunks, so also every loss and every repeat."""
+    sent = stream(ChunkPolicy(1, 2), segments)
+    for length in range(6):
+        for arrival in product(range(len(sent)), repeat=length):
+            order = expected(sent, list(arrival))
+            got, slots = deliver(sent, list(arrival))
+            assert got == (None if order is None else [sent[i] for i in order]), arrival
+            assert slots.held == 0
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_whole_request_arrives_whole(data: st.DataObject) -> None:
+    """In order with repeats thrown in, announced at any time: all is there once, in order, with one end, last."""
+    policy = ChunkPolicy(data.draw(st.integers(1, 3)), 3, data.draw(st.sampled_from([None, 2])))
+    sent = stream(policy, data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)))
+    announced_at = data.draw(st.integers(0, len(sent)))
+    slots, inboxes = Slots(), Inboxes()
+    for index, (segment, seq, span, mark) in enumerate(sent):
+        if index == announced_at:
+            inboxes.announce(R)
+        again = data.draw(st.integers(0, index))
+        inboxes.push(slots.chunk(span, mark, seq=seq, segment=segment))
+        if index >= announced_at:
+            old = sent[again]
+            assert inboxes.push(slots.chunk(old[2], old[3], seq=old[1], segment=old[0])) in (
+                Outcome.REPEAT,
+                Outcome.LATE,
+            )
+    if announced_at == len(sent):
+        inboxes.announce(R)
+    assert inboxes[R].ended
+    got = drain(inboxes[R])
+    assert got == sent
+    assert [key[3] for key in got].count(Mark.REQUEST_END) == 1
+    assert got[-1][3] is Mark.REQUEST_END
+    assert slots.held == 0
+    assert inboxes.num_early == 0
+
+
+@pytest.mark.parametrize(
+    ("span", "mark", "seq", "segment"),
+    [
+        (Span(0, 3), Mark.MORE, 0, 0),  # the first chunk again, but longer
+        (Span(0, 2), Mark.SEGMENT_END, 0, 0),  # again, but with an end
+        (Span(2, 5), Mark.MORE, 1, 0),  # a repeat of the last, but longer
+        (Span(4, 5), Mark.MORE, 3, 0),  # a number is missing
+        (Span(5, 6), Mark.MORE, 2, 0),  # a row is missing
+        (Span(3, 6), Mark.MORE, 2, 0),  # a row twice
+        (Span(0, 1), Mark.MORE, 0, 1),  # the next segment, but this one has not ended
+    ],
+)
+def test_what_does_not_follow_is_a_gap(span: Span, mark: Mark, seq: int, segment: int) -> None:
+    slots, inbox = Slots(), Inbox(R)
+    inbox.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0))
+    inbox.push(slots.chunk(Span(2, 4), Mark.MORE, seq=1))
+    with pytest.raises(Gap, match=R) as caught:
+        inbox.push(slots.chunk(span, mark, seq=seq, segment=segment))
+    assert isinstance(caught.value, WireError)
+    assert slots.held == 2
+    assert [key[1] for key in drain(inbox)] == [0, 1], "what was accepted before is untouched"
+
+
+def test_nothing_follows_the_end() -> None:
+    slots, inbox = Slots(), Inbox(R)
+    inbox.push(slots.chunk(Span(0, 1), Mark.REQUEST_END, seq=0))
+    assert inbox.push(slots.chunk(Span(0, 1), Mark.REQUEST_END, seq=0)) is Outcome.REPEAT
+    for seq, segment in ((1, 0), (0, 1)):
+        with pytest.raises(Gap):
+            inbox.push(slots.chunk(Span(0 if segment else 1, 1), Mark.REQUEST_END, seq=seq, segment=segment))
+    assert len(drain(inbox)) == 1
+
+
+def test_a_segment_resumes() -> None:
+    slots, inbox = Slots(), Inbox(R)
+    inbox.push(slots.chunk(Span(0, 3), Mark.SEGMENT_END, seq=0))
+    assert (inbox.stop, inbox.mark, inbox.ended) == (3, Mark.SEGMENT_END, False)
+    inbox.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0, segment=1))
+    assert (inbox.stop, inbox.segment) == (2, 1)
+    assert inbox.push(slots.chunk(Span(0, 3), Mark.SEGMENT_END, seq=0)) is Outcome.LATE
+    with pytest.raises(Gap):
+        inbox.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, segment=3))
+
+
+def test_an_interruption_drops_the_old_epoch() -> None:
+    slots, inboxes = Slots(), Inboxes()
+    inbox = inboxes.announce(R)
+    inboxes.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0))
+    assert inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, segment=2, epoch=1)) is Outcome.EARLY
+    inboxes.interrupt(R, epoch=1, segment=2)  # the sender had been in segment 1 by then; we never saw it
+    assert inboxes.push(slots.chunk(Span(2, 4), Mark.MORE, seq=1)) is Outcome.LATE
+    inboxes.push(slots.chunk(Span(1, 2), Mark.REQUEST_END, seq=1, segment=2, epoch=1))
+    assert [(key[0], key[2]) for key in drain(inbox)] == [(2, Span(0, 1)), (2, Span(1, 2))]
+    assert slots.held == 0
+    with pytest.raises(Bug):
+        inboxes.interrupt(R, epoch=1, segment=3)
+
+
+def test_early_chunks_are_bounded() -> None:
+    slots = Slots()
+    inboxes = Inboxes(early_chunks=3, early_bytes=1 << 20)
+    for seq in range(3):
+        assert inboxes.push(slots.chunk(Span(seq, seq + 1), Mark.MORE, seq=seq)) is Outcome.EARLY
+    with pytest.raises(Unannounced, match="r-2") as caught:
+        inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2")))
+    assert caught.value.request == "r-2"
+    assert slots.held == 3
+    assert [key[1] for key in drain(inboxes.announce(R))] == [0, 1, 2]
+    assert inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2"))) is Outcome.EARLY
+    inboxes.forget(RequestId("r-2"))
+    assert (slots.held, inboxes.num_early) == (0, 0)
+
+
+def test_early_bytes_are_bounded() -> None:
+    slots = Slots()
+    inboxes = Inboxes(early_chunks=100, early_bytes=40)
+    inboxes.push(slots.chunk(Span(0, 8), Mark.MORE, seq=0))  # 32 bytes
+    with pytest.raises(Unannounced):
+        inboxes.push(slots.chunk(Span(8, 11), Mark.MORE, seq=1))  # 12 more
+    inboxes.push(slots.chunk(Span(8, 10), Mark.MORE, seq=1))
+    inboxes.forget(R)
+    assert slots.held == 0
+
+
+def test_a_gap_among_early_chunks_shows_at_the_announcement() -> None:
+    slots, inboxes = Slots(), Inboxes()
+    for seq in (0, 2, 3):
+        inboxes.push(slots.chunk(Span(seq, seq + 1), Mark.MORE, seq=seq))
+    with pytest.raises(Gap):
+        inboxes.announce(R)
+    inboxes.forget(R)
+    assert (slots.held, inboxes.num_early) == (0, 0)
+
+
+def test_a_forgotten_request_stays_forgotten() -> None:
+    slots, inboxes = Slots(), Inboxes()
+    inboxes.announce(R)
+    inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0))
+    inboxes.forget(R)
+    assert R not in inboxes
+    assert inboxes.push(slots.chunk(Span(1, 2), Mark.MORE, seq=1)) is Outcome.LATE
+    assert inboxes.counts[Outcome.LATE] == 1
+    assert slots.held == 0
+    with pytest.raises(Bug):
+        inboxes.announce(RequestId("r-2")) and inboxes.announce(RequestId("r-2"))

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+from itertools import product
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from stretto.errors import Bug
+from stretto.stage.request import (
+    OPAQUE,
+    TRANSITIONS,
+    Confirmed,
+    Cursor,
+    Reason,
+    RequestSpec,
+    Salt,
+    StageRequest,
+    State,
+)
+from stretto.types import RequestId, Span
+
+
+def request(prompt: list[int], **spec: object) -> StageRequest:
+    made = StageRequest(RequestSpec(RequestId("r"), **{"max_new": 4, **spec}), arrival=0)  # type: ignore[arg-type]
+    made.max_new = made.spec.max_new
+    made.cursor.append(made.add_input(prompt, []))
+    made.refresh_limit()
+    return made
+
+
+def positions(cursor: Cursor) -> tuple[int, ...]:
+    return cursor.prompt, cursor.known, cursor.filled, cursor.launched, cursor.confirmed, cursor.sent
+
+
+@pytest.mark.parametrize(("before", "after"), product(State, State))
+def test_only_listed_transitions_happen(before: State, after: State) -> None:
+    made = request([1])
+    made.state = before
+    if after in TRANSITIONS[before]:
+        made.move_to(after, 7)
+        assert (made.state, made.since) == (after, 7)
+    else:
+        with pytest.raises(Bug):
+            made.move_to(after, 7)
+        assert (made.state, made.since) == (before, 0)
+
+
+def test_a_paused_request_runs_only_through_admission() -> None:
+    assert State.RUNNING not in TRANSITIONS[State.PAUSED]
+    assert not TRANSITIONS[State.DONE]
+
+
+def test_overlapped_decode_and_a_stop_seen_one_step_late() -> None:
+    cursor = Cursor()
+    cursor.append(3)
+    cursor.launch(3, samples=True)  # the prompt; token 3 is on the device
+    cursor.launch(4, samples=True)  # one step ahead, with a placeholder
+    assert positions(cursor) == (3, 5, 4, 4, 0, 0)
+    cursor.send(cursor.confirm(3))
+    assert positions(cursor) == (3, 5, 4, 4, 3, 3)
+    cursor.rollback(4)  # token 3 was a stop: it is history, the row that took it is not
+    assert positions(cursor) == (3, 4, 3, 3, 3, 3)
+
+
+def test_extending_moves_everything_to_the_new_segment() -> None:
+    cursor = Cursor(prompt=3, known=6, filled=5, launched=5, confirmed=5, sent=4)
+    cursor.extend(10)
+    assert positions(cursor) == (16, 16, 5, 5, 5, 4)
+
+
+def test_truncation_takes_back_what_was_sent() -> None:
+    cursor = Cursor(prompt=3, known=9, filled=8, launched=8, confirmed=8, sent=8)
+    cursor.rollback(5)
+    assert positions(cursor) == (3, 5, 5, 5, 5, 5)
+    cursor.rollback(2)
+    assert positions(cursor) == (2, 2, 2, 2, 2, 2)
+
+
+def test_lost_kv_takes_nothing_back() -> None:
+    cursor = Cursor(prompt=3, known=7, filled=6, launched=6, confirmed=5, sent=4)
+    cursor.vacate()
+    assert positions(cursor) == (3, 7, 0, 6, 5, 4)
+    cursor.confirm(6)  # the step in flight stands
+    cursor.launch(4, samples=False)
+    assert positions(cursor) == (3, 7, 4, 6, 6, 4)
+    cursor.launch(7, samples=True)
+    assert positions(cursor) == (3, 8, 7, 7, 6, 4)
+
+
+def test_an_unheard_reuse_can_be_taken_back() -> None:
+    cursor = Cursor(prompt=9, known=9, filled=0, launched=2, confirmed=2, sent=2)
+    cursor.reuse(8)
+    assert positions(cursor) == (9, 9, 8, 8, 8, 2)
+    cursor.vacate()
+    cursor.disown(2)
+    assert positions(cursor) == (9, 9, 0, 2, 2, 2)
+
+
+def test_what_must_not_happen_raises_and_moves_nothing() -> None:
+    cursor = Cursor(prompt=3, known=4, filled=3, launched=3, confirmed=2, sent=1)
+    before = positions(cursor)
+    for wrong in (
+        lambda: cursor.launch(3, False),  # nothing to compute
+        lambda: cursor.launch(5, False),  # input unknown
+        lambda: cursor.confirm(4),  # never launched
+        lambda: cursor.send(Confirmed(3)),  # not confirmed
+        lambda: cursor.send(Confirmed(0)),  # backwards
+        lambda: cursor.append(1),  # the answer has begun
+        lambda: cursor.extend(1),  # something is in flight
+        lambda: cursor.rollback(5),
+        lambda: cursor.reuse(2),  # has KV
+    ):
+        with pytest.raises(Bug):
+            wrong()
+        assert positions(cursor) == before
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "launch", "sample", "confirm", "send", "vacate", "reuse", "rollback", "extend"]),
+        st.integers(0, 12),
+    ),
+    max_size=30,
+)
+
+
+@given(operations)
+def test_the_watermarks_stay_in_order_whatever_is_tried(operations: list[tuple[str, int]]) -> None:
+    cursor = Cursor()
+    for name, n in operations:
+        before = positions(cursor)
+        try:
+            match name:
+                case "append" | "reuse" | "rollback" | "extend" | "vacate":
+                    getattr(cursor, name)(n)
+                case "launch":
+                    cursor.launch(n, samples=False)
+                case "sample":
+                    cursor.launch(n, samples=True)
+                case "confirm":
+                    cursor.confirm(n)
+                case "send":
+                    cursor.send(cursor.confirm(0))
+        except Bug:
+            assert positions(cursor) == before
+        cursor.check()
+
+
+def test_limits_of_an_open_a_closed_and_a_paced_request() -> None:
+    made = request([1, 2, 3])
+    assert (made.limit, made.starved) == (3, False)
+    made.cursor.launch(3, samples=False)
+    assert made.starved
+    made.cursor.append(made.add_input([4], []))
+    made.closed = True
+    made.refresh_limit()
+    assert (made.limit, made.starved) == (4 + 4 - 1, False)  # the fourth token is not fed back
+
+    made = request([1, 2, 3], paced=True)
+    made.closed = True
+    made.refresh_limit()
+    assert (made.limit, made.starved) == (3, False)
+    made.cursor.launch(3, samples=True)
+    assert made.starved
+    made.num_text = 1
+    made.refresh_limit()
+    assert (made.limit, made.starved) == (4, False)
+    made.text_ended = True
+    made.refresh_limit()
+    assert (made.limit, made.starved) == (6, False)
+    made.blocked_downstream = True
+    assert made.starved
+
+
+def test_a_segment_ends_by_id_rule_or_length() -> None:
+    made = request([1], stop_ids=frozenset({9}), stop_rule=lambda r: r.ids[-2:] == [5, 5])
+    assert [made.add_token(t) for t in (5, 9)] == [None, Reason.STOP]
+    made = request([1], stop_rule=lambda r: r.ids[-2:] == [5, 5])
+    assert [made.add_token(t) for t in (5, 5)] == [None, Reason.STOP]
+    made = request([1])
+    assert [made.add_token(t) for t in (5, 5, 5, 5)] == [None, None, None, Reason.LENGTH]
+    assert made.answer == [5, 5, 5, 5]
+
+
+def test_rows_without_ids_end_what_can_be_keyed() -> None:
+    made = request([1, 2])
+    made.add_input([3, OPAQUE, 4], [])
+    assert made.keyable == 3
+    made.add_input([5], [])
+    made.add_token(6)
+    assert made.keyable == 3
+
+    made = request([1, 2], cache_output=False)
+    made.add_token(6)
+    assert made.keyable == 2
+
+
+def test_forgetting_drops_tokens_keys_and_salts() -> None:
+    made = request([1, 2, 3, 4, 5])
+    made.salts = [Salt(Span(0, 2), b"a"), Salt(Span(2, 5), b"b"), Salt(Span(4, 5), b"c")]
+    made.keys = [(b"k", False), (b"l", False)]
+    made.forget(3, block_size=2)
+    assert made.ids == [1, 2, 3]
+    assert made.salts == [Salt(Span(0, 2), b"a"), Salt(Span(2, 3), b"b")]
+    assert made.keys == [(b"k", False)]
+    assert made.keyable == 3
+
+
+def test_order_is_priority_then_first_packets_then_deadline_then_arrival() -> None:
+    def ordered(arrival: int, priority: int = 0, deadline: float | None = None, preempted: int = 0) -> StageRequest:
+        spec = RequestSpec(RequestId(str(arrival)), max_new=1, priority=priority)
+        made = StageRequest(spec, arrival, deadline=deadline, num_preemptions=preempted)
+        made.refresh_order(max_preemptions=2)
+        return made
+
+    wanted = [
+        ordered(8, priority=5, deadline=9.0, preempted=3),  # preempted too often: before all
+        ordered(4),  # first packet, by arrival
+        ordered(6),
+        ordered(7, deadline=1.0),
+        ordered(2, deadline=2.0, preempted=2),
+        ordered(3, deadline=2.0),
+        ordered(1, priority=1),
+        ordered(0, priority=1, deadline=0.5),
+    ]
+    assert sorted(reversed(wanted), key=lambda r: r.order) == wanted
