@@ -25,7 +25,6 @@ from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.prompt.prompt import Prompt
-from stretto.solo import CODE0, RESIDUAL
 from stretto.stage.loop import Bell
 from stretto.stage.payload.copies import DeviceToHost
 from stretto.stage.payload.ring import Ring
@@ -39,7 +38,7 @@ from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, Stage
-from stretto.types import RequestId
+from stretto.types import CODE0, RESIDUAL, RequestId
 
 
 class TimedGraphs(DecodeGraphs):

@@ -119,7 +119,7 @@ def run_generate(args: argparse.Namespace) -> int:
     ids: list[int] = []
     frames: list[Any] = []
     audio: list[Any] = []
-    words, first = TextStream(builder.tokenizer), {}
+    words, first = TextStream(builder.tokenizer), dict[str, float]()
     end: Done | None = None
     for event in events:
         match event:

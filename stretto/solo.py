@@ -7,7 +7,6 @@ pipeline, only the models; they must give the same tokens, codes and samples."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -32,12 +31,9 @@ from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.prompt.prompt import Prompt
-from stretto.types import GREEDY, SamplingParams
+from stretto.types import CODE0, GREEDY, RESIDUAL, SamplingParams, stage_seed
 
 Finish = Literal["stop", "length"]
-
-CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +328,11 @@ class Solo:
                 stop = min(stop, start + v.options.prefill_chunk)
             if stop == start:
                 return
-            media = torch.cat(v.media) if v.media else torch.empty(0, self.config.talker.thinker_hidden_size)
+            media = (
+                torch.cat(v.media)
+                if v.media
+                else torch.empty(0, self.config.talker.thinker_hidden_size, device=talker.device, dtype=talker.dtype)
+            )
             used = int(p.is_media[start:stop].sum())
             self._feed(v, user_rows(talker, p.ids[start:stop], p.is_media[start:stop], media[:used]), cache)
             v.media, known, start = [media[used:]], known - used, stop
@@ -391,8 +391,3 @@ class Solo:
 def _same(positions: list[float], device: torch.device) -> torch.Tensor:
     """The same position on all three axes."""
     return torch.tensor(positions, dtype=torch.float32, device=device).expand(3, -1)
-
-
-def stage_seed(seed: int, stage: str) -> int:
-    """A stage's own seed, so that the stages' draws are independent."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{stage}".encode(), digest_size=8).digest(), "little")

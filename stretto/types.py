@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NewType
@@ -73,3 +74,12 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
+CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+"""How the talker was made to pick code 0 of a frame."""
+RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
+"""How the code predictor was made to pick the other codes."""
+
+
+def stage_seed(seed: int, stage: str) -> int:
+    """A stage's own seed, so that the stages' draws are independent."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{stage}".encode(), digest_size=8).digest(), "little")

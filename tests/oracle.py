@@ -4,6 +4,7 @@ Batch 1, float32, eager attention: other settings are not a valid reference for 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -149,7 +150,8 @@ def generate(
         **options,
     }
     ids = torch.tensor([prompt.ids], device=device)
-    with _recording(model) as seen, torch.no_grad():
+    with _recording(model) as seen, torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")  # as intended: new codes only
         sequences, waveform = model.generate(
             input_ids=ids,
             speaker=voice,

@@ -23,12 +23,17 @@ def experts(
 ) -> torch.Tensor:
     """x [rows, hidden] through each row's experts, weighted and summed (in float32)."""
     rows, top_k = ids.shape
-    if rows * top_k <= max(16, gate_up.shape[0]):
+    few = max(16, gate_up.shape[0]) // top_k  # rows whose experts' weights are read about once at most
+    if rows <= few:
         y = _few(x, gate_up, down, ids)
-    elif x.is_cuda and x.dtype == torch.bfloat16:
-        y = _grouped(x, gate_up, down, ids)
-    else:
+    elif not x.is_cuda:
         y = _sorted(x, gate_up, down, ids)
+    elif x.dtype == torch.bfloat16:
+        y = _grouped(x, gate_up, down, ids)
+    else:  # other types are for exactness, not for speed: whatever needs no answer from the device
+        y = torch.cat(
+            [_few(a, gate_up, down, b) for a, b in zip(torch.split(x, few), torch.split(ids, few), strict=True)]
+        )
     return (y * weights[..., None]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
@@ -63,9 +68,9 @@ def _sorted(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: tor
 def _grouped(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     rows, top_k = ids.shape
     order = ids.reshape(-1).argsort(stable=True)
-    ends = torch.searchsorted(
-        ids.reshape(-1)[order], torch.arange(gate_up.shape[0], device=x.device), right=True
-    ).to(torch.int32)
+    ends = torch.searchsorted(ids.reshape(-1)[order], torch.arange(gate_up.shape[0], device=x.device), right=True).to(
+        torch.int32
+    )
     h = swiglu(torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), ends))
     y = torch._grouped_mm(h, down.transpose(1, 2), ends)
     return torch.empty_like(y).index_copy_(0, order, y).view(rows, top_k, -1)

@@ -59,9 +59,7 @@ class KVCache:
         self.data = torch.zeros(shape, device=device, dtype=dtype)
 
     @staticmethod
-    def bytes_per_block(
-        num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
+    def bytes_per_block(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
         return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
 
     def page(self, sequences: Sequence[tuple[Sequence[int], int, int]]) -> Paging:
@@ -70,9 +68,7 @@ class KVCache:
         order = [s for s in sequences if s[2] == 1] + [s for s in sequences if s[2] != 1]
         if order != list(sequences):
             raise ValueError("sequences that decode must come before those that prefill")
-        slots = [
-            table[p // size] * size + p % size for table, start, n in sequences for p in range(start, start + n)
-        ]
+        slots = [table[p // size] * size + p % size for table, start, n in sequences for p in range(start, start + n)]
         width = max(-(-(start + n) // size) for _, start, n in sequences)
         rows = [(list(table[:width]) + [SINK] * width)[:width] for table, _, _ in sequences]
         num_decode = sum(n == 1 for _, _, n in sequences)

@@ -81,8 +81,8 @@ class Push:
     ) -> torch.Tensor:
         """`[tail | act(x)]` as one buffer, with the tail moved on in the state.
 
-        `mute` [slots, rows, 1] multiplies the first rows of the activation: zeros stand for rows before the
-        stream's beginning, which exist only because all slots share one shape."""
+        `mute` [slots, rows, 1] marks which of the activation's first rows to zero: rows before the stream's
+        beginning, which exist only because all slots share one shape."""
         held, rows = self.tails[tail.index], tail.num_rows
         buffer = x.new_empty(x.shape[0], rows + x.shape[1], x.shape[2])
         buffer[:, :rows] = held
@@ -92,7 +92,7 @@ class Push:
         else:
             act.into(x, fresh)
         if mute is not None:
-            fresh[:, : mute.shape[1]].mul_(mute[:, : x.shape[1]])
+            fresh[:, : mute.shape[1]].masked_fill_(mute[:, : x.shape[1]], 0)
         torch.gather(buffer, 1, self.ends[tail.index].expand(-1, -1, x.shape[2]), out=held)
         return buffer
 
@@ -159,9 +159,7 @@ class CausalConv(nn.Module):
         time = rows - self.reach
         if time <= FEW_ROWS and self.groups == 1:
             slot, row, channel = buffer.stride()
-            windows = buffer.as_strided(
-                (slots, time, self.taps, channels), (slot, row, row * self.dilation, channel)
-            )
+            windows = buffer.as_strided((slots, time, self.taps, channels), (slot, row, row * self.dilation, channel))
             return F.linear(windows.flatten(2), self.conv.weight.flatten(1), self.conv.bias)
         # As a picture of height 1: the library takes channels-last pictures as they are, but would transpose rows.
         picture, weight = buffer.transpose(1, 2).unsqueeze(2), self.conv.stored().unsqueeze(2)

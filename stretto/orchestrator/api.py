@@ -3,8 +3,9 @@
 The server, the command line and the sync wrapper know nothing but this. `Engine` is a protocol; the pipeline
 implements it over hosts, and tests may implement it over anything that keeps the same promises:
 
-- `generate` and `speak` check their arguments when called and raise `Invalid` (or `Busy`) at once; the returned
-  iterator yields events in order and ends after exactly one `Finished`, or raises a `StrettoError`.
+- `generate` and `speak` raise `Invalid` or `Busy` when called or from the iterator's first step (decoding media takes
+  time and happens there), before any other event. The iterator yields events in order and ends after exactly one
+  `Finished`, or raises a `StrettoError`.
 - Text arrives as deltas whose texts concatenate to the answer; ids are as sampled, the end token included.
 - Audio chunks tile the stream: each starts where the last ended, in samples from 0.
 - Closing the iterator (`aclose`, cancellation of the task) cancels the request in all stages at once."""
@@ -32,17 +33,19 @@ Message = Mapping[str, Any]
 class ChunkSizes:
     """How many frames (80 ms each) an audio packet carries: the first, then growing by `ramp` up to `each`."""
 
+    # One frame a packet: a player that starts with the first never runs dry while frames are made faster than they
+    # are played. Larger packets need a server that is faster than that.
     first: int = 1
-    each: int = 8
-    ramp: float = 2.0
+    each: int = 1
+    ramp: int | None = 2  # None: from `first` to `each` at once
 
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.each:
             raise Invalid(
                 f"packets must grow from at least 1 frame: first={self.first}, each={self.each}", "first_frames"
             )
-        if self.ramp < 1.0:
-            raise Invalid(f"ramp must be at least 1, got {self.ramp}", "ramp")
+        if self.ramp is not None and self.ramp < 2:
+            raise Invalid(f"ramp must be at least 2, or none, got {self.ramp}", "ramp")
 
 
 @dataclass(frozen=True, slots=True)

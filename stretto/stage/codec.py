@@ -101,9 +101,10 @@ class CodecStage:
         self.config = c = config or CodecConfig()
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
-        self.stream = None
+        self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":  # the listener waits for this stage: its kernels go before all others
             self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.stats = CodecStats()
         self._free = list(range(c.slots))  # a heap: the lowest slots are used first
         self._streams: dict[RequestId, Stream] = {}
@@ -138,7 +139,8 @@ class CodecStage:
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            stream.pending.append(codes.to(self.device, torch.int64, non_blocking=True))
+            with self._on_stream():
+                stream.pending.append(codes.to(self.device, torch.int64, non_blocking=True))
             stream.num_pending += len(codes)
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
@@ -177,14 +179,13 @@ class CodecStage:
         while self._steps and self._steps[0].ready:
             self._retire(self._steps.popleft())
             did = True
-        while len(self._steps) < self.config.overlap_depth:
+        if len(self._steps) < self.config.overlap_depth:
             start = time.perf_counter_ns()
             parts = self._schedule()
-            if not parts:
-                break
-            self._launch(parts)
-            self.stats.launch_ns += time.perf_counter_ns() - start
-            did = True
+            if parts:
+                self._launch(parts)
+                self.stats.launch_ns += time.perf_counter_ns() - start
+                did = True
         return did
 
     def wait(self) -> None:
@@ -365,10 +366,10 @@ class CodecStage:
             disable=None if progress else True,
             leave=False,
         ):
-            inputs = torch.zeros(slots, groups, frames, dtype=torch.int64, device=self.device)
-            counts = torch.zeros(slots, dtype=torch.int64, device=self.device)  # zero: the state stays as it is
             head = self.state.head(slots)
             with self._on_stream():
+                inputs = torch.zeros(slots, groups, frames, dtype=torch.int64, device=self.device)
+                counts = torch.zeros(slots, dtype=torch.int64, device=self.device)  # zero: the state stays as it is
                 for _ in range(2):
                     self.model.step(head, inputs, counts)
             graph = torch.cuda.CUDAGraph()

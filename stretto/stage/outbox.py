@@ -229,11 +229,14 @@ class Outbox(Generic[P]):
         while start < span.stop:
             piece = self._pieces[0]
             held = piece.payload.span
-            part = Span(start, min(held.stop, span.stop))
-            taken.append(piece.part(part))
-            if part.stop == held.stop:
-                self._pieces.popleft().release()
-            start = part.stop
+            stop = min(held.stop, span.stop)
+            if start == held.start and stop == held.stop:
+                taken.append(self._pieces.popleft())
+            else:
+                taken.append(piece.part(Span(start, stop)))
+                if stop == held.stop:
+                    self._pieces.popleft().release()
+            start = stop
         return taken
 
     def _drop_drafts(self) -> None:

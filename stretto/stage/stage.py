@@ -1,8 +1,8 @@
 """An autoregressive stage: a scheduler and a runner around one model, serving many requests at once.
 
-All methods belong to the loop thread. `turn` does whatever can be done now and never waits: it retires the steps
-that have come back, hands their certain outputs to `emit`, and launches the next one while fewer than
-`overlap_depth` are in flight. A stop is seen one step late; the surplus of that step is dropped here and never
+All methods belong to the loop thread. `turn` does what can be done now and never waits: it retires the steps that
+have come back, hands their certain outputs to `emit`, and launches one more if fewer than `overlap_depth` are in
+flight (one, so that the stages of a host take turns). A stop is seen one step late; the surplus of that step is dropped here and never
 reaches `emit`."""
 
 from __future__ import annotations
@@ -44,13 +44,19 @@ class Output:
     confirmed: Confirmed
     token: int | None  # newly certain; for a frame, its code 0
     row: Sequence[int]  # all columns of the token (a frame's codes); empty without a token
-    device_row: torch.Tensor | None  # the same on the device
+    step: Step | None  # whose `tokens[at]` is the same row on the device
+    at: int
     media: MediaOutput | None
     reason: Reason | None  # the segment ended here
 
     @property
     def error(self) -> StrettoError | None:
         return self.request.error
+
+    @property
+    def device_row(self) -> torch.Tensor:
+        assert self.step is not None, "no token, no row"
+        return self.step.tokens[self.at]
 
 
 Emit = Callable[[Output], None]
@@ -105,6 +111,7 @@ class _Seat:
 
     request: StageRequest
     media: list[MediaOutput] = field(default_factory=list)  # handed out so far, for blocks that become cached
+    cached: int = 0  # prompt rows found in the prefix cache
 
 
 class Stage:
@@ -145,6 +152,9 @@ class Stage:
         self._leave(id)
         return ended
 
+    def num_cached(self, id: RequestId) -> int:
+        return self._seats[id].cached
+
     # -- steps
 
     @property
@@ -161,14 +171,13 @@ class Stage:
         while self._steps and self._steps[0].done:
             self._retire(self._steps.popleft())
             did = True
-        while len(self._steps) < self.scheduler.config.overlap_depth:
+        if len(self._steps) < self.scheduler.config.overlap_depth:
             start = time.perf_counter_ns()
             batch = self.scheduler.schedule()
-            if batch is None:
-                break
-            self._launch(batch)
-            self.stats.launch_ns += time.perf_counter_ns() - start
-            did = True
+            if batch is not None:
+                self._launch(batch)
+                self.stats.launch_ns += time.perf_counter_ns() - start
+                did = True
         return did
 
     def wait(self) -> None:
@@ -187,13 +196,14 @@ class Stage:
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied)
         for join in batch.joined:
+            self._seats[join.request].cached += join.filled - join.reused_from
             kept = [self.store.get(handle) for _, handle in join.payloads]
             if kept:  # found in the cache: certain already, and never computed for this request
                 request = self._find(join.request)
                 places = [p for k in kept for p in k.places]
                 media = MediaOutput(places, torch.cat([k.rows for k in kept]), None)
                 self._seats[join.request].media.append(media)
-                self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, media, None))
+                self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, 0, media, None))
 
     def _retire(self, step: Step) -> None:
         start = time.perf_counter_ns()
@@ -212,10 +222,10 @@ class Stage:
             self.stats.tokens += at is not None
             if row:
                 self.runner.lane.confirm(outcome.request, row)
-            device_row = step.tokens[at] if at is not None else None
-            self._keep(outcome)
+            if outcome.published:
+                self._keep(outcome)
             self._emit(
-                Output(outcome.request, outcome.confirmed, outcome.token, row, device_row, media, outcome.reason)
+                Output(outcome.request, outcome.confirmed, outcome.token, row, step, at or 0, media, outcome.reason)
             )
         for span in step.batch.spans:
             self._leave(span.request)

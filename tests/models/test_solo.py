@@ -187,7 +187,7 @@ def test_an_immediate_codec_end_is_silent(models: Models) -> None:
     events = list(
         Solo(models, noise=force(models.config.talker.codec.eos)).run(make("text", models.config), options)
     )
-    assert len(texts(events)) == TEXT
+    assert len(texts(events)) > 1
     assert len(codes(events)) == len(wave(events)) == 0
     assert done(events).audio == "stop"
 

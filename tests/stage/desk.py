@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.load import Models
@@ -55,7 +56,6 @@ class Desk:
         if o.token is not None:
             self.tokens[id].append(o.token)
             self.rows[id].append(list(o.row))
-            assert o.device_row is not None
             assert o.device_row.tolist() == list(o.row)
         if o.media is not None:
             for place, row in zip(o.media.places, o.media.rows.cpu().numpy(), strict=True):
@@ -86,7 +86,9 @@ class Desk:
         )  # fmt: skip
         plan = talker_prompt(prompt, c) if options.speak else None
         capture = np.array(plan.media_places, dtype=np.int64) if plan else None
-        given = ThinkerInput(positions, first, options.text, self.models.thinker.encode(prompt), capture, edit)
+        with self.stage.runner.on_stream():
+            media = self.models.thinker.encode(prompt)
+        given = ThinkerInput(positions, first, options.text, media, capture, edit)
         spec = RequestSpec(
             RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}), sampling=options.text,
             needs_payload=options.speak,
@@ -99,12 +101,11 @@ class Desk:
         self, id: str, prompt: Prompt, options: Options, media: np.ndarray | None = None, **changes
     ) -> TalkerInput:
         """Announce a request whose text is still to come. `media`: the thinker's accept-layer rows, in order."""
-        import torch
-
         plan = talker_prompt(prompt, self.models.config, options.voice)
         given = TalkerInput(plan, options.code0, options.residual)
         if media is not None and len(media):
-            given.media.append(torch.from_numpy(media).to(self.models.talker.device))
+            with self.stage.runner.on_stream():
+                given.media.append(torch.from_numpy(media).to(self.models.talker.device))
         eos = self.models.config.talker.codec.eos
         spec = RequestSpec(
             RequestId(id), options.max_frames + 1, frozenset({eos}), sampling=options.code0, paced=True,

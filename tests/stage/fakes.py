@@ -88,6 +88,7 @@ class FakeStep:
     tokens: list[int]
     payload: list[dict[int, int]]  # per span: row -> value, for the rows to publish
     blocks: set[int]  # all that the step reads or writes
+    written: set[int]
 
 
 class FakeRunner:
@@ -114,7 +115,7 @@ class FakeRunner:
             self._owners[join.row], self._tables[join.row] = join.request, list(join.blocks)
         assert len({span.row for span in batch.spans}) == len(batch.spans) > 0
         assert batch.num_tokens == sum(span.stop - span.start for span in batch.spans)
-        step = FakeStep(batch, [], [], set())
+        step = FakeStep(batch, [], [], set(), set())
         for index, span in enumerate(batch.spans):
             assert (index < batch.num_decodes) == (span.samples and span.stop == span.start + 1)
             assert self._owners[span.row] == span.request
@@ -139,11 +140,12 @@ class FakeRunner:
                 token = self._host_input(span.request, position)
             value = value_of(position, story.content(position, token), before)
             self.kv[table[position // self._size], position % self._size] = value
+            step.written.add(table[position // self._size])
             before = (before + value) & _MASK
             if position >= span.fresh:
                 payload[position] = value
         step.payload.append(payload)
-        step.blocks.update(table)
+        step.blocks.update(table[: -(-span.stop // self._size)])  # the table may have a stale tail
         step.tokens.append(token_of(value) if span.samples else -1)
         if span.samples:
             self._tokens[span.row] = (span.stop, step.tokens[-1])
@@ -286,11 +288,15 @@ class Driver:
                 self._take_reused(join)
             self.batches.append(batch)
             self.flying.append(self.runner.launch(batch))
+            for span in batch.spans:
+                request = self.live[span.request]
+                assert request.in_flight <= (1 if request.spec.host_history else self.config.overlap_depth)
+                assert request.cursor.known <= request.cursor.prompt + request.max_new, "more than max_new launched"
             assert len(self.flying) <= self.config.overlap_depth
         elif not self.flying:
             idle = {State.STARVED, State.PAUSED}
             assert all(r.state in idle for r in self.live.values()), "idle with work to do"
-        self.scheduler.check()
+        self._check()
         return batch
 
     def _take_reused(self, join: RowJoin) -> None:
@@ -316,14 +322,21 @@ class Driver:
         outcomes = self.scheduler.retire(step.batch, result)
         for outcome in outcomes:
             self._take(outcome, step)
-        self.scheduler.check()
+        self._check()
         return outcomes
+
+    def _check(self) -> None:
+        self.scheduler.check()
+        findable = set(self.scheduler.pool._index.values())
+        for step in self.flying:
+            assert not findable & step.written, "a block that others may read is being written"
 
     def _take(self, outcome: Outcome, step: FakeStep) -> None:
         request = outcome.request
         story = self.stories[request.id]
         assert len(story.values) == outcome.start, "rows lost or published twice"
         payload = step.payload[outcome.at]
+        assert all(position >= outcome.start for position in payload), "rows offered a second time"
         story.values.extend(payload[p] for p in range(outcome.start, outcome.confirmed))
         if outcome.token is not None:
             story.answer.append(outcome.token)

@@ -209,6 +209,17 @@ def test_an_interruption_drops_the_old_epoch() -> None:
         inboxes.interrupt(R, epoch=1, segment=3)
 
 
+def test_an_interrupted_segment_may_start_again() -> None:
+    """The same segment and the number that is due next, but of the old epoch: late, not next."""
+    slots, inboxes = Slots(), Inboxes()
+    inbox = inboxes.announce(R)
+    inboxes.interrupt(R, epoch=2, segment=0)
+    assert inboxes.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0, epoch=1)) is Outcome.LATE
+    assert inboxes.push(slots.chunk(Span(0, 3), Mark.MORE, seq=0, epoch=2)) is Outcome.ACCEPTED
+    assert [key[2] for key in drain(inbox)] == [Span(0, 3)]
+    assert slots.held == 0
+
+
 def test_early_chunks_are_bounded() -> None:
     slots = Slots()
     inboxes = Inboxes(early_chunks=3, early_bytes=1 << 20)

@@ -183,9 +183,9 @@ def test_a_resting_request_gives_its_slots_back_when_asked() -> None:
     assert ring.free == 1
     boxes.settle()
     assert ring.free == 4
-    last = in_ring(ring, 0, Span(3, 4))
-    last.tensors["codes"].fill_(-1)  # reuses the first slot
-    last.release()
+    for lease in [in_ring(ring, 0, Span(3, 4)) for _ in range(4)]:  # others use the slots
+        lease.tensors["codes"].fill_(-1)
+        lease.release()
     box.send(Confirmed(3), Mark.REQUEST_END)
     assert torch.equal(courier.chunks[0].tensors["codes"], frames(0, Span(0, 3)))
     boxes.forget(R)

@@ -85,9 +85,7 @@ def talker_prompt(prompt: Prompt, config: OmniConfig, voice: str | None = None) 
     )
 
 
-def user_rows(
-    talker: Talker, ids: Sequence[int], is_media: npt.NDArray[np.bool_], media: torch.Tensor
-) -> torch.Tensor:
+def user_rows(talker: Talker, ids: Sequence[int], is_media: npt.NDArray[np.bool_], media: torch.Tensor) -> torch.Tensor:
     """Talker rows of a run of user tokens; `media` holds the accept-layer rows of those that are media."""
     rows = talker.text_rows(torch.tensor(list(ids), device=talker.device))
     if is_media.any():

@@ -23,9 +23,7 @@ Pick = Callable[[torch.Tensor, int], torch.Tensor]
 class FrameCache:
     """Keys and values of the frames in progress, one per row."""
 
-    def __init__(
-        self, c: DecoderConfig, rows: int, positions: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, c: DecoderConfig, rows: int, positions: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (c.num_layers, 2, rows, c.num_kv_heads, positions, c.head_dim)
         self.data = torch.zeros(shape, device=device, dtype=dtype)
         # causal masks of a pass that starts at 0 with two positions, and of one that adds position i
@@ -42,12 +40,12 @@ class FramePass:
         stop = self.start + self.queries
         keys, values = self.cache.data[layer, :, : self.rows]
         split = (self.rows, self.queries)
-        keys[:, :, self.start : stop] = k.unflatten(0, split).transpose(1, 2)
-        values[:, :, self.start : stop] = v.unflatten(0, split).transpose(1, 2)
+        keys[:, :, self.start : stop] = torch.unflatten(k, 0, split).transpose(1, 2)
+        values[:, :, self.start : stop] = torch.unflatten(v, 0, split).transpose(1, 2)
         keys, values = keys[:, :, :stop], values[:, :, :stop]
         group = q.shape[1] // k.shape[1]
         # the heads of a group share keys: fold them into the queries
-        q5 = q.unflatten(0, split).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)
+        q5 = torch.unflatten(torch.unflatten(q, 0, split), 2, (-1, group)).permute(0, 2, 3, 1, 4)
         folded = q5.reshape(self.rows, -1, group * self.queries, q.shape[-1])
         mask = None if self.queries == 1 else self.cache.seen[self.start : stop, :stop].repeat(group, 1)
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)

@@ -402,9 +402,7 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
     if talker.thinker_hidden_size != text.hidden_size:
         raise ta.fail("thinker_hidden_size", f"must equal the thinker's hidden_size ({text.hidden_size})")
     if talker.accept_layer > text.num_layers:
-        raise ta.fail(
-            "accept_hidden_layer", f"({talker.accept_layer}) exceeds the thinker's {text.num_layers} layers"
-        )
+        raise ta.fail("accept_hidden_layer", f"({talker.accept_layer}) exceeds the thinker's {text.num_layers} layers")
 
     code2wav = _code2wav(cw)
     if code2wav.num_quantizers != talker.num_code_groups:

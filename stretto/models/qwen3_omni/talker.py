@@ -6,6 +6,7 @@ only: `text_rows` is a table lookup, made once from the thinker's embedding and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ class Talker(nn.Module):
         device, t = self.device, self.config.talker
         self.model.prepare(device)
         self.code_predictor.prepare(device)
-        parts = thinker_embedding.split(8192)
+        parts = torch.split(thinker_embedding, 8192)
         self.text_table = torch.cat([self.text_projection(p.to(device, self.dtype)) for p in parts])
         self.suppress = torch.zeros(t.text.vocab_size, dtype=torch.bool, device=device)
         self.suppress[-NUM_RESERVED:] = True
@@ -103,10 +104,18 @@ class Talker(nn.Module):
         return out
 
     def frame(
-        self, hidden: torch.Tensor, rows: FrameRows, frames: FrameCache, noise: Noise | None = None
+        self,
+        hidden: torch.Tensor,
+        rows: FrameRows,
+        frames: FrameCache,
+        noise: Noise | None = None,
+        hold: Callable[[torch.Tensor], None] | None = None,
     ) -> FrameStep:
-        """Pick a frame for each row of `hidden`, the final-normed output at the row to speak from."""
+        """Pick a frame for each row of `hidden`, the final-normed output at the row to speak from. `hold` may change
+        the logits of code 0 in place."""
         logits = self.codec_head(hidden)
+        if hold is not None:
+            hold(logits)
         draw = rows.frame * self.config.talker.num_code_groups  # one draw per code, all of them different
         code0 = sample(logits, rows.code0, draw, seen=rows.seen, suppress=self.suppress, noise=noise)
         rows.seen.scatter_(1, code0[:, None], True)

@@ -34,9 +34,7 @@ class MediaRows:
         """The part that falls into prompt positions [start, stop), with places counted from `start`."""
         a, b = torch.searchsorted(self.places, torch.tensor([start, stop])).tolist()
         c, d = torch.searchsorted(self.visual_places, torch.tensor([start, stop])).tolist()
-        return MediaRows(
-            self.places[a:b] - start, self.rows[a:b], self.visual_places[c:d] - start, self.deep[:, c:d]
-        )
+        return MediaRows(self.places[a:b] - start, self.rows[a:b], self.visual_places[c:d] - start, self.deep[:, c:d])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,9 +102,7 @@ class Thinker(nn.Module):
         visual = (ids == tokens.image_pad) | (ids == tokens.video_pad)
         media_places = (visual | (ids == tokens.audio_pad)).nonzero().flatten()
         visual_places = visual.nonzero().flatten()
-        return MediaRows(
-            media_places, rows[media_places.to(device)], visual_places, deep[:, visual_places.to(device)]
-        )
+        return MediaRows(media_places, rows[media_places.to(device)], visual_places, deep[:, visual_places.to(device)])
 
     def embed(self, ids: torch.Tensor, media: MediaRows | None = None) -> torch.Tensor:
         """Input rows of a run of ids; `media` holds the encoder rows that fall into the run."""

@@ -79,11 +79,15 @@ class DeviceToHost:
             stream.wait_event(after)
         elif stream is not current:
             stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        # Not `with torch.cuda.stream`, which costs as much as two copies: this is on the stage loop's way.
+        torch.cuda.set_stream(stream)
+        try:
             for place, tensor in places:
                 place.copy_(tensor, non_blocking=True)
-            event = _new_event()
-            event.record(stream)
+        finally:
+            torch.cuda.set_stream(current)
+        event = _new_event()
+        event.record(stream)
         sealed = lease.seal(event, tuple(tensors.values()))
         if not self._switches.async_d2h:
             sealed.wait()
@@ -118,13 +122,17 @@ class HostToDevice:
             landed = Chunk(chunk.header, {name: t.clone() for name, t in chunk.tensors.items()})
             chunk.release()
             return landed
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(stream)  # as above
+        try:
             tensors = {
                 name: t.clone() if name in self.keep else t.to(self.device, non_blocking=True)
                 for name, t in chunk.tensors.items()
             }
-            event = _new_event()
-            event.record(stream)
+        finally:
+            torch.cuda.set_stream(current)
+        event = _new_event()
+        event.record(stream)
         self._running.append((event, chunk))
         if not self.switches.async_h2d:
             self.wait()
@@ -148,12 +156,15 @@ def adopt(chunk: Chunk) -> None:
 
     Called by the stage loop before it launches what reads them. The second half matters because the memory belongs
     to the upload's stream, whose next allocation would not wait for our kernels."""
-    if chunk.event is None:
+    event = chunk.event
+    if event is None:
         return
+    stream: torch.cuda.Stream | None = None
     for tensor in chunk.tensors.values():
         if tensor.is_cuda:
-            stream = torch.cuda.current_stream(tensor.device)
-            stream.wait_event(chunk.event)
+            if stream is None:
+                stream = torch.cuda.current_stream(tensor.device)
+                stream.wait_event(event)
             tensor.record_stream(stream)
 
 

@@ -24,6 +24,9 @@ from stretto.errors import Bug
 ALIGN = 64  # as on the wire, so that rows lie in the slot as they will lie in the chunk
 
 
+_MAX_VIEWS = 256
+
+
 class Event(Protocol):
     """What the ring needs of a CUDA event."""
 
@@ -38,6 +41,18 @@ class _Slot:
     readers: int = 0
     event: Event | None = None  # fires when the memory is filled
     sources: tuple[torch.Tensor, ...] = ()  # what the copy reads: must live until the event fires
+    views: dict[tuple[int, torch.dtype, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+
+    def view(self, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A typed view of the memory. Remembered, because a decode loop asks for few shapes again and again, and
+        making one takes as long as a small copy."""
+        key = (start, dtype, shape)
+        view = self.views.get(key)
+        if view is None:
+            if len(self.views) >= _MAX_VIEWS:
+                self.views.clear()
+            view = self.views[key] = self.memory[start:stop].view(dtype).view(shape)
+        return view
 
     def settled(self) -> bool:
         return self.event is None or self.event.query()
@@ -119,7 +134,7 @@ class FillLease:
         if stop > len(slot.memory) or name in self._tensors:
             raise Bug(f"{name!r} needs bytes up to {stop} of a slot of {len(slot.memory)}, or is there twice")
         self._used = stop
-        self._tensors[name] = slot.memory[start:stop].view(dtype).view(shape)
+        self._tensors[name] = slot.view(start, stop, dtype, shape)
         return self._tensors[name]
 
     def seal(self, event: Event | None = None, sources: tuple[torch.Tensor, ...] = ()) -> ReadLease:

@@ -74,7 +74,8 @@ class CodecFrames:
     codes: torch.Tensor  # int32 [frames, codebooks]
 
     def __post_init__(self) -> None:
-        if self.codes.dim() != 2 or len(self.codes) != len(self.span) or self.codes.dtype is not torch.int32:
+        shape = self.codes.shape
+        if len(shape) != 2 or shape[0] != len(self.span) or self.codes.dtype is not torch.int32:
             raise ValueError(f"codes {self.codes.dtype} {tuple(self.codes.shape)} for {self.span}")
 
     def part(self, span: Span) -> CodecFrames:
@@ -98,6 +99,9 @@ class CodecFrames:
         return cls(span, codes)
 
 
+_NOTHING = torch.empty(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class ThinkerRows:
     """Thinker to talker: the id at each position, and the accept layer's hidden rows at media positions only.
@@ -109,12 +113,13 @@ class ThinkerRows:
     span: Span
     ids: torch.Tensor  # int32 [rows]
     media: tuple[Span, ...]
-    hidden: torch.Tensor  # [media rows, hidden size]
+    hidden: torch.Tensor  # [media rows, hidden size]; what it is where there are none does not matter
 
     def __post_init__(self) -> None:
-        if self.ids.dim() != 1 or len(self.ids) != len(self.span) or self.ids.dtype is not torch.int32:
+        shape = self.ids.shape
+        if len(shape) != 1 or shape[0] != len(self.span) or self.ids.dtype is not torch.int32:
             raise ValueError(f"ids {self.ids.dtype} {tuple(self.ids.shape)} for {self.span}")
-        if self.hidden.dim() != 2 or len(self.hidden) != sum(len(run) for run in self.media):
+        if self.media and (self.hidden.dim() != 2 or len(self.hidden) != sum(len(run) for run in self.media)):
             raise ValueError(f"hidden {tuple(self.hidden.shape)} for {self.media}")
         position = self.span.start
         for run in self.media:
@@ -146,19 +151,24 @@ class ThinkerRows:
             else:
                 media.append(run)
         ids = torch.cat([part.ids for part in parts])
-        return cls(span, ids, tuple(media), torch.cat([part.hidden for part in parts]))
+        rows = [part.hidden for part in parts if part.media]
+        return cls(span, ids, tuple(media), torch.cat(rows) if rows else _NOTHING)
 
     def copied(self) -> ThinkerRows:
         return ThinkerRows(self.span, self.ids.clone(), self.media, self.hidden.clone())
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        if not self.media:
+            return {"ids": self.ids}
         runs = torch.tensor([[run.start, run.stop] for run in self.media], dtype=torch.int64).reshape(-1, 2)
         return {"ids": self.ids, "media": runs, "hidden": self.hidden}
 
     @classmethod
     def read(cls, span: Span, tensors: Mapping[str, torch.Tensor]) -> ThinkerRows:
+        if tensors.keys() == {"ids"}:
+            return cls(span, tensors["ids"], (), _NOTHING)
         ids, runs, hidden = _named(tensors, "ids", "media", "hidden")
-        if runs.dim() != 2 or runs.shape[1] != 2 or runs.dtype is not torch.int64 or not runs.is_cpu:
+        if runs.dim() != 2 or not len(runs) or runs.shape[1] != 2 or runs.dtype is not torch.int64 or not runs.is_cpu:
             raise ValueError(f"media runs {runs.dtype} {tuple(runs.shape)}")
         return cls(span, ids, tuple(Span(start, stop) for start, stop in runs.tolist()), hidden)
 

@@ -17,6 +17,7 @@ from stretto.stage.runner.lane import Lane
 from stretto.stage.runner.rows import How
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+STAGED = 8
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor]
 
 
@@ -30,15 +31,19 @@ class DecodeGraphs:
         # One way for batches without chance or penalty, one that serves all others.
         self.ways = list(ways) if ways is not None else [How(False, False), How(True, True)]
         self._graphs: dict[tuple[int, How], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        # Inputs on their way to the device. A slot comes up again only after STAGED more steps, when the step that
+        # read it has long been retired (there are never that many in flight).
+        self._staged: dict[int, list[torch.Tensor]] = {}
+        self._turn = 0
 
     @torch.inference_mode()
     def capture(self, stream: torch.cuda.Stream, label: str, progress: bool = True) -> None:
         todo = [(size, how) for how in self.ways for size in reversed(self.sizes)]
         pool = None
         for size, how in tqdm(todo, desc=f"{label}: capturing graphs", disable=None if progress else True, leave=False):
-            inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
-            inputs[0] = self.lane.rows.sink
             with torch.cuda.stream(stream):
+                inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
+                inputs[0] = self.lane.rows.sink
                 for _ in range(2):  # warm-up: libraries choose their kernels and workspaces outside of the capture
                     self.decode(inputs[0], inputs[1], inputs[2], how)
             graph = torch.cuda.CUDAGraph()
@@ -46,6 +51,8 @@ class DecodeGraphs:
                 tokens = self.decode(inputs[0], inputs[1], inputs[2], how)
             pool = pool or graph.pool()
             self._graphs[size, how] = graph, inputs, tokens
+        for size in self.sizes:
+            self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
 
     def run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
@@ -59,10 +66,11 @@ class DecodeGraphs:
         if found is None or size is None:
             return None
         graph, inputs, tokens = found
-        padded = np.zeros((3, size), np.int64)
-        padded[0] = self.lane.rows.sink
-        padded[:, :rows] = host
-        inputs.copy_(torch.from_numpy(padded).pin_memory(), non_blocking=True)
+        staged = self._staged[size][self._turn % STAGED]
+        self._turn += 1
+        view = staged.numpy()
+        view[:, :rows], view[1:, rows:], view[0, rows:] = host, 0, self.lane.rows.sink
+        inputs.copy_(staged, non_blocking=True)
         self.run(graph)
         # The graph's output is overwritten by its next replay, and the copy to the host may still be on its way then.
-        return tokens[:rows].clone()
+        return tokens[:rows].to(torch.int32, copy=True)

@@ -5,6 +5,7 @@ The runner knows rows, steps and graphs; a lane knows what an input row is, how 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -55,7 +56,7 @@ class Lane(Protocol[E]):
         """A request takes a row: write what the row must hold before its first step."""
         ...
 
-    def confirm(self, request: StageRequest, row: list[int]) -> None:
+    def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         """A pick became certain: keep what is needed to compute its row again."""
         ...
 

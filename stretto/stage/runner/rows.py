@@ -68,21 +68,32 @@ class DeviceRows:
         self.tables = torch.zeros(total, max_blocks, dtype=torch.int32, device=self.device)
         self.offset = torch.zeros(total, device=self.device)  # rotary position of a generated row, minus its index
         self.seen = torch.zeros(total, vocab_size, dtype=torch.bool, device=self.device)
+        # Index of the first token of the answer that may be the end.
+        self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
 
-    def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int]) -> None:
-        """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty."""
-        self.put_blocks(row, 0, blocks)
+    def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
+        """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty, and
+        where its answer may end."""
+        self.put_blocks([(row, 0, blocks)])
         self.offset[row].fill_(offset)
+        self.floor[row].fill_(floor)
         self.seen[row].zero_()
         if seen:
             ids = to_device(seen, self.device, torch.int64)
             self.seen[row].index_fill_(0, ids, True)
 
-    def put_blocks(self, row: int, first: int, blocks: Sequence[BlockId]) -> None:
-        """The scheduler counts blocks from 0; on the device block 0 is the sink."""
-        if blocks:
-            ids = to_device([b + 1 for b in blocks], self.device, torch.int32)
-            self.tables[row, first : first + len(blocks)] = ids
+    def put_blocks(self, runs: Sequence[tuple[int, int, Sequence[BlockId]]]) -> None:
+        """Blocks (row, first index, ids) for the tables, all in one write. The scheduler counts blocks from 0; on the
+        device block 0 is the sink."""
+        cells = [(row, first + i, b + 1) for row, first, blocks in runs for i, b in enumerate(blocks)]
+        if cells:
+            where = to_device(np.array(cells, dtype=np.int64).T, self.device, torch.int64)
+            self.tables[where[0], where[1]] = where[2].to(torch.int32)
+
+    def hold_end(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, end: int) -> None:
+        """Forbid the end token, in place, where the answer is still too short for it."""
+        early = positions + 1 < self.floor[rows]
+        logits[:, end] = logits[:, end].masked_fill(early, float("-inf"))
 
     def decode_paging(self, rows: torch.Tensor, positions: torch.Tensor, width: int | None = None) -> Paging:
         """One query per row. Made of device lookups alone, so it can be captured; `width` blocks of each table are

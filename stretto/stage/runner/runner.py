@@ -29,7 +29,8 @@ Find = Callable[[RequestId], StageRequest]
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """One batch's spans in the order of the pass: those of one position first."""
+    """One batch's spans in the order of the pass: those of one position first, of these the ones whose input is on the
+    device."""
 
     spans: list[RowSpan]
     index: list[int]  # in the batch
@@ -40,7 +41,10 @@ class Runner:
     def __init__(self, lane: Lane[Any], graphs: DecodeGraphs | None = None) -> None:
         self.lane, self.graphs = lane, graphs
         self.device = lane.rows.device
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and rows were made there
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Everything that touches device rows happens on the stage's own stream."""
@@ -82,8 +86,7 @@ class Runner:
         lane = self.lane
         for join in batch.joined:
             lane.join(join, find(join.request))
-        for span in batch.spans:
-            lane.rows.put_blocks(span.row, span.first_block, span.new_blocks)
+        lane.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
         plan = self._plan(batch, find)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
         how = How.of([p for i in samples for p in lane.sampling(plan.requests[i].id)])
@@ -94,14 +97,17 @@ class Runner:
         return self._publish(batch, [plan.index[i] for i in samples], tokens, captured)
 
     def _plan(self, batch: Batch, find: Find) -> _Plan:
-        order = sorted(range(len(batch.spans)), key=lambda i: batch.spans[i].stop - batch.spans[i].start != 1)
+        def key(i: int) -> tuple[bool, bool]:
+            span = batch.spans[i]
+            return span.stop - span.start != 1, not span.from_device
+
+        order = sorted(range(len(batch.spans)), key=key)
         spans = [batch.spans[i] for i in order]
         return _Plan(spans, order, [find(s.request) for s in spans])
 
     def _decode(self, plan: _Plan, how: How) -> torch.Tensor:
         """Every row goes on from its own last pick."""
-        values = [self.lane.decode_value(r, s.start) for r, s in zip(plan.requests, plan.spans, strict=True)]
-        host = np.array([[s.row for s in plan.spans], [s.start for s in plan.spans], values], dtype=np.int64)
+        host = self._device_rows(plan)
         edits = [(i, r) for i, r in enumerate(plan.requests) if r.spec.host_history]
         if self.graphs is not None and not edits:
             tokens = self.graphs.replay(host, how)
@@ -111,20 +117,26 @@ class Runner:
         rows, positions, extra = to_device(host, self.device, torch.int64)
         return decode_step(self.lane, rows, positions, extra, how, width, edits)
 
+    def _device_rows(self, plan: _Plan) -> np.ndarray:
+        """(row, position, host value) [3, rows] of the spans whose input is on the device."""
+        spans = [s for s in plan.spans if s.from_device]
+        values = [self.lane.decode_value(r, s.start) for r, s in zip(plan.requests, spans, strict=False)]
+        return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
+
     def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[torch.Tensor, Captured]:
         lane = self.lane
-        xs, places, extras, row = [], [], [], 0
-        for i, (span, request) in enumerate(zip(plan.spans, plan.requests, strict=True)):
-            if span.from_device:
-                at = [[span.row], [span.start], [lane.decode_value(request, span.start)]]
-                x, positions = lane.device_input(*to_device(np.array(at), self.device, torch.int64))
-            else:
-                given = lane.host_input(request, span.start, span.stop, span.fresh)
-                x, positions = given.x, given.positions
-                if given.extra is not None:
-                    extras.append((plan.index[i], row, given.extra))
-            xs.append(x)
-            places.append(positions)
+        xs, places, extras = [], [], []
+        first = self._device_rows(plan)
+        row = first.shape[1]
+        if row:
+            x, positions = lane.device_input(*to_device(first, self.device, torch.int64))
+            xs, places = [x], [positions]
+        for i, span in enumerate(plan.spans[row:], start=row):
+            given = lane.host_input(plan.requests[i], span.start, span.stop, span.fresh)
+            if given.extra is not None:
+                extras.append((plan.index[i], row, given.extra))
+            xs.append(given.x)
+            places.append(given.positions)
             row += span.stop - span.start
         paging = lane.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
         hidden, captured = lane.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
@@ -137,6 +149,7 @@ class Runner:
         return lane.pick(rows, positions, hidden[pick], how, edits).tokens, captured
 
     def _publish(self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: Captured) -> Step:
+        tokens = tokens.to(torch.int32)  # as links carry them
         if self.stream is None:
             return Step(batch, sampling, tokens, tokens, None, captured, None)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

@@ -5,6 +5,7 @@ the host). The frames and text that came so far stay on the host as well, so tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,7 @@ class TalkerInput:
     text_ended: bool = False
     media: list[torch.Tensor] = field(default_factory=list)  # accept-layer rows on the device, in order
     frames: list[list[int]] = field(default_factory=list)  # confirmed frames, for rows to be computed again
+    min_frames: int = 0  # before the end may come
 
     @property
     def num_media(self) -> int:
@@ -66,14 +68,16 @@ class TalkerLane:
     def join(self, join: RowJoin, request: StageRequest) -> None:
         given = self.inputs[join.request]
         offset = given.prompt.first_decode - len(given.prompt)
-        self.rows.join(join.row, join.blocks, offset, sorted({f[0] for f in given.frames}))
+        self.rows.join(
+            join.row, join.blocks, offset, sorted({f[0] for f in given.frames}), len(given.prompt) + given.min_frames
+        )
         self.code0.write(join.row, given.code0)
         self.residual.write(join.row, given.residual)
         if given.frames:  # back after a pause or preemption: the next input needs the last frame
             self.embedding[join.row] = self._frame_rows(given.frames[-1:])[0]
 
-    def confirm(self, request: StageRequest, row: list[int]) -> None:
-        self.inputs[request.id].frames.append(row)
+    def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
+        self.inputs[request.id].frames.append(list(row))
 
     def decode_value(self, request: StageRequest, position: int) -> int:
         """Row prompt + k carries text token k + 2; after the text, its end mark once, then padding."""
@@ -144,7 +148,12 @@ class TalkerLane:
             frame=positions + 1,
             seen=self.rows.seen[rows],
         )
-        step = self.model.frame(hidden, state, self.frame_cache)
+        end = self.model.config.talker.codec.eos
+
+        def hold(logits: torch.Tensor) -> None:
+            self.rows.hold_end(logits, rows, positions, end)
+
+        step = self.model.frame(hidden, state, self.frame_cache, hold=hold)
         self.rows.seen[rows] = state.seen
         self.embedding[rows] = step.embedding
         return Picked(guarded(step.codes, step.hidden))

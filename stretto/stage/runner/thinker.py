@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ class ThinkerInput:
     media: MediaRows | None = None
     capture: npt.NDArray[np.int64] | None = None  # sorted prompt positions whose accept-layer rows are wanted
     edit: Edit | None = None
+    min_new: int = 0  # tokens before the end may come
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +60,11 @@ class ThinkerLane:
         given = self.inputs[join.request]
         penalised = given.sampling.repetition_penalty != 1.0
         offset = given.first_decode - given.positions.shape[1]
-        self.rows.join(join.row, join.blocks, offset, sorted(set(request.ids)) if penalised else ())
+        seen = sorted(set(request.ids)) if penalised else ()
+        self.rows.join(join.row, join.blocks, offset, seen, request.cursor.prompt + given.min_new)
         self.params.write(join.row, given.sampling)
 
-    def confirm(self, request: StageRequest, row: list[int]) -> None:
+    def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids
 
     def decode_value(self, request: StageRequest, position: int) -> int:
@@ -111,6 +113,7 @@ class ThinkerLane:
         edits: list[tuple[int, StageRequest]],
     ) -> Picked:
         logits = self.model.logits(hidden)
+        self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
         for i, request in edits:
             edit = self.inputs[request.id].edit
             if edit is not None:

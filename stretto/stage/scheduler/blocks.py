@@ -119,9 +119,8 @@ class BlockPool:
                 del self._cached[block]
             self._refs[block] += 1
 
-    def num_idle(self, blocks: Sequence[BlockId]) -> int:
-        """How many of them nobody holds."""
-        return sum(self._refs[block] == 0 for block in blocks)
+    def num_refs(self, block: BlockId) -> int:
+        return self._refs[block]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Gives up one reference to each. In reverse, so that the end of a prefix is evicted before its start."""

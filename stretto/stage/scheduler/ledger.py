@@ -4,7 +4,8 @@ asserts that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from stretto.errors import Bug
 from stretto.stage.request import BlockId, Reason, StageRequest, State
@@ -98,10 +99,8 @@ class Ledger:
         holdings, size = self.holdings, self.config.block_size
         want = holdings.num_blocks(stop) - len(request.blocks)
         if not self.pool.num_available and request.cursor.filled == len(request.blocks) * size:
-            for victim in self._victims(request, idle, lambda other: other.order > request.order):
-                if self.pool.num_available + holdings.num_limbo:
-                    break
-                self._preempt(victim)
+            victims = self._victims(request, idle, lambda other: other.order > request.order)
+            self._make_room(victims, lambda _: 1)
         holdings.grow(request, min(want, self.pool.num_available))
         return min(stop, len(request.blocks) * size)
 
@@ -116,36 +115,46 @@ class Ledger:
 
     def _has_room(self, head: StageRequest, found: list[BlockId], idle: bool) -> bool:
         """Whether all known rows of `head` fit beside what the running requests need now, with a block to spare for
-        each of those: otherwise it would be preempted, or preempt, at once. Paused requests, and running ones of a
-        lower priority, make room for it."""
+        each of those: otherwise it would be preempted, or preempt, at once, and a running request that lacks a block
+        could lack it for ever. Paused requests, and running ones of a lower priority, make room for it."""
         running = {r for r in self.holdings.seated.values() if r.state is State.RUNNING}
         victims = self._victims(
             head,
             idle and not running,
             lambda other: other.spec.priority > head.spec.priority and other.order > head.order,
         )
-        own = self.holdings.num_blocks(head.cursor.known) - len(head.blocks) - len(found)
-        most = self.pool.num_available + self.holdings.num_limbo + sum(len(victim.blocks) for victim in victims)
-        if most < own + self._owed(running.difference(victims)):
-            return False  # not even with all their blocks: nobody loses any in vain
-        for victim in victims:
-            if self.pool.num_available + self.holdings.num_limbo >= own + self._owed(running):
-                break
-            self._preempt(victim)
-            running.discard(victim)
-        return self.pool.num_available >= own + self._owed(running)
+        num_blocks = self.holdings.num_blocks
+        own = num_blocks(head.cursor.known) - len(head.blocks) - len(found)
 
-    def _owed(self, running: set[StageRequest]) -> int:
-        """Blocks that these requests need for the rows they know, and one more for each."""
-        holdings = self.holdings
-        return sum(1 + max(0, holdings.num_blocks(r.cursor.known) - len(r.blocks)) for r in running)
+        def need(gone: Sequence[StageRequest]) -> int:
+            stay = running.difference(gone)
+            return own + sum(1 + max(0, num_blocks(r.cursor.known) - len(r.blocks)) for r in stay)
+
+        return self._make_room(victims, need)
+
+    def _make_room(self, victims: Sequence[StageRequest], need: Callable[[Sequence[StageRequest]], int]) -> bool:
+        """Preempts as few of `victims` as possible, in order, to have the blocks needed once they are gone; nobody,
+        if all of them would not do. False if there is no room, or only when the steps in flight have retired."""
+        have = self.pool.num_available + self.holdings.num_limbo
+        counts: Counter[BlockId] = Counter()
+        for num_gone in range(len(victims) + 1):
+            gone = victims[:num_gone]
+            if have >= need(gone):
+                for victim in gone:
+                    self._preempt(victim)
+                return self.pool.num_available >= need(gone)
+            if num_gone < len(victims):
+                for block in victims[num_gone].blocks:
+                    counts[block] += 1
+                    have += counts[block] == self.pool.num_refs(block)  # the last to hold it
+        return False
 
     def _victims(
         self, request: StageRequest, stuck: bool, may_lose: Callable[[StageRequest], bool]
     ) -> list[StageRequest]:
         """Who gives up its blocks for `request`, in this order: the paused, longest first; then those that
-        `may_lose` allows and that are not in the batch being made, least urgent first. If nothing can move before
-        input arrives (`stuck`), then also those that wait for input, however urgent they are."""
+        `may_lose` allows, least urgent first. If nothing can move before input arrives (`stuck`), then also those
+        that wait for input, however urgent they are. Never one whose span is in the batch being made already."""
         holders = [r for r in self.requests.values() if r.blocks and r is not request and r.last_step != self.step]
         holders.sort(key=by_order, reverse=True)
         paused = [r for r in holders if r.state is State.PAUSED]

@@ -31,7 +31,6 @@ class Scheduler:
         self._in_flight: deque[tuple[Batch, list[StageRequest]]] = deque()
         self._arrivals = 0
         self._left_out = False  # the last batch had to leave ready requests out, so some may be ageing
-        self._short: StageRequest | None = None  # left out for too long, for lack of a block
 
     # -- what others may ask
 
@@ -207,15 +206,14 @@ class Scheduler:
         """The next batch, or None if nothing can run now or enough is in flight."""
         if len(self._in_flight) >= self.config.overlap_depth:
             return None
-        # While a request that was left out for too long lacks a block, nobody new comes in to take it.
-        if self._ledger.waiting and (self._short is None or self._short.state is not State.RUNNING):
+        if self._ledger.waiting:
             self._ledger.admit(idle=not self._in_flight)
         decodes, prefills, answering = self._ready()
         aged_prefills = 0
         if self._left_out:
             decodes, _ = aged_first(decodes, self._ledger.step, self.config.patience)
             prefills, aged_prefills = aged_first(prefills, self._ledger.step, self.config.patience)
-        self._left_out, self._short = False, None
+        self._left_out = False
 
         spans: list[RowSpan] = []
         placed: list[StageRequest] = []
@@ -317,8 +315,6 @@ class Scheduler:
             stop = self._ledger.grow(request, stop, idle=not spans and not self._in_flight)
             if stop <= start:
                 self._left_out = True
-                if self._short is None and self._ledger.step - request.since > self.config.patience:
-                    self._short = request
                 return
             new_blocks = tuple(request.blocks[table:])
         samples = request.closed and stop == cursor.known

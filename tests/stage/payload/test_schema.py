@@ -35,7 +35,7 @@ def same(left: ThinkerRows, right: ThinkerRows) -> bool:
     return (
         (left.span, left.media) == (right.span, right.media)
         and torch.equal(left.ids, right.ids)
-        and torch.equal(left.hidden, right.hidden)
+        and (not left.media or torch.equal(left.hidden, right.hidden))
     )
 
 

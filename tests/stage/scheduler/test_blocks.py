@@ -145,7 +145,8 @@ def test_misuse_is_noticed() -> None:
         pool.check([0, 0])
 
 
-commands = st.lists(st.tuples(st.sampled_from(["take", "hold", "release", "publish", "attach", "clear"]), st.integers(0, 99)))
+NAMES = ["take", "hold", "release", "publish", "attach", "clear"]
+commands = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 99)))
 
 
 @given(st.integers(1, 6), commands)

@@ -4,9 +4,11 @@ At the end: every answer and every published row equals the oracle's, and nothin
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -238,3 +240,69 @@ Lives.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestLives = Lives.TestCase
+
+
+def soak(seed: int, turns: int) -> Driver:
+    """A long run under steady load with little trouble: what short random lives seldom reach."""
+    rng = random.Random(seed)
+    lives = Lives()
+    depth, size = rng.randint(1, 3), rng.randint(1, 4)
+    lives.start(
+        config=SchedulerConfig(
+            num_blocks=rng.randint(24 // size + 1, 100 // size),
+            block_size=size,
+            max_rows=rng.randint(1, 8),
+            max_waiting=12,
+            max_context=60,
+            max_step_tokens=rng.choice([2, 5, 12, 64]),
+            prefill_chunk=rng.choice([1, 4, 16]),
+            least_share=rng.choice([1, 4]),
+            overlap_depth=depth,
+            prefix_cache=rng.random() < 0.8,
+            patience=rng.choice([0, 4, 30]),
+            max_preemptions=rng.randint(0, 2),
+        )
+    )
+    names = ["resumable", "paced", "host_history", "needs_payload", "open"]
+    odd = rng.choice([0.0, 0.3, 0.8])  # how many requests are out of the ordinary
+    for _ in range(turns):
+        index, roll = rng.randrange(1000), rng.random()
+        if roll < 0.10 and len(lives.live) < 12:
+            flags = {name for name in names if rng.random() < odd / 2}
+            life = {
+                "rows": COMMON[: rng.randint(0, 12)] + [rng.randint(1, 2)] * rng.randint(0, 6),
+                "max_new": rng.randint(1, 14),
+                "priority": rng.choice([0, 0, 0, 1]),
+                "flags": flags,
+                "cache_output": rng.random() < 0.5,
+                "media": rng.choice([0, 0, 3, 5]),
+            }
+            lives.submit(lives=[life])
+        elif roll < 0.20:
+            lives.text(index=index, tokens=[rng.randint(1, 9)] * rng.randint(0, 5))
+            lives.append(
+                index=index,
+                rows=[1] * rng.randint(0, 3),
+                media=rng.choice([0, 1]),
+                opaque=False,
+                last=rng.random() < 0.5,
+            )
+        elif roll < 0.25:
+            lives.extend(index=index, rows=[rng.randint(1, 2)] * rng.randint(0, 4), closed=rng.random() < 0.8)
+            lives.block(index=index, blocked=rng.random() < 0.1)
+            lives.deadline(index=index, deadline=rng.choice([None, rng.random()]))
+            lives.send(index=index)
+        elif roll < 0.27 and lives.live and odd:
+            lives.interrupt(index=index, cut=rng.choice([None, 0, 1, 5]))
+        elif roll < 0.30 and lives.driver.flying:
+            lives.trouble(index=index, kind=rng.randrange(10))
+        else:
+            lives.run(turns=[rng.random() < 0.6 for _ in range(4)])
+    lives.teardown()
+    return lives.driver
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_runs_under_load(seed: int) -> None:
+    driver = soak(seed, turns=250)
+    assert len(driver.ended) > 10

@@ -1,0 +1,365 @@
+"""Notes between machines: one ZeroMQ connection per link, for `tcp` (which sends chunks on it too) and `mooncake`.
+
+The receiver binds a ROUTER, the sender connects a DEALER, once: no reconnection, since a link that broke starts
+anew with a new generation. ZeroMQ's own I/O thread does the handshake, the heartbeats and the reading, so a busy
+interpreter on one side is not taken for a death by the other.
+
+**Death.** The connection's end is an event of the socket's monitor: at once when the peer's kernel closes it (a
+process died), after `heartbeat_s` without an answer when the machine or the network is gone. A CLOSE note precedes
+the end of a connection that is closed in good order.
+
+**Who may talk.** With a shared secret (needed for any host but loopback) the connection is CURVE: encrypted and
+authenticated. The receiver's key pair is derived from the secret and the endpoint's nonce, so only the invited
+listener can answer; and the sender's first note carries a keyed digest of the endpoint, so that only a holder of
+the secret is listened to. Without one (loopback) the digest's key is the nonce, which only the control plane
+knows. Nothing of a peer is used before its hello was checked, and nothing larger than a slot is received at all.
+
+**Threads.** A ZeroMQ socket is not for two threads at once, but `release` comes from any thread while the courier
+waits. So every call on the socket is short and under a lock, and the courier waits outside of it on descriptors.
+Those are edge-triggered: whoever else touches the socket may swallow the edge, and then wakes the courier."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import select
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import zmq
+from zmq.utils import z85
+
+from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
+from stretto.connector.slots import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
+
+HEARTBEAT_S = 1.0
+_LINGER_MS = 2000  # how long a closed sender's last chunks may still be on their way
+_NEVER_MS = 24 * 3600 * 1000  # to a second connection. -1 would say so too, but drops what had come by the first
+_GREETING_S = 0.1  # for a hello that is on its way when its listener closes
+_SLACK_BYTES = 4096  # notes and hello beside a chunk, in the bound on what is received
+_EVENT = struct.Struct("<HI")
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+@dataclass(slots=True)
+class _Contexts:
+    """The process's ZeroMQ context, there as long as any link is. Its two threads serve all links."""
+
+    _context: zmq.Context[zmq.Socket[bytes]] | None = None
+    _users: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def acquire(self) -> zmq.Context[zmq.Socket[bytes]]:
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context()
+                self._context.max_sockets = 4096
+            self._users += 1
+            return self._context
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._context is not None:
+                self._context.term()  # waits for what lingers
+                self._context = None
+
+
+_contexts = _Contexts()
+
+
+class _NetBell:
+    """One socket with its monitor, shared by the threads of an end."""
+
+    def __init__(self, kind: int, slots: int, most_bytes: int, options: LinkOptions) -> None:
+        heartbeat_ms = 1000 * float(options.details.get("heartbeat_s", HEARTBEAT_S))
+        self._lock = threading.Lock()
+        self._socket = _contexts.acquire().socket(kind)
+        self._socket.set_hwm(2 * slots + 8)  # above what credits allow, so that a send never waits
+        self._socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        # A beat every quarter, so that one lost beat is not a death.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(heartbeat_ms / 4), 1))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(heartbeat_ms * 3 / 4), 1))
+        self._monitor = self._socket.get_monitor_socket(
+            _GONE | _REFUSED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (self._socket.FD, self._monitor.FD, self._wake_fd):
+            self._poll.register(fd, select.POLLIN)
+        self._waiting = False
+        self._woken = False
+        self._lost = ""  # why there is no peer any more
+
+    def _send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Any thread; never waits."""
+        with self._lock:
+            if self._socket.closed:
+                raise Hangup("this end is closed")
+            try:
+                self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:
+                raise Hangup(f"nobody to send to: {error}") from error
+            if self._waiting and _readable(self._socket):
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _receive(self, timeout: float) -> tuple[list[list[zmq.Frame]], list[tuple[int, int]]]:
+        """Messages that have come, as frames, and events of connections with their descriptors.
+
+        Events are only read when no message is left, so a connection's end is seen after all that it delivered."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                messages = self._read_messages()
+                events = [] if messages else self._read_events()
+                if events:
+                    messages = self._read_messages()  # an event may overtake the last messages
+                left = 0.0 if messages or events else deadline - time.monotonic()
+                self._waiting = left > 0
+            if left <= 0 or self._woken:
+                return messages, events
+            self._poll.poll(left * 1000)
+            self._waiting = False
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+
+    def _read_messages(self) -> list[list[zmq.Frame]]:
+        messages = []
+        while _readable(self._socket):
+            messages.append(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        return messages
+
+    def _read_events(self) -> list[tuple[int, int]]:
+        events = []
+        while _readable(self._monitor):
+            said, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
+            events.append(_EVENT.unpack(said))
+        return events
+
+    def _raise_if_lost(self) -> None:
+        if self._lost:
+            raise Hangup(self._lost)
+
+    def _wake(self) -> None:
+        self._woken = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._socket.closed:
+                return
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0 if self._lost else _LINGER_MS)
+            os.close(self._wake_fd)
+        _contexts.release()
+
+
+class NetDialer(_NetBell):
+    """The sender's side: connects, says hello, then rings and reads what comes back."""
+
+    def __init__(self, endpoint: Endpoint, options: LinkOptions) -> None:
+        _check_host(endpoint.address.rpartition(":")[0], options)
+        super().__init__(zmq.DEALER, endpoint.slots, _SLACK_BYTES, options)
+        self._generation = endpoint.generation
+        try:
+            if options.secret is not None:
+                server = _secret_key(options.secret, endpoint.nonce, "receiver")
+                self._socket.curve_serverkey = zmq.curve_public(server)
+                own = _secret_key(options.secret, endpoint.nonce, "sender")
+                self._socket.curve_secretkey, self._socket.curve_publickey = own, zmq.curve_public(own)
+            self._socket.connect(f"tcp://{endpoint.address}")
+            self._await_handshake(endpoint, options.connect_timeout_s)
+            self._send([pack_note(Kind.HELLO, 0, 0, 0, self._generation), _digest(endpoint, options.secret)])
+        except (zmq.ZMQError, Hangup) as error:
+            self._lost = str(error)
+            self.close()
+            raise PeerDead(f"cannot connect: {error}", link=endpoint.link) from error
+        except (PeerDead, Corrupt):
+            self._lost = "no handshake"
+            self.close()
+            raise
+
+    def _await_handshake(self, endpoint: Endpoint, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            for event, _fd in self._receive(left)[1]:
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+                if event & _REFUSED:
+                    raise Corrupt("the listener refused the handshake", link=endpoint.link)
+                raise PeerDead("nobody listens", link=endpoint.link)
+        raise PeerDead(f"no answer within {timeout} s", link=endpoint.link)
+
+    def ring(self, kind: int, slot: int = 0, seq: int = 0, size: int = 0, blob: memoryview | None = None) -> None:
+        note = pack_note(kind, slot, seq, size, self._generation)
+        self._send([note] if blob is None else [note, blob])
+
+    def notes(self, timeout: float) -> list[Note]:
+        self._raise_if_lost()
+        messages, events = self._receive(timeout)
+        if any(event & (_GONE | _REFUSED) for event, _fd in events):
+            self._lost = "the connection ended without a good-bye"
+        if not messages:
+            self._raise_if_lost()
+        return [self._note_of(frames) for frames in messages]
+
+    def _note_of(self, frames: list[zmq.Frame]) -> Note:
+        if len(frames) != 1 or len(frames[0]) != NOTE_BYTES:
+            raise Hangup("the peer sent something that is not a note")
+        note = unpack_note(frames[0].buffer)
+        if note[0] == Kind.REJECT:
+            raise Hangup("the listener does not know this link's hello")
+        if note[0] == Kind.CLOSE:
+            self._lost = "the listener closed"
+        return note
+
+    def wake(self) -> None:
+        if not self._lost:
+            with suppress(Hangup):
+                self.ring(Kind.CLOSE)
+        self._wake()
+
+    def close(self) -> None:
+        with suppress(Hangup):
+            self.notes(0.0)  # a peer that is gone is not worth lingering for
+        super().close()
+
+
+class NetListener(_NetBell):
+    """The receiver's side: binds, waits for the invited sender's hello, then reads its notes and blobs."""
+
+    def __init__(self, options: LinkOptions, most_bytes: int) -> None:
+        _check_host(options.host, options)
+        super().__init__(zmq.ROUTER, options.slots, most_bytes + _SLACK_BYTES, options)
+        self._options = options
+        self._hello: list[bytes] = []
+        self._guests: set[int] = set()  # connections, by their descriptor
+        self._peer = b""
+        self._peer_fd = -1
+
+    def bind(self, nonce: str) -> str:
+        """The address that senders use. `advertise` names this machine where the bound host does not."""
+        host = self._options.host
+        try:
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that left is an error, not a loss
+            if self._options.secret is not None:
+                self._socket.curve_server = True
+                self._socket.curve_secretkey = _secret_key(self._options.secret, nonce, "receiver")
+            self._socket.ipv6 = ":" in host
+            self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"cannot bind {host}: {error}") from error
+        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        shown = self._options.details.get("advertise", host)
+        return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+
+    def expect(self, endpoint: Endpoint) -> None:
+        """Whose hello is awaited. Called once, before anything is received."""
+        self._generation = endpoint.generation
+        self._hello = [pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation), _digest(endpoint, self._options.secret)]
+
+    def arrivals(self, timeout: float) -> list[tuple[Note, zmq.Frame | None]]:
+        self._raise_if_lost()
+        arrived = [self._open(frames) for frames in self._look(timeout)]
+        if not arrived:
+            self._raise_if_lost()
+        return arrived
+
+    def _look(self, timeout: float) -> list[list[zmq.Frame]]:
+        """The peer's messages; a guest's hello may make it the peer."""
+        messages, events = self._receive(timeout)
+        for event, fd in events:
+            if event == zmq.EVENT_ACCEPTED:
+                self._guests.add(fd)
+            elif event & (_GONE | _REFUSED):
+                self._guests.discard(fd)
+                if fd == self._peer_fd:
+                    self._lost = "the connection ended without a good-bye"
+        return [frames for frames in messages if self._is_peer(frames)]
+
+    def _is_peer(self, frames: list[zmq.Frame]) -> bool:
+        who = frames[0].bytes
+        if self._peer:
+            return who == self._peer
+        said = [frame.bytes for frame in frames[1:3] if len(frame) <= _SLACK_BYTES]
+        if len(frames) == 3 and len(said) == 2 and hmac.compare_digest(b"".join(said), b"".join(self._hello)):
+            self._peer, self._peer_fd = who, frames[1].get(zmq.SRCFD)
+        else:
+            with suppress(Hangup):
+                self._send([who, pack_note(Kind.REJECT, 0, 0, 0, self._generation)])
+        return False
+
+    def _open(self, frames: list[zmq.Frame]) -> tuple[Note, zmq.Frame | None]:
+        if len(frames) not in (2, 3) or len(frames[1]) != NOTE_BYTES:
+            raise Hangup("the peer sent something that is not a note")
+        note = unpack_note(frames[1].buffer)
+        return note, frames[2] if len(frames) == 3 else None
+
+    def reply(self, kind: int, slot: int = 0, seq: int = 0) -> None:
+        self._send([self._peer, pack_note(kind, slot, seq, 0, self._generation)])
+
+    def wake(self) -> None:
+        self._say_goodbye()
+        self._wake()
+
+    def close(self) -> None:
+        if not self._peer and not self._lost:
+            self._greet_waiting()
+        self._say_goodbye()
+        super().close()
+
+    def _say_goodbye(self) -> None:
+        if self._peer and not self._lost:
+            with suppress(Hangup):
+                self.reply(Kind.CLOSE)
+
+    def _greet_waiting(self) -> None:
+        """A sender that connected but was never looked at is told good-bye too: it must not see a death."""
+        self._woken = False
+        deadline = time.monotonic() + _GREETING_S
+        self._look(0.0)
+        while not self._peer and self._guests and (left := deadline - time.monotonic()) > 0:
+            self._look(left)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name: where it leads is not ours to know
+
+
+def _check_host(host: str, options: LinkOptions) -> None:
+    if options.secret is None and not _is_loopback(host) and options.details.get("security") != "none":
+        raise ValueError(
+            f"{host} is not loopback, so the link needs a shared secret (or details security = none, "
+            "if everyone who can reach the port may read and write the payloads)"
+        )
+
+
+def _secret_key(secret: bytes, nonce: str, role: str) -> bytes:
+    """A CURVE secret key that both ends can work out and nobody else. Any 32 bytes are one."""
+    return z85.encode(hmac.new(secret, f"stretto curve {role} {nonce}".encode(), sha256).digest())
+
+
+def _digest(endpoint: Endpoint, secret: bytes | None) -> bytes:
+    key = endpoint.nonce.encode() if secret is None else secret
+    return hmac.new(key, f"stretto hello {endpoint.details['seal']}".encode(), sha256).digest()

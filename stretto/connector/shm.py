@@ -1,0 +1,328 @@
+"""The connector between processes of one machine: slots in shared memory, a unix socket as the doorbell.
+
+Called by the two courier threads of a link; starts no thread. One memory file and one connection per link:
+
+    sender                       memfd, slots x slot_bytes                      receiver
+      encode chunk ───────────▶ [ slot 0 | slot 1 | ... ] ◀─────────── tensors are views
+      CHUNK slot seq size ──────▶ unix stream socket ──▶ recv: note, or end of file
+      recv: slot is free again ◀── RELEASE slot seq ◀──────────────── chunk.release()
+
+**Nothing is left behind, at any moment.** The memory is a `memfd` and the listening socket has an abstract address:
+neither has a name in any file system, so there is nothing to unlink and no window in set-up. The memory file is
+handed over as a descriptor on the connection (SCM_RIGHTS); while it is on its way the kernel owns it and drops it
+with the socket. When both processes are gone, so is everything.
+
+**Wake-up.** A note is 32 bytes on the socket, and the other side waits in `recv`: one system call per side per
+chunk, no polling, no CPU when idle; the death of the peer is the end of file of that same `recv`. Measured against
+an event fd (with the poll that it needs to see a death as well) and a futex, the socket wakes a process fastest.
+Spinning is out: it would hold the interpreter's lock, which the stage loop needs. The kernel's queue lock orders
+the slot's bytes before the note on any processor, and a note is whole or absent, even if its writer is killed.
+
+**Trust.** Only processes of the same user are accepted (SO_PEERCRED, checked by both sides), and only with the
+endpoint's nonce. The memory file's size is sealed, so that a peer cannot shrink it under us (a SIGBUS)."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from typing import ClassVar
+
+from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
+from stretto.connector.slots import (
+    NOTE_BYTES,
+    Hangup,
+    Kind,
+    Note,
+    SlotReceiver,
+    SlotSender,
+    check_endpoint,
+    check_options,
+    make_endpoint,
+    new_nonce,
+    pack_note,
+    split_slots,
+    stride_of,
+    unpack_note,
+    unpack_notes,
+)
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+_TIMEVAL = struct.Struct("@ll")
+_CHUNK = int(Kind.CHUNK)
+_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # flags as plain integers: an enum's `|` costs a microsecond
+_NO_WAIT = int(socket.MSG_DONTWAIT)
+_BATCH = 64  # notes read by one system call
+_HELLO_S = 1.0  # for a guest to say hello; it is sent with the connection
+_HELLO_BYTES = 63
+
+
+class ShmConnector:
+    name: ClassVar[str] = "shm"
+    inline: ClassVar[bool] = False
+
+    def listen(self, link: str, options: LinkOptions) -> SlotReceiver:
+        check_options(link, options)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        endpoint = make_endpoint(self.name, link, options, f"stretto-{secrets.token_hex(16)}", new_nonce())
+        try:
+            listener.bind("\0" + endpoint.address)
+            listener.listen(4)
+        except OSError:
+            listener.close()
+            raise
+        return SlotReceiver(endpoint, ShmInward(endpoint, listener))
+
+    def connect(self, endpoint: Endpoint, options: LinkOptions) -> SlotSender:
+        check_endpoint(self.name, endpoint, options)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(options.connect_timeout_s)
+            sock.connect("\0" + endpoint.address)
+            if _peer_uid(sock) != os.geteuid():
+                raise Corrupt("the listener runs as another user", link=endpoint.link)
+            return SlotSender(endpoint, options, ShmOutward(endpoint, sock), checksum=False)
+        except OSError as error:
+            sock.close()
+            raise PeerDead(f"nobody listens: {error}", link=endpoint.link) from error
+        except Corrupt:
+            sock.close()
+            raise
+
+
+class _Bell:
+    """The notes on one connected socket, both ways."""
+
+    def __init__(self, sock: socket.socket, endpoint: Endpoint) -> None:
+        sock.setblocking(True)
+        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 4096)
+        self._sock = sock
+        self._generation = endpoint.generation
+        self._buffer = bytearray(_BATCH * NOTE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._rest = 0  # bytes of an incomplete note at the start of the buffer
+        self._timeout = 0.0
+        self._sending = threading.Lock()  # keeps the descriptor from being closed, and reused, under a send
+
+    def ship(self, slot: int, seq: int, size: int) -> None:
+        """For the courier alone, in whose turn nobody closes the descriptor."""
+        try:
+            self._sock.send(pack_note(_CHUNK, slot, seq, size, self._generation), _AT_ONCE)
+        except OSError as error:
+            raise Hangup(f"the connection is gone: {error.strerror}") from error
+
+    def reply(self, kind: int, slot: int, seq: int) -> None:
+        """For any thread."""
+        data = pack_note(kind, slot, seq, 0, self._generation)
+        with self._sending:
+            try:
+                self._sock.send(data, _AT_ONCE)
+            except OSError as error:
+                raise Hangup(f"the connection is gone: {error.strerror}") from error
+
+    def notes(self, timeout: float) -> list[Note]:
+        """One read, so at most one wait; the caller comes again."""
+        if timeout != self._timeout and timeout > 0:
+            # Couriers ask for the same time again and again, so the option is rarely set anew.
+            _bound_waits(self._sock, timeout)
+            self._timeout = timeout
+        try:
+            got = self._sock.recv_into(self._view[self._rest :], 0, 0 if timeout > 0 else _NO_WAIT)
+        except BlockingIOError:
+            return []
+        except OSError as error:  # ECONNRESET: gone with our notes unread
+            raise Hangup(f"the connection broke: {error.strerror}") from error
+        if not got:
+            raise Hangup("the connection ended without a good-bye")
+        stop = self._rest + got
+        if stop == NOTE_BYTES:
+            self._rest = 0
+            return [unpack_note(self._view)]
+        self._rest = stop % NOTE_BYTES
+        whole = stop - self._rest
+        notes = list(unpack_notes(self._view[:whole]))
+        self._buffer[: self._rest] = self._buffer[whole:stop]
+        return notes
+
+    def wake(self) -> None:
+        with suppress(Hangup):  # the peer went first
+            self.reply(Kind.CLOSE, 0, 0)
+        with self._sending:
+            _shut(self._sock)
+
+    def close(self) -> None:
+        with self._sending:
+            self._sock.close()
+
+
+class ShmOutward:
+    """A sender's carrier: makes the memory and sends it along with the hello. `slots.Outward`."""
+
+    ship_tells = True
+    moves = False
+
+    def __init__(self, endpoint: Endpoint, sock: socket.socket) -> None:
+        memory = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(memory, 0o600)
+            os.ftruncate(memory, _memory_bytes(endpoint))
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
+            self._slots = _map_slots(memory, endpoint)
+            _send_hello(sock, endpoint, memory)
+        finally:
+            os.close(memory)
+        self._bell = _Bell(sock, endpoint)
+        self.notes = self._bell.notes
+        self.ship = self._bell.ship
+        self.wake = self._bell.wake
+
+    def buffer(self, slot: int) -> memoryview:
+        return self._slots[slot]
+
+    def close(self) -> None:
+        self._bell.close()
+        self._slots = []
+
+
+class ShmInward:
+    """A receiver's carrier: listens until the invited sender is there, then reads its notes. `slots.Inward`.
+
+    Goes from listening (a listener) through greeting (a connection that has not said hello) to open (a bell)."""
+
+    def __init__(self, endpoint: Endpoint, listener: socket.socket) -> None:
+        self._endpoint = endpoint
+        self._listener = listener
+        self._guest: socket.socket | None = None
+        self._guest_until = 0.0
+        self._bell: _Bell | None = None
+        self._slots: list[memoryview] = []
+
+    def arrivals(self, timeout: float) -> list[tuple[Note, memoryview]]:
+        if self._bell is None:
+            self._greet(timeout)
+            return []  # the caller comes again with the time that is left
+        slots = self._slots
+        try:
+            # Fewer bytes than a note says, where that is more than a slot: the receiver sees it.
+            return [(note, slots[note[1]][: note[3]]) for note in self._bell.notes(timeout)]
+        except IndexError:
+            raise Hangup("the peer named a slot that does not exist") from None
+
+    def _greet(self, timeout: float) -> None:
+        try:
+            if self._guest is None:
+                _bound_waits(self._listener, timeout)
+                self._guest, _ = self._listener.accept()
+                self._guest_until = time.monotonic() + _HELLO_S
+            _bound_waits(self._guest, min(timeout, _HELLO_S))
+            self._admit(self._guest)
+        except BlockingIOError:
+            if time.monotonic() < self._guest_until:
+                return
+            self._drop_guest()
+        except OSError:  # the guest left before its hello, or `wake` shut the listener
+            self._drop_guest()
+
+    def _admit(self, guest: socket.socket) -> None:
+        hello, fds = _receive_hello(guest)
+        try:
+            invited = hmac.compare_digest(hello, _hello(self._endpoint)) and _peer_uid(guest) == os.geteuid()
+            if not invited or len(fds) != 1:
+                raise ConnectionRefusedError("a stranger")
+            self._slots = _map_slots(fds[0], self._endpoint)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._bell, self._guest = _Bell(guest, self._endpoint), None
+        self._listener.close()
+
+    def _drop_guest(self) -> None:
+        if self._guest is not None:
+            self._guest.close()
+            self._guest = None
+
+    def reply(self, kind: int, slot: int, seq: int) -> None:
+        assert self._bell is not None, "a chunk was taken, so a sender was there"
+        self._bell.reply(kind, slot, seq)
+
+    def wake(self) -> None:
+        if self._bell is not None:
+            self._bell.wake()
+            return
+        for sock in (self._guest, self._listener):
+            if sock is not None:
+                _shut(sock)
+
+    def close(self) -> None:
+        if self._bell is None:
+            self._refuse_waiting()
+            self._listener.close()
+        else:
+            self._bell.wake()  # again: the sender may have come in between `wake` and here
+            self._bell.close()
+        self._slots = []
+
+    def _refuse_waiting(self) -> None:
+        """A sender that connected but was never looked at is told good-bye too: it must not see a death."""
+        try:
+            self._listener.setblocking(False)
+            guest = self._guest or self._listener.accept()[0]
+        except OSError:
+            return
+        bell = _Bell(guest, self._endpoint)
+        bell.wake()
+        bell.close()
+
+
+def _bound_waits(sock: socket.socket, timeout: float) -> None:
+    """Let `recv` and `accept` wait for `timeout`, then raise BlockingIOError. Not by Python's own timeout: that takes
+    a second system call each time, and does not notice that a listener was shut."""
+    sock.setblocking(timeout > 0)
+    if timeout > 0:  # a zero option would mean for ever
+        seconds, micros = divmod(max(int(timeout * 1e6), 1), 1_000_000)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, micros))
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):  # not connected (any more)
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _hello(endpoint: Endpoint) -> bytes:
+    return f"stretto shm 1 {endpoint.generation:016x} {endpoint.nonce:>32.32}".encode()
+
+
+def _send_hello(sock: socket.socket, endpoint: Endpoint, memory: int) -> None:
+    fds = array.array("i", [memory])
+    sock.sendmsg([_hello(endpoint)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+
+
+def _receive_hello(sock: socket.socket) -> tuple[bytes, list[int]]:
+    data, fds, _flags, _ = socket.recv_fds(sock, _HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    return data, fds
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    _pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
+def _memory_bytes(endpoint: Endpoint) -> int:
+    return stride_of(endpoint.slot_bytes) * endpoint.slots
+
+
+def _map_slots(memory: int, endpoint: Endpoint) -> list[memoryview]:
+    size = _memory_bytes(endpoint)
+    if os.fstat(memory).st_size != size or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ConnectionRefusedError("not the memory that was agreed")
+    return split_slots(mmap.mmap(memory, size), endpoint.slots, endpoint.slot_bytes)

@@ -1,0 +1,218 @@
+"""One pipeline: the hosts that hold a set of stages, and the links between them. Keeps them up.
+
+Hosts start in parallel. A link is made by asking the receiving host to listen and handing what it answers to the
+sending host. When a host dies, or a link goes down, the requests that it touched are failed at once by the engine; the
+host is started again and its links are made anew under a higher generation. Requests that need none of it go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from stretto.errors import StageDead, StrettoError
+from stretto.orchestrator.messages import (
+    Broken,
+    Configure,
+    Connect,
+    FromHost,
+    LinkDown,
+    Linked,
+    Listen,
+    Listening,
+    Loading,
+    Ready,
+    ToHost,
+    Unlink,
+)
+from stretto.orchestrator.process import HostProcess
+from stretto.orchestrator.settings import STAGES, EngineConfig
+
+log = logging.getLogger(__name__)
+
+LINKS = (("thinker", "talker"), ("talker", "code2wav"))
+RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
+
+
+class Pipeline:
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        config: EngineConfig,
+        on_message: Callable[[FromHost, bytes], None],
+        on_loss: Callable[[Pipeline, frozenset[str], StrettoError], None],
+    ) -> None:
+        """`on_loss` is told which stages can no longer be reached, and why."""
+        self.name, self.model, self.config = name, model, config
+        self._on_message, self._on_loss = on_message, on_loss
+        self._hosts: list[HostProcess] = []
+        self._stages: dict[str, int] = {s: i for i, host in enumerate(config.placement) for s in host}
+        self._links: dict[str, bool] = {f"{a}>{b}": False for a, b in LINKS}
+        self._generation = 0
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._deaths = [0] * len(config.placement)
+        self._closing = False
+        self.progress: dict[str, str] = dict.fromkeys(STAGES, "starting")
+        self.broken: str | None = None  # why it will not come up at all
+        self.active = 0  # requests, counted by the engine
+
+    # -- life
+
+    async def start(self) -> None:
+        self._hosts = [self._host(i) for i in range(len(self.config.placement))]
+        await asyncio.gather(*(self._launch(h, i) for i, h in enumerate(self._hosts)))
+        await self._wait(lambda: all(h.state == "ready" for h in self._hosts))
+        await self._join(list(LINKS))
+
+    async def close(self) -> None:
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(h.stop() for h in self._hosts))
+
+    def ready(self, speak: bool) -> bool:
+        """Can it take a request now?"""
+        if not self._hosts or self._hosts[self._stages["thinker"]].state != "ready":
+            return False
+        return not speak or (all(h.state == "ready" for h in self._hosts) and all(self._links.values()))
+
+    def send(self, stages: Sequence[str], message: ToHost, blob: bytes = b"") -> None:
+        """To each host that holds one of the stages, once."""
+        for i in sorted({self._stages[s] for s in stages}):
+            self._hosts[i].send(message, blob)
+
+    def hosts_of(self, stages: Sequence[str]) -> list[tuple[str, ...]]:
+        return [self.config.placement[i] for i in sorted({self._stages[s] for s in stages})]
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [h.pid for h in self._hosts]
+
+    # -- hosts
+
+    def _host(self, index: int) -> HostProcess:
+        return HostProcess(f"{self.name}.{index}", self._message, lambda h, i=index: self._died(h, i))  # type: ignore[misc]
+
+    async def _launch(self, host: HostProcess, index: int) -> None:
+        await host.start()
+        host.send(Configure(self.model, self.config.placement[index], self.config.host.as_dict()))
+
+    def _message(self, host: HostProcess, message: FromHost, blob: bytes) -> None:
+        match message:
+            case Loading(stage=stage, what=what):
+                self.progress[stage] = what
+            case Ready(stages=stages):
+                host.state = "ready"
+                for stage in stages:
+                    self.progress[stage] = "ready"
+                self._notify()
+            case Broken(kind=kind, message=text):
+                host.reason = f"{kind}: {text}"
+                if host.state == "starting":
+                    self.broken = host.reason
+            case Listening(link=link, endpoint=endpoint):
+                a, _ = link.split(">")
+                self._hosts[self._stages[a]].send(Connect(link, self._connector(link), endpoint, self._generation))
+            case Linked(link=link):
+                self._links[link] = True
+                self._notify()
+            case LinkDown(link=link, message=text):
+                self._link_down(link, text)
+            case _:
+                self._on_message(message, blob)
+
+    def _died(self, host: HostProcess, index: int) -> None:
+        if self._closing:
+            return
+        stages = self.config.placement[index]
+        for stage in stages:
+            self.progress[stage] = "dead"
+        log.warning("%s", host.death())
+        self._notify()
+        lost = frozenset(stages)
+        for a, b in LINKS:
+            if a in lost or b in lost:
+                self._links[f"{a}>{b}"] = False
+        self._on_loss(self, lost, host.death())
+        if self.config.restart and self.broken is None:
+            self._task(self._restart(index))
+
+    async def _restart(self, index: int) -> None:
+        """Start a host again and make its links anew. Waits a little longer each time it died young."""
+        await asyncio.sleep(RESTART_DELAYS[min(self._deaths[index], len(RESTART_DELAYS) - 1)])
+        self._deaths[index] += 1
+        host = self._hosts[index] = self._host(index)
+        await self._launch(host, index)
+        await self._wait(lambda: host.state == "ready")
+        stages = self.config.placement[index]
+        await self._join([(a, b) for a, b in LINKS if a in stages or b in stages])
+        self._deaths[index] = 0
+
+    # -- links
+
+    def _connector(self, link: str) -> str:
+        a, b = link.split(">")
+        if self._stages[a] == self._stages[b]:
+            return "local"
+        return self.config.connector or "shm"
+
+    async def _join(self, links: Sequence[tuple[str, str]]) -> None:
+        """Make links, the last first, so that a stage has somewhere to send before it is sent anything."""
+        self._generation += 1
+        for a, b in reversed(list(links)):
+            name = f"{a}>{b}"
+            self._links[name] = False
+            for stage in (a, b):
+                self._hosts[self._stages[stage]].send(Unlink(name))
+            self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generation))
+            await self._wait(lambda name=name: self._links[name])  # type: ignore[misc]
+
+    def _link_down(self, link: str, text: str) -> None:
+        if self._closing or not self._links[link]:
+            return  # already known, or not up yet: whoever makes it will see
+        self._links[link] = False
+        a, b = link.split(">")
+        self._on_loss(self, frozenset({b}), StageDead(f"link {link} is down: {text}"))
+        self._task(self._mend(a, b))
+
+    async def _mend(self, a: str, b: str) -> None:
+        """A link broke though both ends may live. If one died, its restart makes the link; else we do."""
+        await asyncio.sleep(0.05)
+        hosts = {self._hosts[self._stages[s]] for s in (a, b)}
+        if all(h.state == "ready" for h in hosts) and not self._links[f"{a}>{b}"]:
+            await self._join([(a, b)])
+
+    # -- waiting
+
+    def _notify(self) -> None:
+        async def tell() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self._task(tell())
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._closing:
+            log.error("pipeline %s: %s", self.name, task.exception())
+
+    async def _wait(self, fulfilled: Callable[[], bool]) -> None:
+        async def wait() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: fulfilled() or self.broken is not None)
+
+        try:
+            await asyncio.wait_for(wait(), self.config.start_timeout_s)
+        except TimeoutError:
+            raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
+        if self.broken is not None:
+            raise StageDead(f"pipeline {self.name} cannot start: {self.broken}")

@@ -1,0 +1,101 @@
+"""A host process as the orchestrator sees it: started, spoken to, watched. Asyncio; imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Literal
+
+from stretto.errors import StageDead, WireError
+from stretto.orchestrator.messages import PREFIX, FromHost, Quit, ToHost, decode_from_host, encode, lengths
+
+State = Literal["starting", "ready", "dead"]
+
+
+class HostProcess:
+    """`on_message` is called for each message, `on_death` once, when the process or its channel is gone."""
+
+    def __init__(
+        self,
+        name: str,
+        on_message: Callable[[HostProcess, FromHost, bytes], None],
+        on_death: Callable[[HostProcess], None],
+    ) -> None:
+        self.name = name
+        self.state: State = "starting"
+        self.reason = "it ended"  # why it died, as far as we were told
+        self._on_message, self._on_death = on_message, on_death
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "stretto.stage.host",
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self._tasks = [asyncio.create_task(self._read(reader), name=f"{self.name}-reader")]
+
+    def send(self, message: ToHost, blob: bytes = b"") -> None:
+        """Queue a message. A dead host swallows it: its death is told by `on_death`, once."""
+        if self._writer is None or self.state == "dead":
+            return
+        self._writer.write(encode(message, blob))
+        if blob:
+            self._writer.write(blob)
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        """End it, politely first."""
+        self.send(Quit())
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        self.state = "dead"
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                header_size, blob_size = lengths(await reader.readexactly(PREFIX.size))
+                header = await reader.readexactly(header_size)
+                blob = await reader.readexactly(blob_size) if blob_size else b""
+                self._on_message(self, decode_from_host(header), blob)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except WireError as e:
+            self.reason = str(e)
+        finally:
+            if self.state != "dead":
+                self.state = "dead"
+                self.kill()
+                self._on_death(self)
+
+    def death(self) -> StageDead:
+        return StageDead(f"host {self.name} died: {self.reason}")

@@ -1,0 +1,470 @@
+"""A host: one process that drives some of the stages on one device, from one loop thread.
+
+Started by the orchestrator with one end of a socket pair. The main thread reads control messages and posts them to the
+loop; a writer thread sends reports, so that the loop never waits for the orchestrator. When the channel closes, the
+host is over: it exits, whatever it was doing."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import torch
+
+from stretto.connector.contract import Endpoint, LinkOptions, OnLink, Receiver, Sender
+from stretto.connector.courier import Incoming, InLink, Outgoing, OutLink
+from stretto.connector.inline import InlineIn, InlineOut
+from stretto.connector.registry import Registry
+from stretto.connector.switches import OverlapSwitches
+from stretto.errors import Bug, StageDead, StrettoError
+from stretto.models.qwen3_omni.load import Source
+from stretto.orchestrator.messages import (
+    PREFIX,
+    Admit,
+    Broken,
+    Cancel,
+    Configure,
+    Connect,
+    FromHost,
+    LinkDown,
+    Linked,
+    Listen,
+    Listening,
+    Loading,
+    Ping,
+    Quit,
+    Ready,
+    Stats,
+    StopText,
+    Throttle,
+    ToHost,
+    Unlink,
+    decode_to_host,
+    encode,
+    lengths,
+    unpack_prompt,
+)
+from stretto.orchestrator.settings import HostSettings
+from stretto.prompt.prompt import Prompt
+from stretto.stage.codec import CodecConfig, CodecStage
+from stretto.stage.loop import Loop
+from stretto.stage.nodes import Code2WavNode, Node, TalkerNode, ThinkerNode, failed
+from stretto.stage.payload.copies import HostToDevice
+from stretto.stage.payload.schema import ThinkerRows
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.runner import Runner, decode_step
+from stretto.stage.runner.talker import TalkerLane
+from stretto.stage.runner.thinker import ThinkerLane
+from stretto.stage.runner.waiter import Waiter
+from stretto.stage.scheduler.config import SchedulerConfig
+from stretto.stage.scheduler.scheduler import Scheduler
+from stretto.stage.stage import PayloadStore, Stage
+from stretto.types import RequestId
+
+log = logging.getLogger(__name__)
+LINKS = {"thinker>talker": ("thinker", "talker"), "talker>code2wav": ("talker", "code2wav")}
+
+
+class Channel:
+    """The host's end of the control channel. `send` may be called from any thread and never waits."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._out: SimpleQueue[tuple[bytes, bytes] | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="stretto-reports", daemon=True)
+        self._writer.start()
+
+    def send(self, message: FromHost, blob: bytes = b"") -> None:
+        self._out.put((encode(message, blob), blob))
+
+    def read(self) -> tuple[ToHost, bytes] | None:
+        """The next message; None when the orchestrator has gone."""
+        prefix = self._exactly(PREFIX.size)
+        if prefix is None:
+            return None
+        header_size, blob_size = lengths(prefix)
+        header, blob = self._exactly(header_size), self._exactly(blob_size)
+        return None if header is None or blob is None else (decode_to_host(header), blob)
+
+    def flush(self) -> None:
+        """Send what is queued, and no more after that."""
+        self._out.put(None)
+        self._writer.join(timeout=5.0)
+
+    def _exactly(self, size: int) -> bytes | None:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            try:
+                n = self._sock.recv_into(view)
+            except OSError:
+                return None
+            if n == 0:
+                return None
+            view = view[n:]
+        return bytes(data)
+
+    def _write(self) -> None:
+        while (item := self._out.get()) is not None:
+            try:
+                for part in item:
+                    if part:
+                        self._sock.sendall(part)
+            except OSError:
+                return  # the reader sees the end too, and ends the host
+
+
+@dataclass(slots=True, eq=False)
+class _LinkEnd:
+    receiver: Receiver | None = None
+    incoming: InLink | None = None
+    outgoing: OutLink | None = None
+    connected: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """The stages of this process and their links."""
+
+    configure: Configure
+    settings: HostSettings
+    report: Callable[[FromHost, bytes], None]
+    device: torch.device = field(init=False)
+    nodes: dict[str, Node] = field(init=False, default_factory=dict)
+    links: dict[str, _LinkEnd] = field(init=False, default_factory=dict)
+    loop: Loop = field(init=False)
+    registry: Registry = field(init=False, default_factory=Registry)
+    waiters: list[Waiter] = field(init=False, default_factory=list)
+
+    def load(self) -> None:
+        """Build the stages, one after the other; says how far it is."""
+        s = self.settings
+        self.device = torch.device(s.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(s.threads)
+        self.loop = Loop([])
+        source = Source.open(
+            self.configure.model,
+            self.device,
+            getattr(torch, s.dtype) if s.dtype else None,
+            s.load_format,
+            progress=False,
+        )
+        embedding = None
+        for name in self.configure.stages:
+            self.report(Loading(name, "loading"), b"")
+            waiter = self._waiter(name)
+            match name:
+                case "thinker":
+                    thinker = source.thinker()
+                    embedding = thinker.model.embed_tokens.weight.data
+                    lane = ThinkerLane(thinker, self._cache(thinker, s.thinker_blocks), s.max_rows, s.max_context)
+                    stage = self._stage(name, lane, s.thinker_blocks, waiter)
+                    self.nodes[name] = ThinkerNode(stage, thinker, self.report)
+                case "talker":
+                    talker = source.talker(embedding)
+                    speech = TalkerLane(talker, self._cache(talker, s.talker_blocks), s.max_rows, s.max_context)
+                    stage = self._stage(name, speech, s.talker_blocks, waiter)
+                    self.nodes[name] = TalkerNode(stage, talker, self.report)
+                case "code2wav":
+                    config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
+                    codec = CodecStage(source.code2wav(), _nobody, config, waiter)
+                    if self.device.type == "cuda" and s.graphs:
+                        self.report(Loading(name, "capturing graphs"), b"")
+                        codec.capture(progress=False)
+                    self.nodes[name] = Code2WavNode(codec, self.report)
+                case _:
+                    raise Bug(f"no stage is called {name!r}")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        order = [n for n in ("thinker", "talker", "code2wav") if n in self.nodes]
+        self.loop.stages = [self.nodes[n] for n in order]
+        self.loop.stages.append(_Faults(self))
+
+    def _cache(self, model: Any, blocks: int) -> Any:
+        return model.cache(blocks + 1, self.settings.block_size)
+
+    def _waiter(self, name: str) -> Waiter | None:
+        if self.device.type != "cuda":
+            return None
+        waiter = Waiter(self.loop.bell.ring, name)
+        self.waiters.append(waiter)
+        return waiter
+
+    def _stage(self, name: str, lane: Any, blocks: int, waiter: Waiter | None) -> Stage:
+        s = self.settings
+        graphs = None
+        if self.device.type == "cuda" and s.graphs:
+            sizes = [n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128) if n <= s.max_rows]
+            graphs = DecodeGraphs(lane, lambda r, p, v, how: decode_step(lane, r, p, v, how), sizes)
+        runner = Runner(lane, graphs)
+        if graphs is not None and runner.stream is not None:
+            self.report(Loading(name, "capturing graphs"), b"")
+            graphs.capture(runner.stream, name, progress=False)
+        store = PayloadStore()
+        scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=blocks,
+                block_size=s.block_size,
+                max_rows=s.max_rows,
+                max_waiting=s.max_waiting,
+                max_context=s.max_context,
+                max_step_tokens=s.max_step_tokens,
+                prefill_chunk=s.prefill_chunk,
+                overlap_depth=s.overlap_depth,
+                prefix_cache=s.prefix_cache,
+            ),
+            store.drop,
+        )
+        return Stage(name, scheduler, runner, _nobody, store, waiter)
+
+    # -- messages, on the loop thread
+
+    def handle(self, message: ToHost, blob: bytes) -> None:
+        match message:
+            case Admit():
+                self._admit(message, blob)
+            case Cancel(request=id):
+                for node in self.nodes.values():
+                    node.cancel(id)
+            case StopText(request=id):
+                thinker = self.nodes.get("thinker")
+                if isinstance(thinker, ThinkerNode):
+                    thinker.stop_text(id)
+            case Throttle(request=id, on=on):
+                for node in self.nodes.values():
+                    node.throttle(id, on)
+            case Listen():
+                self._listen(message)
+            case Connect():
+                self._connect(message)
+            case Unlink(link=name):
+                self._unlink(name)
+            case Ping(number=n):
+                self.report(Stats(n, self.stats()), b"")
+            case _:
+                raise Bug(f"a host was sent {type(message).__name__}")
+
+    def _admit(self, a: Admit, blob: bytes) -> None:
+        """Announce a request to all stages here, the last one first, so that its inputs find it ready."""
+        try:
+            prompt: Prompt = unpack_prompt(a.prompt, blob)
+            for node in reversed(self.nodes.values()):
+                node.admit(a, prompt)
+        except StrettoError as e:
+            for node in self.nodes.values():
+                node.cancel(a.request)
+            self.report(failed(a.request, next(iter(self.nodes)), e), b"")
+
+    def _options(self, generation: int, secret: bytes, host: str = "127.0.0.1") -> LinkOptions:
+        s = self.settings
+        return LinkOptions(
+            slots=s.link_slots,
+            slot_bytes=s.link_slot_bytes,
+            generation=generation,
+            zero_copy=s.switches.get("zero_copy_encode", True),
+            secret=secret or None,
+            host=host,
+        )
+
+    def _listen(self, m: Listen) -> None:
+        connector = self.registry.get(m.connector)
+        receiver = connector.listen(m.link.replace(">", "-"), self._options(m.generation, m.secret, m.host))
+        end = self.links.setdefault(m.link, _LinkEnd())
+        end.receiver = receiver
+        node = self.nodes[LINKS[m.link][1]]
+        assert not isinstance(node, ThinkerNode)
+        if connector.inline:
+            end.incoming = InlineIn(receiver, m.link, self.loop.bell.ring)  # type: ignore[arg-type]
+        else:
+            switches = OverlapSwitches(**self.settings.switches)
+            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else frozenset()
+            incoming = Incoming(
+                receiver, m.link, self.loop.bell.ring, uploader=HostToDevice(self.device, switches, keep)
+            )
+            incoming.start()
+            end.incoming = incoming
+        node.inlink = end.incoming
+        self.report(Listening(m.link, msgspec.msgpack.encode(receiver.endpoint)), b"")
+
+    def _connect(self, m: Connect) -> None:
+        connector = self.registry.get(m.connector)
+        endpoint = msgspec.msgpack.decode(m.endpoint, type=Endpoint)
+        sender: Sender = connector.connect(endpoint, self._options(m.generation, m.secret))
+        end = self.links.setdefault(m.link, _LinkEnd())
+        node = self.nodes[LINKS[m.link][0]]
+        assert not isinstance(node, Code2WavNode)
+        if connector.inline:
+            end.outgoing = InlineOut(sender, m.link, self.loop.bell.ring)
+        else:
+            stream = None
+            if self.device.type == "cuda" and self.settings.switches.get("payload_stream", True):
+                stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            outgoing = Outgoing(sender, m.link, self.loop.bell.ring, stream=stream)
+            outgoing.start()
+            end.outgoing = outgoing
+        node.link.out = end.outgoing
+        self.report(Linked(m.link), b"")
+
+    def _unlink(self, name: str) -> None:
+        end = self.links.pop(name, None)
+        if end is None:
+            return
+        sender, receiver = LINKS[name]
+        if end.outgoing is not None:
+            node = self.nodes[sender]
+            assert not isinstance(node, Code2WavNode)
+            node.link.out = None
+            end.outgoing.close(drain=False)
+        if end.incoming is not None:
+            node = self.nodes[receiver]
+            assert not isinstance(node, ThinkerNode)
+            node.inlink = None
+            end.incoming.close()
+
+    def stats(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, node in self.nodes.items():
+            stage = node.stage
+            values[f'stretto_stage_requests{{stage="{name}"}}'] = len(stage)
+            values[f'stretto_stage_steps_total{{stage="{name}"}}'] = stage.stats.steps
+            values[f'stretto_stage_launch_seconds_total{{stage="{name}"}}'] = stage.stats.launch_ns / 1e9
+            if isinstance(stage, Stage):
+                pool = stage.scheduler.pool
+                values[f'stretto_stage_tokens_total{{stage="{name}"}}'] = stage.stats.tokens
+                values[f'stretto_stage_rows_total{{stage="{name}"}}'] = stage.stats.rows
+                values[f'stretto_stage_waiting{{stage="{name}"}}'] = stage.scheduler.num_waiting
+                values[f'stretto_stage_blocks_available{{stage="{name}"}}'] = pool.num_available
+                values[f'stretto_stage_blocks{{stage="{name}"}}'] = pool.num_blocks
+            else:
+                values[f'stretto_stage_frames_total{{stage="{name}"}}'] = stage.stats.frames
+        for name, end in self.links.items():
+            for way, link in (("out", end.outgoing), ("in", end.incoming)):
+                if link is not None:
+                    m = link.metrics
+                    label = f'{{link="{name}",end="{way}"}}'
+                    values[f"stretto_link_chunks_total{label}"] = m.chunks
+                    values[f"stretto_link_bytes_total{label}"] = m.bytes
+                    values[f"stretto_link_stalls_total{label}"] = m.stalls
+        return values
+
+    def close(self) -> None:
+        self.loop.stop()
+        for name in list(self.links):
+            self._unlink(name)
+        for waiter in self.waiters:
+            waiter.close()
+
+
+class _Faults:
+    """Looks after the links' faults in each round: a fault that names a request fails it, others end the link."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def turn(self) -> bool:
+        did = False
+        for name, end in list(self.host.links.items()):
+            for link in (end.incoming, end.outgoing):
+                for error in link.faults() if link is not None else ():
+                    did = True
+                    self._fault(name, error)
+        return did
+
+    def _fault(self, name: str, error: StrettoError) -> None:
+        request: RequestId | None = error.request if isinstance(error, OnLink) else None
+        if request is not None:
+            for node in self.host.nodes.values():
+                node.cancel(request)
+            self.host.report(failed(request, name, error), b"")
+        else:
+            self.host.report(LinkDown(name, str(error)), b"")
+
+
+def _nobody(output: Any) -> None:
+    raise Bug("a stage without a node")
+
+
+def serve(sock: socket.socket) -> int:
+    channel = Channel(sock)
+    first = channel.read()
+    if first is None:
+        return 0
+    configure = first[0]
+    assert isinstance(configure, Configure), configure
+    host = Host(configure, HostSettings(**configure.settings), channel.send)
+    start = time.perf_counter()
+    try:
+        host.load()
+    except (StrettoError, RuntimeError, OSError) as e:
+        channel.send(Broken(type(e).__name__, str(e)))
+        channel.flush()
+        return 1
+    memory = {"allocated": torch.cuda.memory_allocated()} if host.device.type == "cuda" else {}
+    channel.send(Ready(configure.stages, time.perf_counter() - start, memory))
+    host.loop.start()
+    while (item := channel.read()) is not None:
+        message, blob = item
+        if isinstance(message, Quit):
+            break
+        if host.loop.failure is not None:
+            break
+        _post(host, channel, message, blob)
+    code = 0
+    if host.loop.failure is not None:
+        channel.send(Broken("StageDead", f"the stage loop died: {host.loop.failure!r}"))
+        code = 1
+    host.close()
+    channel.flush()
+    return code
+
+
+def _post(host: Host, channel: Channel, message: ToHost, blob: bytes) -> None:
+    def run() -> None:
+        try:
+            host.handle(message, blob)
+        except StrettoError as e:
+            if isinstance(message, Listen | Connect):
+                channel.send(LinkDown(message.link, str(e)))
+            else:
+                raise
+
+    try:
+        host.loop.post(run)
+    except StrettoError as e:
+        if isinstance(message, Admit):
+            channel.send(failed(message.request, "host", StageDead(str(e))))
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when the one that started it ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--fd", type=int, required=True)
+    args = p.parse_args()
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the orchestrator's to handle
+    logging.basicConfig(level=os.environ.get("STRETTO_LOG", "WARNING"))
+    sock = socket.socket(fileno=args.fd)
+    code = serve(sock)
+    sys.stdout.flush()
+    os._exit(code)  # threads in driver calls must not hold us up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What the contract suite is run against: the connectors, and chunks whose bytes follow from their number."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+
+from stretto.connector import wire
+from stretto.connector.contract import Chunk, Connector, LinkOptions, Receiver, Sender
+from stretto.connector.registry import connectors
+from stretto.errors import Invalid
+from stretto.types import Mark, RequestId, Span
+
+LONG_S = 20.0  # for what must happen: generous, since machines are busy, and never reached when all is well
+SECRET = b"a shared secret for the tests"
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """One way to set a link up."""
+
+    label: str
+    name: str
+    options: LinkOptions = field(default_factory=lambda: LinkOptions(slots=4, slot_bytes=1 << 16))
+
+    @property
+    def connector(self) -> Connector:
+        return connectors.get(self.name)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether chunks are encoded; `local` passes the tensors themselves."""
+        return self.name != "local"
+
+    def pair(self, **changed: object) -> tuple[Sender, Receiver]:
+        options = replace(self.options, **changed)  # type: ignore[arg-type]
+        receiver = self.connector.listen("test-link.0", options)
+        return self.connector.connect(receiver.endpoint, options), receiver
+
+
+KITS = {
+    kit.label: kit
+    for kit in (
+        Kit("local", "local"),
+        Kit("shm", "shm"),
+        Kit("tcp", "tcp"),
+        Kit("curve", "tcp", LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET)),
+        Kit("mooncake", "mooncake"),
+    )
+}
+
+
+@cache
+def missing(name: str) -> str:
+    """Why a connector cannot run here, or nothing."""
+    try:
+        connectors.get(name)
+    except Invalid as error:
+        return str(error)
+    return ""
+
+
+def pattern(number: int, size: int) -> torch.Tensor:
+    """Bytes that no other number has at the same place."""
+    return ((torch.arange(size, dtype=torch.int64) * 31 + number * 17) % 251).to(torch.uint8)
+
+
+def numbered(number: int, size: int = 1000, request: str = "r0", epoch: int = 0) -> Chunk:
+    return wire.chunk(
+        RequestId(request),
+        Span(number, number + 1),
+        Mark.MORE,
+        {"rows": pattern(number, size)},
+        seq=number,
+        epoch=epoch,
+    )
+
+
+def check_numbered(chunk: Chunk, number: int, size: int = 1000) -> None:
+    assert chunk.header.seq == number
+    assert chunk.header.span == Span(number, number + 1)
+    assert torch.equal(chunk.tensors["rows"], pattern(number, size))
+
+
+def take(receiver: Receiver, timeout: float = LONG_S) -> Chunk:
+    chunk = receiver.take(timeout)
+    assert chunk is not None, "nothing came"
+    return chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a link may not leave behind in this process or on this machine."""
+
+    descriptors: int
+    threads: int
+    segments: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Footprint:
+        return cls(
+            len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), frozenset(os.listdir("/dev/shm"))
+        )
+
+    def beyond(self, before: Footprint, spare: int = 0) -> str:
+        """What there is now that was not there before, in words. `spare` descriptors more are no matter."""
+        found = []
+        if self.descriptors > before.descriptors + spare:
+            found.append(f"{self.descriptors - before.descriptors} descriptors")
+        if self.threads > before.threads:
+            found.append(f"{self.threads - before.threads} threads")
+        if new := self.segments - before.segments:
+            found.append(f"segments {sorted(new)}")
+        return ", ".join(found)
+
+
+def listening(address: str) -> bool:
+    """Whether a unix socket of this name exists in the kernel."""
+    with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
+        return any(address in line for line in table)

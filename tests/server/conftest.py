@@ -1,0 +1,133 @@
+"""A server on a free port of the loopback, in a thread of its own, and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import openai
+import pytest
+
+from stretto.orchestrator.api import Engine
+from stretto.server.config import ServerConfig
+from stretto.server.run import Server
+from tests.server.solo_engine import SoloEngine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error, after checking that it has OpenAI's shape and no stack trace."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert "Traceback" not in error["message"]
+        return dict(error)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of a stream of events; the last may be "[DONE]"."""
+        parts = self.body.decode().split("\n\n")
+        assert parts.pop() == ""
+        return [p if (p := part.removeprefix("data: ")) == "[DONE]" else json.loads(p) for part in parts]
+
+
+class Running:
+    """A live server. `do` runs a coroutine on its loop, where its state may be looked at."""
+
+    def __init__(self, open_engine: Callable[[], Awaitable[Engine]], **settings: Any) -> None:
+        self.open_engine, self.settings = open_engine, settings
+        self.loop = asyncio.new_event_loop()
+        self.bound = threading.Event()
+        self.status: int | None = None
+        self.thread = threading.Thread(target=self._run, name="server")
+
+    def _run(self) -> None:
+        async def main() -> int:
+            self.server = Server.bind(ServerConfig(port=0, **self.settings), self.open_engine)
+            self.bound.set()
+            return await self.server.serve()
+
+        with contextlib.closing(self.loop):
+            self.status = self.loop.run_until_complete(main())
+
+    def __enter__(self) -> Running:
+        self.thread.start()
+        assert self.bound.wait(30)
+        self.do(self.server.service.opened.wait())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.server.stop)
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    @property
+    def url(self) -> str:
+        return self.server.config.url
+
+    @property
+    def port(self) -> int:
+        return self.server.config.port
+
+    @cached_property
+    def _client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(
+        self, path: str, body: Any = None, *, method: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> Reply:
+        """One request on a connection of its own; a body that is not bytes is sent as JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request(method or ("GET" if body is None else "POST"), path, data, dict(headers or {}))
+            answer = connection.getresponse()
+            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return self._client.with_options(**options) if options else self._client
+
+
+def serve(engine: Engine, **settings: Any) -> Running:
+    async def open_engine() -> Engine:
+        return engine
+
+    return Running(open_engine, **settings)
+
+
+@pytest.fixture(scope="session")
+def solo(tiny_dir: Path) -> SoloEngine:
+    """The tiny model; shared, so that it is loaded once."""
+    return SoloEngine(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def solo_server(solo: SoloEngine) -> Iterator[Running]:
+    with serve(solo, drain_timeout=1.0) as running:
+        yield running
+    solo.state = "ready"  # the next module's server takes it over

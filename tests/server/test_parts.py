@@ -1,0 +1,281 @@
+"""The server's parts on their own: codecs, the tool parser, the memory, settings, keys."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from stretto.errors import Invalid
+from stretto.server import codecs
+from stretto.server.access import NOBODY, Admission, Keys
+from stretto.server.command import ModelConfig, add_env_parser, add_serve_parser, describe, settle
+from stretto.server.config import ServerConfig
+from stretto.server.exchange import Visit
+from stretto.server.failures import Refused
+from stretto.server.logs import JsonLines
+from stretto.server.memory import AudioMemory
+from stretto.server.settings import read_yaml, unknown_variables
+from stretto.server.tools import Call, ToolParser
+from stretto.types import RequestId
+
+
+def test_the_server_needs_no_torch() -> None:
+    code = (
+        "import sys, stretto.server.run, stretto.server.command, stretto.prompt.build; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- codecs
+
+
+@given(st.lists(st.binary(max_size=40), max_size=12))
+def test_pieces_join_as_base64(parts: list[bytes]) -> None:
+    pieces = codecs.Pieces()
+    cut = [pieces.feed(p) for p in parts] + [pieces.finish()]
+    assert base64.b64decode("".join(base64.b64encode(p).decode() for p in cut)) == b"".join(parts)
+
+
+@pytest.mark.parametrize("format", ["pcm", "wav", "flac", "mp3", "opus"])
+@pytest.mark.parametrize("sizes", [[1365, 1920, 3840, 15360], [1] * 9, [24000]])
+def test_streamed_files_can_be_read(format: str, sizes: list[int]) -> None:
+    n = sum(sizes)
+    samples = (9000 * np.sin(np.arange(n) * 0.07)).astype("<i2")
+    encoder = codecs.streamed(format, 24_000)
+    ends = np.cumsum(sizes)
+    data = b"".join(encoder.feed(samples[e - s : e].tobytes()) for e, s in zip(ends, sizes, strict=True))
+    data += encoder.finish()
+    if format == "pcm":
+        assert data == samples.tobytes()
+        return
+    got, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    assert rate == 24_000
+    if format in ("wav", "flac"):
+        np.testing.assert_array_equal(got, samples)
+    else:
+        assert n <= len(got) + (1 if n < 100 else 0) <= n + 4 * 1152
+
+
+@pytest.mark.parametrize("format", ["mp3", "opus"])
+def test_compressed_sound_is_not_held_back(format: str) -> None:
+    """After half a second of sound, some of it is on its way."""
+    encoder = codecs.streamed(format, 24_000)
+    start = len(encoder.feed(bytes(2 * 960)))
+    rng = np.random.default_rng(0)
+    later = [len(encoder.feed(rng.integers(-3000, 3000, 1920).astype("<i2").tobytes())) for _ in range(6)]
+    assert start >= 0
+    assert sum(later) > 600
+
+
+@pytest.mark.parametrize("format", ["wav", "flac", "mp3", "opus"])
+def test_whole_files_of_nothing(format: str) -> None:
+    assert codecs.encode(format, b"", 24_000)
+
+
+# ---- tools
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "}"]}}\n</tool_call>'
+
+
+def parse(pieces: list[str]) -> tuple[str, list[Call]]:
+    parser, out = ToolParser(), []
+    for p in pieces:
+        out += parser.feed(p)
+    out += parser.finish()
+    return "".join(o for o in out if isinstance(o, str)), [o for o in out if isinstance(o, Call)]
+
+
+@given(st.lists(st.integers(1, len(CALL)), max_size=20), st.sampled_from(["", "Hi! ", "a < b <tool", " \n"]))
+def test_calls_are_found_however_the_text_is_cut(cuts: list[int], before: str) -> None:
+    text, at, pieces = f"{before}{CALL}\n{CALL}", 0, []
+    for n in cuts:
+        pieces.append(text[at : at + n])
+        at += n
+    said, calls = parse([*pieces, text[at:]])
+    assert said == before.rstrip()
+    assert [(c.name, json.loads(c.arguments)) for c in calls] == [("f", {"x": [1, "}"]})] * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain words\n",
+        "a < b",
+        "<tool_call>not json</tool_call>",
+        "<tool_call>{}</tool_call> after",
+        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": 7}</tool_call>',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        "<tool_call>{",
+        "<tool_call",
+        "  ",
+        "",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    for pieces in ([text], [*text[:300], text[300:]]):
+        assert parse(pieces) == (text, [])
+
+
+def test_an_unclosed_call_counts() -> None:
+    assert parse(['<tool_call>{"name": "f"}']) == ("", [Call("f", "{}")])
+    assert parse(['<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}']) == ("", [Call("f", '{"a": 1}')])
+
+
+# ---- memory
+
+
+def test_memory_is_bounded_and_forgets() -> None:
+    now = [100.0]
+    memory = AudioMemory(3, 10.0, clock=lambda: now[0])
+    assert [memory.keep(f"a{i}", "me", f"words {i}") for i in range(4)] == [110] * 4
+
+    def recall(i: int, owner: str = "me") -> Any:
+        return memory.recall([{"role": "assistant", "audio": {"id": f"a{i}"}}], owner)[0]["content"]
+
+    with pytest.raises(Invalid):  # the fourth pushed the first out
+        recall(0)
+    assert recall(1) == "words 1"
+    with pytest.raises(Invalid):
+        recall(1, "someone else")
+    now[0] = 110.0
+    with pytest.raises(Invalid):
+        recall(3)
+    for bad in ({}, {"id": 3}, "a1", [1]):
+        with pytest.raises(Invalid) as caught:
+            memory.recall([{"role": "user"}, {"role": "assistant", "audio": bad}], "me")
+        assert caught.value.param == "messages[1].audio"
+    untouched: list[dict[str, Any]] = [
+        {"role": "user", "audio": {"id": "x"}},
+        {"role": "assistant", "content": "y", "audio": None},
+    ]
+    assert memory.recall(untouched, "me") == untouched
+
+
+# ---- access
+
+
+def test_keys_and_slots() -> None:
+    assert Keys.of(()).owner(Headers({})) == NOBODY
+    keys = Keys.of(("a", "b"))
+    assert keys.owner(Headers({"Authorization": "bearer b"})) == "key2"
+    with pytest.raises(Refused):
+        keys.owner(Headers({"Authorization": "Bearer ab"}))
+    admission = Admission(2, 1)
+    with admission.slot("a"):
+        assert not admission.idle.is_set()
+        with pytest.raises(Refused) as caught, admission.slot("a"):
+            pass
+        assert caught.value.status == 429
+        with admission.slot("b"), pytest.raises(Refused), admission.slot("c"):
+            pass
+    assert admission.idle.is_set()
+    assert admission.running == 0
+
+
+# ---- the playback clock
+
+
+def test_underruns_are_counted_as_a_player_hears_them() -> None:
+    now = [0.0]
+
+    class Clocked(Visit):
+        def elapsed(self) -> float:
+            return now[0]
+
+    visit = Clocked(RequestId("r"), "r", arrived=0.0, sample_rate=1000)
+    for now[0] in (1.0, 1.4, 2.0, 2.2):  # packets of 0.5 s; the third comes just in time
+        visit.saw_audio(500)
+    assert visit.underrun == pytest.approx(0.0)
+    now[0] = 4.0  # what there was, 2.0 s from 1.0 on, had been played at 3.0
+    visit.saw_audio(500)
+    assert visit.underrun == pytest.approx(1.0)
+    assert visit.rtf == pytest.approx(4.0 / 2.5)
+
+
+# ---- settings
+
+
+def flags(*words: str) -> dict[str, Any]:
+    top = argparse.ArgumentParser()
+    jobs = top.add_subparsers()
+    add_serve_parser(jobs)
+    add_env_parser(jobs)
+    return vars(top.parse_args(["serve", *words]))
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\nhost: file\nmax-body-mb: 3\napi_key: [a, b]\nmodel: from-file\nmetrics: no\n")
+    environ = {"STRETTO_PORT": "2", "STRETTO_HOST": "environment", "STRETTO_DEVICE": "cpu", "STRETTO_CONFIG": str(file)}
+    model, model_config, config = settle(flags("--port", "3"), environ)
+    assert (config.port, config.host, config.max_body_mb) == (3, "environment", 3.0)
+    assert config.api_key == ("a", "b")
+    assert not config.metrics
+    assert config.drain_timeout == ServerConfig().drain_timeout
+    assert model == "from-file"
+    assert model_config == ModelConfig(device="cpu")
+    model, _, config = settle(flags("here", "--api-key", "x", "--api-key", "y", "--metrics"), environ)
+    assert (model, config.api_key, config.metrics) == ("here", ("x", "y"), True)
+    _, _, config = settle(flags(), {"STRETTO_API_KEY": "k1, k2", "STRETTO_METRICS": "false"})
+    assert (config.api_key, config.metrics) == (("k1", "k2"), False)
+
+
+@pytest.mark.parametrize(
+    "text", ["prot: 1", "- 1", "port: [", "port: high", "port: 99999", "port: 1.5", "log_format: xml"]
+)
+def test_bad_settings_are_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(Invalid):
+        settle(flags("--config", str(file)), {})
+    with pytest.raises(Invalid):
+        read_yaml(tmp_path / "none.yaml", (ServerConfig,))
+
+
+def test_bad_environment() -> None:
+    for name, value in (("PORT", "x"), ("METRICS", "perhaps"), ("API_KEY", "a\x7f b é"), ("SSL_CERTFILE", "only.pem")):
+        with pytest.raises(Invalid):
+            settle(flags(), {f"STRETTO_{name}": value})
+    assert unknown_variables({"STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}, (ServerConfig,)) == [
+        "STRETTO_PROT"
+    ]
+
+
+def test_keys_are_never_shown() -> None:
+    with pytest.raises(Invalid) as caught:
+        ServerConfig(api_key=("sécret",))
+    assert "cret" not in str(caught.value)
+
+
+def test_env_says_what_is_installed() -> None:
+    facts = describe()
+    assert facts["uvicorn"][0].isdigit()
+    assert {"stretto", "python", "torch", "cpus"} <= set(facts)
+
+
+def test_json_log_lines() -> None:
+    record = logging.LogRecord("stretto.access", logging.INFO, "", 1, "a=%s", ("b",), None)
+    assert json.loads(JsonLines().format(record))["message"] == "a=b"
+    record.fields = {"id": "req-1", "ms": 2.5}
+    line = json.loads(JsonLines().format(record))
+    assert (line["id"], line["ms"], line["level"]) == ("req-1", 2.5, "info")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    assert "ValueError: why" in json.loads(JsonLines().format(record))["stack"]

@@ -1,0 +1,112 @@
+"""The server as a process of its own: signals, exit status, what it prints, TLS. And clients that leave the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+from tests.server.conftest import Running
+from tests.server.solo_engine import SoloEngine
+
+PROGRAM = """
+import asyncio, sys
+from stretto.server.command import announce
+from stretto.server.config import ServerConfig
+from stretto.server.logs import set_up
+from stretto.server.run import run
+from tests.server.scripted_engine import ScriptedEngine
+
+async def gate(i):
+    if i >= 1:
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+
+async def open_engine():
+    return ScriptedEngine(pieces=("One", " two."), gate=gate)
+
+config = ServerConfig(port=0, log_format="json", api_key=("k",))
+set_up(config.log_format, config.log_level)
+sys.exit(asyncio.run(run(config, open_engine, announce)))
+"""
+
+
+def test_sigterm_drains_and_exits_with_0() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert process.stdin is not None
+        lines = []
+        while "print(m" not in (line := process.stderr.readline()):  # the last line of the greeting
+            assert line, lines
+            lines.append(line)
+        greeting = "".join(lines)
+        page = next(line.split()[1] for line in lines if line.strip().startswith("page"))
+        assert '"Authorization: Bearer $KEY"' in greeting  # a line to paste, without the key itself
+        assert "curl" in greeting
+        port = int(page.rstrip("/").rpartition(":")[2])
+
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nX-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
+            s.sendall(head.encode() + body)
+            got = b""
+            while b"One" not in got:
+                got += s.recv(65536)
+            process.send_signal(signal.SIGTERM)
+            while (state := health(port)) == "ready":
+                pass
+            assert state == "draining"
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            while part := s.recv(65536):
+                got += part
+        assert b" two." in got
+        assert b"data: [DONE]" in got
+        assert process.wait(30) == 0
+        rest = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
+    [line] = [r for r in rest if r.get("path") == "/v1/chat/completions"]
+    assert (line["client_id"], line["status"], line["ended"], line["key"], line["tokens"]) == (
+        "mine", 200, "stop", "key1", 2,
+    )  # fmt: skip
+
+
+def health(port: int) -> str:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+            return str(json.load(answer)["status"])
+    except urllib.error.HTTPError as e:
+        return str(json.load(e)["status"])
+
+
+def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEngine) -> None:
+    """The real model, mid-answer: the request is closed, no iterator is left, and the next one is answered."""
+    before = (solo.ledger.opened, solo.ledger.closed, solo.ledger.finished)
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "Hello"}], "modalities": ["text", "audio"], "stream": True,
+         "temperature": 1.0, "seed": 1, "max_tokens": 4000, "max_audio_frames": 4000}
+    ).encode()  # fmt: skip
+    for wanted in (b'"role"', b'"data"'):
+        with socket.create_connection(("127.0.0.1", solo_server.port), timeout=30) as s:
+            s.sendall(
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+            )
+            got = b""
+            while wanted not in got:
+                got += s.recv(4096)
+        solo_server.do(solo.ledger.idle.wait())
+        solo_server.do(solo_server.server.service.admission.idle.wait())
+    opened, closed, finished = solo.ledger.opened, solo.ledger.closed, solo.ledger.finished
+    assert (opened - before[0], closed - before[1], finished - before[2]) == (2, 2, 0)
+    reply = solo_server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2})
+    assert reply.status == 200
+
+    async def tasks() -> set[str]:
+        names = {t.get_coro().__qualname__ for t in asyncio.all_tasks() if t is not asyncio.current_task()}
+        return {n for n in names if "Exchange" in n or "Endpoint" in n or "answer" in n}
+
+    assert solo_server.do(tasks()) == set()

@@ -1,0 +1,241 @@
+"""A scripted server for the page: serves the real files under the real policy and streams answers of true PCM.
+
+The script is set by the test through `Script`; requests are kept for it to look at. Runs uvicorn on a free loopback
+port, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import stretto.server
+
+WEB = Path(stretto.server.__file__).parent / "web"
+POLICY = (
+    "default-src 'self'; script-src 'self'; style-src 'self'; connect-src 'self'; media-src 'self' blob:; "
+    "worker-src 'self'; img-src 'self' data:"
+)
+RATE = 24000
+ANSWER = (
+    "In a fugue, the stretto is the moment when the voices stop waiting for one another. "
+    "Each takes up the subject before the last has laid it down, and the music tightens without growing faster. "
+    "This answer was made in the same way: while these words were still being chosen, they were already being spoken."
+)
+
+
+@dataclass
+class Script:
+    """What the server does next. Packets are sizes in frames of 80 ms; the first frame gives 1365 samples."""
+
+    health: dict[str, Any] = field(default_factory=lambda: {"status": "ready"})
+    text: str = ANSWER
+    packets: tuple[int, ...] = (1, 2, 4, 4)
+    pace: float = 0.0  # seconds between events of the stream
+    refuse: tuple[int, dict[str, str], str] | None = None  # status, headers, message
+    refusals: int = 1  # how often, before it answers
+    break_after: int | None = None  # events, then an error event
+    cut_after: int | None = None  # events, then the connection ends
+    endless: bool = False  # goes on until the client leaves
+    key: str | None = None
+    timeline: bool = True
+
+
+def spoken(start: int, samples: int) -> bytes:
+    """A calm chord that swells and fades: something a person can check by ear, continuous from packet to packet."""
+    t = (start + np.arange(samples)) / RATE
+    chord = sum(np.sin(2 * math.pi * f * t) for f in (220.0, 277.2, 329.6)) / 3
+    wave = 0.3 * (0.6 + 0.4 * np.sin(2 * math.pi * 0.7 * t)) * chord
+    return (wave * 32767).round().astype("<i2").tobytes()
+
+
+def spans(num_words: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """A timeline as the engine would tell it: stages that overlap."""
+    rows = [("thinker", "prefill", 0.004, 0.018), ("talker", "prefill", 0.010, 0.021)]
+    step = 0.0021
+    rows += [("thinker", "decode", 0.018 + i * step, 0.018 + i * step + 0.0016) for i in range(num_words)]
+    at, frame = 0.0235, 0
+    for n, size in enumerate(sizes):
+        rows.append(("thinker>talker", f"chunk {n}", at - 0.002, at - 0.0012))
+        for _ in range(size):
+            rows.append(("talker", f"frame {frame}", at, at + 0.0017))
+            at, frame = at + 0.002, frame + 1
+        rows.append(("talker>code2wav", f"chunk {n}", at, at + 0.0006))
+        rows.append(("code2wav", f"packet {n}", at + 0.0007, at + 0.0021))
+        rows.append(("packets", f"packet {n}", at + 0.0021, at + 0.0023))
+    return [{"lane": lane, "name": name, "start": start, "stop": stop} for lane, name, start, stop in rows]
+
+
+@dataclass
+class FakeServer(AbstractContextManager["FakeServer"]):
+    script: Script = field(default_factory=Script)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    came: threading.Condition = field(default_factory=threading.Condition)  # a request was added
+    left: threading.Event = field(default_factory=threading.Event)  # a client went away in the middle of an answer
+    url: str = ""
+    server: uvicorn.Server | None = None
+    thread: threading.Thread | None = None
+
+    def reset(self) -> None:
+        self.script, self.requests, self.left = Script(), [], threading.Event()
+
+    def wait_for_requests(self, count: int) -> None:
+        with self.came:
+            assert self.came.wait_for(lambda: len(self.requests) >= count, 30), f"only {len(self.requests)} came"
+
+    # --- routes
+
+    async def health(self, _: Request) -> Response:
+        body = self.script.health
+        return JSONResponse(body, status_code=200 if body["status"] == "ready" else 503)
+
+    def unauthorized(self, request: Request) -> Response | None:
+        key = self.script.key
+        if key is None or request.headers.get("authorization") == f"Bearer {key}":
+            return None
+        return refusal(401, {}, "Incorrect API key provided.", "authentication_error")
+
+    async def models(self, request: Request) -> Response:
+        if (refused := self.unauthorized(request)) is not None:
+            return refused
+        card = {
+            "id": "tiny", "object": "model", "voices": ["chelsie", "ethan", "aiden"], "default_voice": "ethan",
+            "sample_rate": RATE,
+        }  # fmt: skip
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def chat(self, request: Request) -> Response:
+        if (refused := self.unauthorized(request)) is not None:
+            return refused
+        body = await request.json()
+        with self.came:
+            self.requests.append(body)
+            self.came.notify_all()
+        script = self.script
+        if script.refuse is not None and script.refusals > 0:
+            script.refusals -= 1
+            return refusal(*script.refuse)
+        return StreamingResponse(self.watch(self.answer(body)), media_type="text/event-stream")
+
+    async def watch(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        script, done = self.script, False
+        try:
+            n = 0
+            async for event in events:
+                if script.break_after == n:
+                    yield sse({"error": {"message": "the talker stage died", "type": "server_error", "code": None}})
+                    break
+                if script.cut_after == n:
+                    raise ConnectionResetError("as the script says")
+                yield sse(event)
+                n += 1
+                await asyncio.sleep(script.pace)
+            else:
+                yield b"data: [DONE]\n\n"
+            done = True
+        finally:
+            if not done:
+                self.left.set()
+
+    async def answer(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        script, aloud = self.script, "audio" in body["modalities"]
+        words = script.text.split(" ")
+        words = [w + " " for w in words[:-1]] + words[-1:]
+        yield chunk({"role": "assistant", "content": ""} if not aloud else {"role": "assistant"})
+        if aloud:
+            yield chunk({"audio": {"id": "audio_1"}})
+        sizes, start, said = script.packets, 0, 0
+        for n, size in enumerate(sizes):
+            share = len(words) * (n + 1) // len(sizes)
+            for word in words[said:share]:
+                yield chunk({"audio": {"transcript": word}} if aloud else {"content": word})
+            said = share
+            if aloud:
+                samples = size * 1920 - (555 if n == 0 else 0)
+                yield chunk({"audio": {"data": base64.b64encode(spoken(start, samples)).decode()}})
+                start += samples
+        while script.endless:
+            yield chunk(
+                {"audio": {"data": base64.b64encode(spoken(start, 1920)).decode()}} if aloud else {"content": "la "}
+            )
+            start += 1920
+            await asyncio.sleep(0.005)
+        if aloud:
+            yield chunk({"audio": {"expires_at": 2_000_000_000}})
+        last = chunk({}, "stop")
+        if script.timeline and body.get("timeline"):
+            last["stretto"] = {"seed": 0, "timeline": spans(len(words), sizes)}
+        yield last
+        details = {"text_tokens": len(words), "audio_tokens": sum(sizes)}
+        yield {"choices": [], "usage": {"completion_tokens": 99, "completion_tokens_details": details}}
+
+    # --- life
+
+    def __enter__(self) -> FakeServer:
+        routes = [
+            Route("/health", self.health),
+            Route("/v1/models", self.models),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Mount("/", StaticFiles(directory=WEB, html=True)),
+        ]
+        app = Starlette(routes=routes, middleware=[Middleware(Policy)])
+        # Port 0: the system picks one. `lifespan` off and no signal handlers, since this is not the main thread.
+        config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        listening = config.bind_socket()
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.server is not None
+        assert self.thread is not None
+        self.server.should_exit = True
+        self.thread.join(10)
+
+
+class Policy:
+    """Adds the content security policy to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+            await send(message)
+
+        await self.app(scope, receive, with_policy)
+
+
+def refusal(status: int, headers: dict[str, str], message: str, kind: str = "rate_limit_error") -> Response:
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "tiny", "choices": [choice]}

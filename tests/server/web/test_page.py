@@ -1,0 +1,408 @@
+"""The page in a real browser against a scripted server: what a person sees, hears and does."""
+
+from __future__ import annotations
+
+import base64
+import io
+import wave
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.server.web.browser import Browser, Tab
+from tests.server.web.conftest import MICROPHONE_HZ
+from tests.server.web.fake_server import ANSWER, FakeServer, Script
+
+READY = "strettoStats().server === 'ready'"
+DONE = "strettoStats().turns.at(-1)?.outcome === 'done'"
+
+
+@pytest.fixture
+def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
+    tab = browser.open(server.url)
+    tab.until(READY)
+    yield tab
+    tab.close()
+
+
+def shows(words: str) -> str:
+    """A condition: the notice is seen and has these words."""
+    return (
+        f"!document.querySelector('#notice').hidden && document.querySelector('#notice').innerText.includes({words!r})"
+    )
+
+
+def test_typed_question_is_answered_and_heard(tab: Tab, server: FakeServer) -> None:
+    tab.ask("What is a stretto?")
+    tab.until(DONE)
+    tab.until("!strettoStats().playing")
+
+    (asked,) = server.requests
+    assert asked["messages"] == [{"role": "user", "content": "What is a stretto?"}]
+    assert asked["audio"] == {"format": "pcm16", "voice": "ethan"}
+    assert asked["modalities"] == ["text", "audio"]
+    assert tab.text("answer") == ANSWER
+
+    (turn,) = tab.stats()["turns"]
+    assert turn["packets"] == len(server.script.packets)
+    assert turn["audioSeconds"] == pytest.approx((sum(server.script.packets) * 1920 - 555) / 24000)
+    # Sent all at once: faster than it is heard, so not one gap.
+    assert turn["underruns"] == 0
+    assert turn["starved"] == 0
+    assert 0 < turn["firstText"] <= turn["firstAudio"] <= turn["firstSound"]
+    assert tab.complained() == []
+
+
+def test_figures_and_timeline_are_shown(tab: Tab) -> None:
+    before = tab.eval("document.querySelector('#timeline').toDataURL()")
+    tab.ask("Show me.")
+    tab.until("strettoStats().turns[0].outcome === 'done' && !strettoStats().playing")
+    for figure in ("first-text", "first-audio", "first-sound", "total"):
+        assert tab.text(figure).endswith(("ms", "s")), figure
+    assert tab.text("underruns") == "0"
+    assert float(tab.text("rtf")) > 0
+    assert float(tab.text("rate")) > 0
+    # The server sent its timeline: the links between the stages have lanes too.
+    assert tab.stats()["lanes"] == [
+        "thinker", "thinker>talker", "talker", "talker>code2wav", "code2wav", "packets", "playback",
+    ]  # fmt: skip
+    making = tab.eval("document.querySelector('#timeline').toDataURL()")
+    assert making != before
+    tab.click("zoom-hearing")
+    tab.until(f"document.querySelector('#timeline').toDataURL() !== '{making}'")
+    label = tab.eval("document.querySelector('#timeline').getAttribute('aria-label')")
+    assert "4 packets" in label
+
+
+def test_timeline_without_the_servers_help(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(timeline=False)
+    tab.ask("Show me.")
+    tab.until(DONE)
+    (turn,) = tab.stats()["turns"]
+    assert not turn["measured"]
+    assert tab.stats()["lanes"] == ["thinker", "talker", "code2wav", "packets", "playback"]
+
+
+@pytest.mark.parametrize("way", ["click", "hold", "space"])
+def test_spoken_question_is_sent_as_sound(tab: Tab, server: FakeServer, way: str) -> None:
+    heard = "parseFloat(document.querySelector('#recording-text').textContent.split(' ')[1]) >= 0.6"
+    if way == "click":
+        tab.click("mic")
+    elif way == "hold":
+        tab.mouse("mousePressed", "mic")
+    else:
+        tab.eval("document.querySelector('#mic').focus()")
+        tab.key("keyDown", " ")
+    tab.until(f"strettoStats().recording && {heard}")
+    assert tab.text("state") == "Listening"
+    if way == "click":
+        tab.click("mic")
+    elif way == "hold":
+        tab.mouse("mouseReleased", "mic")
+    else:
+        tab.key("keyUp", " ")
+    tab.until(DONE)
+
+    (part,) = server.requests[0]["messages"][0]["content"]
+    assert part["type"] == "input_audio"
+    assert part["input_audio"]["format"] == "wav"
+    with wave.open(io.BytesIO(base64.b64decode(part["input_audio"]["data"]))) as file:
+        rate, sound = file.getframerate(), np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    assert rate == 24000
+    assert len(sound) >= 0.5 * rate
+    # It is the microphone's tone: its strongest frequency is where it should be.
+    middle = sound[len(sound) // 2 - 4096 : len(sound) // 2 + 4096] * np.hanning(8192)
+    strongest = np.abs(np.fft.rfft(middle)).argmax() * rate / 8192
+    assert strongest == pytest.approx(MICROPHONE_HZ, abs=2 * rate / 8192)
+    assert tab.complained() == []
+
+
+def test_escape_drops_a_recording(tab: Tab, server: FakeServer) -> None:
+    tab.click("mic")
+    tab.until("strettoStats().recording")
+    tab.press("Escape")
+    tab.until("!strettoStats().recording")
+    assert server.requests == []
+    assert tab.stats()["turns"] == []
+
+
+def test_microphone_denied(browser: Browser, server: FakeServer) -> None:
+    deny = "navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('no', 'NotAllowedError'));"
+    tab = browser.open(server.url, before=deny)
+    tab.until(READY)
+    tab.click("mic")
+    tab.until(shows("The microphone is not allowed."))
+    assert not tab.stats()["recording"]
+    tab.ask("Then I type.")
+    tab.until(DONE)
+    tab.close()
+
+
+@pytest.mark.parametrize("by", ["button", "escape"])
+def test_stop_ends_the_answer_here_and_there(tab: Tab, server: FakeServer, by: str) -> None:
+    server.script = Script(endless=True)
+    tab.ask("Never stop.")
+    tab.until("strettoStats().turns[0]?.firstSound")
+    if by == "button":
+        tab.click("stop")
+    else:
+        tab.press("Escape")
+    tab.until("strettoStats().turns[0].outcome === 'stopped' && !strettoStats().playing && !strettoStats().answering")
+    assert server.left.wait(10), "the server was not told"
+    assert tab.visible("send")
+    assert not tab.visible("stop")
+    assert not tab.visible("notice")
+
+    server.script = Script()
+    tab.ask("And now?")
+    tab.until("strettoStats().turns[1]?.outcome === 'done'")
+    # What was said so far is part of the conversation.
+    assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
+
+
+def test_history_replay_and_new_conversation(tab: Tab, server: FakeServer) -> None:
+    tab.eval("document.querySelector('#instructions').value = 'Be brief.'")
+    for n, question in enumerate(("One?", "Two?")):
+        tab.ask(question)
+        tab.until(f"strettoStats().turns[{n}]?.outcome === 'done' && !strettoStats().playing")
+    assert server.requests[1]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "Two?"},
+    ]
+    figures = tab.stats()["turns"]
+    tab.eval("document.querySelector('[data-testid=replay]').scrollIntoView()")
+    tab.click("replay")
+    tab.until("strettoStats().playing")
+    tab.press("Escape")
+    tab.until("!strettoStats().playing")
+    assert tab.stats()["turns"] == figures, "hearing it again changes no figure"
+    assert len(server.requests) == 2
+    tab.click("new")
+    assert tab.stats()["turns"] == []
+    assert tab.text("first-audio") == "–"
+
+
+def test_image_is_attached_and_sent(tab: Tab, server: FakeServer) -> None:
+    drop = """(async () => {
+      const canvas = Object.assign(document.createElement("canvas"), {width: 2000, height: 500});
+      canvas.getContext("2d").fillRect(0, 0, 900, 400);
+      const blob = await new Promise((resolve) => canvas.toBlob(resolve));
+      const files = new DataTransfer();
+      files.items.add(new File([blob], "wide.png", {type: "image/png"}));
+      files.items.add(new File(["text"], "notes.txt", {type: "text/plain"}));
+      dispatchEvent(new DragEvent("drop", {dataTransfer: files}));
+    })()"""
+    tab.eval(drop)
+    tab.until("document.querySelectorAll('#tray img').length === 1")
+    tab.ask("What is this?")
+    tab.until(DONE)
+    image, text = server.requests[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What is this?"}
+    assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    # Scaled to the longest side the page sends.
+    data = image["image_url"]["url"].split(",")[1]
+    with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
+        assert picture.size == (1536, 384)
+    assert not tab.visible("tray")
+    assert tab.complained() == []
+
+
+def test_text_only(tab: Tab, server: FakeServer) -> None:
+    tab.eval("document.querySelector('#speak').checked = false")
+    tab.ask("In writing, please.")
+    tab.until(DONE)
+    assert server.requests[0]["modalities"] == ["text"]
+    assert "audio" not in server.requests[0]
+    assert tab.text("answer") == ANSWER
+    assert tab.text("first-audio") == "–"
+
+
+def test_whole_sentences_are_announced(tab: Tab) -> None:
+    tab.eval(
+        "window.told = []; new MutationObserver(() => told.push(document.querySelector('#announcer').textContent))"
+        ".observe(document.querySelector('#announcer'), {childList: true})"
+    )
+    tab.ask("Tell me.")
+    tab.until(DONE)
+    tab.until("told.length >= 3 || told.join('').length >= strettoStats().turns[0].text.length")
+    assert "".join(tab.eval("told")) == ANSWER
+
+
+# --- trouble
+
+
+def test_loading_shows_progress_until_ready(browser: Browser, server: FakeServer) -> None:
+    server.script.health = {"status": "loading", "stages": {"thinker": "loading 43 %", "talker": "ready"}}
+    tab = browser.open(server.url)
+    tab.until(shows("The model is loading."))
+    assert tab.eval("[...document.querySelectorAll('#notice progress')].map((bar) => bar.value)") == [43, 100]
+    assert tab.text("state") == "Loading"
+    server.script.health = {"status": "ready"}
+    tab.until(READY)
+    assert not tab.visible("notice")
+    assert tab.eval("document.querySelector('#voice').value") == "ethan"
+    tab.close()
+
+
+def test_question_waits_for_the_model(browser: Browser, server: FakeServer) -> None:
+    server.script = Script(refuse=(503, {}, "the model is loading"), refusals=1)
+    server.script.health = {"status": "loading", "stages": {"thinker": "loading 43 %"}}
+    tab = browser.open(server.url)
+    tab.until(shows("You can ask already."))
+    tab.ask("Early?")
+    tab.until(shows("Your question is asked as soon as it is ready."))
+    server.script.health = {"status": "ready"}
+    tab.until(DONE)
+    assert len(server.requests) == 2
+    assert tab.text("answer") == ANSWER
+    tab.close()
+
+
+def test_key_is_asked_for_and_kept_in_the_tab_only(browser: Browser, server: FakeServer) -> None:
+    server.script.key = "sk-secret"
+    tab = browser.open(server.url)
+    tab.until(shows("This server asks for a key."))
+    tab.write("key-now", "sk-wrong")
+    tab.press("Enter")
+    tab.until(shows("Incorrect API key"))
+    tab.write("key-now", "sk-secret")
+    tab.press("Enter")
+    tab.until(READY)
+    assert not tab.visible("notice")
+    tab.ask("May I?")
+    tab.until(DONE)
+    assert "sk-secret" in tab.eval("JSON.stringify(sessionStorage)")
+    assert "sk-secret" not in tab.eval("JSON.stringify(localStorage) + document.cookie")
+    tab.close()
+
+
+def test_busy_server_is_asked_again_after_the_time_it_named(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(refuse=(429, {"Retry-After": "1"}, "32 streams are running"), refusals=1)
+    tab.ask("Please?")
+    tab.until(shows("The server is busy."))
+    assert "32 streams are running" in tab.text("notice")
+    tab.until(shows("Trying again in 1 s."))
+    tab.until(DONE)
+    assert len(server.requests) == 2
+    assert server.requests[0]["messages"] == server.requests[1]["messages"]
+    assert not tab.visible("notice")
+
+
+def test_error_in_mid_stream_keeps_what_came(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(break_after=12)
+    tab.ask("Will it hold?")
+    tab.until(shows("the talker stage died"))
+    assert tab.stats()["turns"][0]["outcome"] == "failed"
+    part = tab.text("answer")
+    assert part
+    assert ANSWER.startswith(part)
+    server.script = Script()
+    tab.click("retry")
+    tab.until(DONE)
+    assert tab.text("answer") == ANSWER
+    assert not tab.visible("notice")
+
+
+def test_connection_that_breaks(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(cut_after=12)
+    tab.ask("Are you there?")
+    tab.until(shows("The connection broke"))
+    assert tab.stats()["turns"][0]["outcome"] == "failed"
+    assert tab.visible("retry")
+
+
+def test_refused_question_does_not_poison_the_next(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(refuse=(400, {}, "audio is longer than 40 minutes"), refusals=1)
+    tab.ask("First?")
+    tab.until(shows("audio is longer than 40 minutes"))
+    tab.ask("Second?")
+    tab.until(DONE)
+    assert server.requests[1]["messages"] == [{"role": "user", "content": "Second?"}]
+
+
+def test_server_that_goes_away(browser: Browser) -> None:
+    with FakeServer() as server:
+        tab = browser.open(server.url)
+        tab.until(READY)
+    tab.ask("Still there?")
+    tab.until(shows("The server cannot be reached."))
+    tab.click("dismiss")
+    tab.until("strettoStats().server === 'disconnected'")
+    assert tab.text("state") == "Disconnected"
+    tab.close()
+
+
+# --- how it looks
+
+
+@pytest.mark.parametrize(("width", "height", "dark"), [(1280, 800, False), (390, 844, True), (320, 568, False)])
+def test_fits_and_targets_are_large_enough(
+    browser: Browser, server: FakeServer, width: int, height: int, dark: bool
+) -> None:
+    tab = browser.open(server.url, width, height, dark)
+    tab.until(READY)
+    assert tab.eval("document.documentElement.scrollWidth") <= width
+    small = tab.eval(
+        "[...document.querySelectorAll('button, select, label.attach, summary')].filter((e) => e.checkVisibility())"
+        ".filter((e) => e.getBoundingClientRect().height < 44).map((e) => e.id || e.textContent.trim())"
+    )
+    if width < 600:
+        assert small == []
+    tab.click("theme")
+    paper = tab.eval("getComputedStyle(document.body).backgroundColor")
+    tab.click("theme")
+    assert tab.eval("getComputedStyle(document.body).backgroundColor") != paper
+    assert tab.complained() == []
+    tab.close()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_stand_out_from_their_ground(browser: Browser, server: FakeServer, dark: bool) -> None:
+    """WCAG AA: 4.5 to 1 for each colour that words are written in, on each ground they are written on."""
+    tab = browser.open(server.url, dark=dark)
+
+    def luminance(name: str) -> float:
+        tab.eval(f"document.body.style.backgroundColor = 'var(--{name})'")
+        channels = tab.eval("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        red, green, blue = (c / 255 for c in channels[:3])
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    inks = ["ink", "muted", "alarm", "thinker", "talker", "code2wav", "packets", "playback", "link"]
+    grounds = {"surface": inks, "paper": ["ink", "muted"], "accent": ["on-accent"], "alarm-soft": ["ink", "muted"]}
+    for ground, words in grounds.items():
+        for ink in words:
+            light, shade = sorted((luminance(ink), luminance(ground)), reverse=True)
+            assert (light + 0.05) / (shade + 0.05) >= 4.5, (ink, ground)
+    tab.close()
+
+
+def test_everything_can_be_reached_by_keyboard(tab: Tab) -> None:
+    tab.eval("document.body.focus()")
+    reached = []
+    for _ in range(24):
+        tab.press("Tab")
+        got = tab.eval(
+            "[document.activeElement.id || document.activeElement.className, "
+            "document.activeElement.matches(':focus-visible')]"
+        )
+        assert got[1] or got[0] == "", got
+        reached.append(got[0])
+    for control in ("new", "open-settings", "theme", "question", "file", "voice", "mic", "send", "zoom-making"):
+        assert control in reached, control
+    names = tab.eval(
+        "[...document.querySelectorAll('button, select, textarea, input')]"
+        ".filter((e) => !(e.textContent.trim() || e.ariaLabel || e.labels?.length || e.title)).map((e) => e.outerHTML)"
+    )
+    assert names == []
+
+
+def test_less_motion_when_asked(tab: Tab) -> None:
+    tab.media(calm=True)
+    assert tab.eval("getComputedStyle(document.querySelector('.dot')).animationName") == "none"
+    tab.ask("Calmly.")
+    tab.until(DONE)
