@@ -6,9 +6,9 @@ For payloads of 1, 64 and 2,500 rows of 2048 bf16: bytes per second through the 
 pinned copy of the same size; the time of one hop; and the gap between consecutive steps of a decode loop on the
 sending side (events around each graph launch), alone and with the link busy.
 
-Once with the receiver as a thread of this process, once as a process of its own. On a machine with one GPU the two
-processes get it by turns (time slices of about half a millisecond), which no link can hide: there the first figure
-is the one that speaks of the link, and the second of what two processes on one GPU cost."""
+Three arrangements: the receiver as a thread of this process (one interpreter lock for four threads), as a process of
+its own with the same GPU (which two processes get by turns), and as a process that does not upload, which shows the
+sending half alone, as it would be with a GPU on each side."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ SLOT_BYTES = 12 << 20
 SLOTS = 8
 
 
-def receive(pipe: Connection) -> None:
-    """The other process: uploads chunks as they land and says after each run what it got."""
-    torch.cuda.init()
-    device = torch.device("cuda")
+def receive(pipe: Connection, upload: bool) -> None:
+    """The other process: uploads chunks as they land (or leaves them) and says after each run what it got."""
+    device = torch.device("cuda" if upload else "cpu")
+    if upload:
+        torch.cuda.init()
     receiver = connectors.get("shm").listen("bench", LinkOptions(slots=SLOTS, slot_bytes=SLOT_BYTES))
     pipe.send_bytes(msgspec.msgpack.encode(receiver.endpoint))
     woken = threading.Semaphore(0)
-    into = Incoming(
-        receiver, "bench", woken.release, uploader=HostToDevice(device, OverlapSwitches(), ThinkerRows.HOST)
-    )
+    uploader = HostToDevice(device, OverlapSwitches(), ThinkerRows.HOST) if upload else None
+    into = Incoming(receiver, "bench", woken.release, uploader=uploader)
     into.start()
     while (count := msgspec.msgpack.decode(pipe.recv_bytes(), type=int)) > 0:
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -63,7 +63,9 @@ def receive(pipe: Connection) -> None:
                 assert rows is not None
                 total += rows.hidden[-1, -1]
                 count -= 1
-        torch.cuda.synchronize()
+                chunk.release()
+        if upload:
+            torch.cuda.synchronize()
         pipe.send_bytes(msgspec.msgpack.encode(float(total)))
     into.close()
 
@@ -71,11 +73,11 @@ def receive(pipe: Connection) -> None:
 class Sending:
     """The sending side: an outbox, its courier, and the process at the other end."""
 
-    def __init__(self, *, apart: bool) -> None:
+    def __init__(self, *, apart: bool, upload: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         make = context.Process if apart else threading.Thread
-        self.other = make(target=receive, args=(theirs,))
+        self.other = make(target=receive, args=(theirs, upload))
         self.other.start()
         endpoint = msgspec.msgpack.decode(self.pipe.recv_bytes(), type=Endpoint)
         sender = connectors.get("shm").connect(endpoint, LinkOptions())
@@ -207,8 +209,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.cuda.init()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for name, apart in (("one process", False), ("two processes, one GPU", True)):
-        link = Sending(apart=apart)
+    for name, apart, upload in (
+        ("one process", False, True),
+        ("two processes, one GPU", True, True),
+        ("sending half", True, False),
+    ):
+        link = Sending(apart=apart, upload=upload)
         result[name] = {"rows": {rows: measure(rows, link) for rows in ROWS}, "gap_us": gaps(link)}
         link.close()
     text = json.dumps(result, indent=2)

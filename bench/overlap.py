@@ -115,6 +115,8 @@ def measure(
     for i in range(batch):
         spec, given, rows_in, closed = request(kind, i, config, prompt, new, device)
         stage.submit(spec, given, rows_in, closed=closed)
+        if spec.paced:
+            stage.scheduler.end_text(spec.id)
     while not stage.idle:
         if len(graphs.marks) == 4:  # the warm-up is over
             stage.stats.launch_ns = stage.stats.retire_ns = stage.stats.steps = 0

@@ -2,9 +2,9 @@
 
     python bench/scheduler.py [--steps 400] [--json results.json]
 
-Cases: `thinker` decodes freely; `talker` is fed one text token and one deadline per frame, as the stage does; `full`
-is `thinker` with a queue of requests that find no blocks. Medians and 99th percentiles over steps, so that a busy
-machine shows."""
+Cases: `thinker` decodes freely; `talker` is fed one text token and one deadline per frame, as the stage does
+(`feed_us`); `full` is `thinker` with a queue of requests that find no blocks. Medians over steps; the 99th percentile
+shows how busy the machine was."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def feed(scheduler: Scheduler, batch: Batch, now: float) -> None:
 def measure(case: str, rows: int, steps: int, depth: int) -> dict[str, float | int | str]:
     scheduler = build(case, rows, steps, depth)
     flying: deque[Batch] = deque()
-    schedule_us, retire_us = [], []
+    schedule_us, feed_us, retire_us = [], [], []
     warm = 0
     while len(schedule_us) < steps:
         start = time.perf_counter()
@@ -60,6 +60,7 @@ def measure(case: str, rows: int, steps: int, depth: int) -> dict[str, float | i
         flying.append(batch)
         if case == "talker":
             feed(scheduler, batch, middle)
+        fed = time.perf_counter()
         if len(flying) < depth:
             continue
         oldest = flying.popleft()
@@ -70,16 +71,18 @@ def measure(case: str, rows: int, steps: int, depth: int) -> dict[str, float | i
         warm += 1
         if batch.decode_only and len(batch.spans) == rows and warm > 8:
             schedule_us.append((middle - start) * 1e6)
+            feed_us.append((fed - middle) * 1e6)
             retire_us.append((after - before) * 1e6)
-    both = [a + b for a, b in zip(schedule_us, retire_us)]
+    all_us = [a + b + c for a, b, c in zip(schedule_us, feed_us, retire_us)]
     return {
         "case": case,
         "rows": rows,
         "depth": depth,
         "schedule_us": round(statistics.median(schedule_us), 1),
+        "feed_us": round(statistics.median(feed_us), 1),
         "retire_us": round(statistics.median(retire_us), 1),
-        "p99_us": round(statistics.quantiles(both, n=100)[98], 1),
-        "per_request_us": round(statistics.median(both) / rows, 2),
+        "p99_us": round(statistics.quantiles(all_us, n=100)[98], 1),
+        "per_request_us": round(statistics.median(all_us) / rows, 2),
     }
 
 

@@ -56,7 +56,7 @@ class Parcel(Protocol):
         ...
 
     def drop(self) -> None:
-        """Instead of `pack`: it will not be sent."""
+        """Instead of `pack`, or after one that raised: it will not be sent."""
         ...
 
 
@@ -225,6 +225,7 @@ class Outgoing:
         try:
             chunk = parcel.pack()
         except Exception as error:  # noqa: BLE001  rows that cannot be packed are their request's end, not the link's
+            parcel.drop()
             self._fail(CourierBug(repr(error), link=self.metrics.link, request=request), parcel.epoch)
             return
         try:

@@ -41,9 +41,13 @@ from stretto.connector.slots import NOTE_BYTES, Hangup, Kind, Note, pack_note, u
 HEARTBEAT_S = 1.0
 _LINGER_MS = 2000  # how long a closed sender's last chunks may still be on their way
 _NEVER_MS = 24 * 3600 * 1000  # to a second connection. -1 would say so too, but drops what had come by the first
+_UNBIND_S = 0.5
 _GREETING_S = 0.1  # for a hello that is on its way when its listener closes
 _SLACK_BYTES = 4096  # notes and hello beside a chunk, in the bound on what is received
 _EVENT = struct.Struct("<HI")
+# Plain integers: operations on ZeroMQ's enums cost a microsecond each.
+_EVENTS, _POLLIN, _NOBLOCK, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_ZERO_COPY = 64 << 10  # bytes from which handing memory over is cheaper than copying it
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -96,6 +100,7 @@ class _NetBell:
         for fd in (self._socket.FD, self._monitor.FD, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
         self._waiting = False
+        self._signalled = False
         self._woken = False
         self._lost = ""  # why there is no peer any more
 
@@ -105,11 +110,14 @@ class _NetBell:
             if self._socket.closed:
                 raise Hangup("this end is closed")
             try:
-                self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+                for part in parts[:-1]:
+                    self._socket.send(part, _MORE)
+                last = parts[-1]
+                self._socket.send(last, _NOBLOCK, copy=len(last) < _ZERO_COPY)
             except zmq.ZMQError as error:
                 raise Hangup(f"nobody to send to: {error}") from error
             if self._waiting and _readable(self._socket):
-                os.eventfd_write(self._wake_fd, 1)
+                self._signal()
 
     def _receive(self, timeout: float) -> tuple[list[list[zmq.Frame]], list[tuple[int, int]]]:
         """Messages that have come, as frames, and events of connections with their descriptors.
@@ -127,20 +135,22 @@ class _NetBell:
             if left <= 0 or self._woken:
                 return messages, events
             self._poll.poll(left * 1000)
-            self._waiting = False
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
+            with self._lock:
+                self._waiting = False
+                if self._signalled:
+                    self._signalled = False
+                    os.eventfd_read(self._wake_fd)
 
     def _read_messages(self) -> list[list[zmq.Frame]]:
         messages = []
         while _readable(self._socket):
-            messages.append(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            messages.append(self._socket.recv_multipart(_NOBLOCK, copy=False))
         return messages
 
     def _read_events(self) -> list[tuple[int, int]]:
         events = []
         while _readable(self._monitor):
-            said, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
+            said, _address = self._monitor.recv_multipart(_NOBLOCK)
             events.append(_EVENT.unpack(said))
         return events
 
@@ -149,8 +159,15 @@ class _NetBell:
             raise Hangup(self._lost)
 
     def _wake(self) -> None:
-        self._woken = True
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            self._woken = True
+            self._signal()
+
+    def _signal(self) -> None:
+        """Make a poll return. With the lock held; a signal is one until it has been read."""
+        if not self._signalled:
+            self._signalled = True
+            os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         with self._lock:
@@ -241,6 +258,7 @@ class NetListener(_NetBell):
         _check_host(options.host, options)
         super().__init__(zmq.ROUTER, options.slots, most_bytes + _SLACK_BYTES, options)
         self._options = options
+        self._bound = ""
         self._hello: list[bytes] = []
         self._guests: set[int] = set()  # connections, by their descriptor
         self._peer = b""
@@ -259,7 +277,8 @@ class NetListener(_NetBell):
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"cannot bind {host}: {error}") from error
-        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self._bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        port = self._bound.rpartition(":")[2]
         shown = self._options.details.get("advertise", host)
         return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
 
@@ -313,10 +332,22 @@ class NetListener(_NetBell):
         self._wake()
 
     def close(self) -> None:
+        self._woken = False
         if not self._peer and not self._lost:
             self._greet_waiting()
         self._say_goodbye()
+        self._stop_listening()
         super().close()
+
+    def _stop_listening(self) -> None:
+        """Until the port is closed. ZeroMQ does it in its own time, and meanwhile would let strangers in."""
+        if not self._bound:
+            return
+        self._socket.unbind(self._bound)
+        deadline = time.monotonic() + _UNBIND_S
+        while (left := deadline - time.monotonic()) > 0:
+            if any(event == zmq.EVENT_CLOSED for event, _fd in self._receive(left)[1]):
+                return
 
     def _say_goodbye(self) -> None:
         if self._peer and not self._lost:
@@ -325,7 +356,6 @@ class NetListener(_NetBell):
 
     def _greet_waiting(self) -> None:
         """A sender that connected but was never looked at is told good-bye too: it must not see a death."""
-        self._woken = False
         deadline = time.monotonic() + _GREETING_S
         self._look(0.0)
         while not self._peer and self._guests and (left := deadline - time.monotonic()) > 0:
@@ -333,9 +363,9 @@ class NetListener(_NetBell):
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    events = socket.getsockopt(zmq.EVENTS)
+    events = socket.getsockopt(_EVENTS)
     assert isinstance(events, int)
-    return bool(events & zmq.POLLIN)
+    return events & _POLLIN != 0
 
 
 def _is_loopback(host: str) -> bool:

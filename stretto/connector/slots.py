@@ -179,8 +179,9 @@ class SlotSender(_End):
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
         with self._turn:
-            if self._state is not State.OPEN or not self._carrier.ship_tells:
+            if self._state is State.OPEN and not self._carrier.ship_tells:
                 self._pump(0.0)
+            if self._state is not State.OPEN:
                 self._raise_if_ended(chunk.header.request)
             if not self._free:
                 self._check_size(chunk)  # or it would wait for a slot that cannot help it

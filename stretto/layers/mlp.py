@@ -42,9 +42,7 @@ class Experts(nn.Module):
 
 
 class MoeMLP(nn.Module):
-    def __init__(
-        self, hidden: int, num_experts: int, top_k: int, size: int, norm: bool, shared: int | None
-    ) -> None:
+    def __init__(self, hidden: int, num_experts: int, top_k: int, size: int, norm: bool, shared: int | None) -> None:
         super().__init__()
         self.top_k, self.norm = top_k, norm
         self.gate = Linear(hidden, num_experts)

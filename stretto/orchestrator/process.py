@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 from stretto.errors import StageDead, WireError
@@ -67,7 +69,7 @@ class HostProcess:
             try:
                 await asyncio.wait_for(self._process.wait(), timeout)
             except TimeoutError:
-                self._process.kill()
+                self.kill()
                 await self._process.wait()
         self.state = "dead"
         for task in self._tasks:
@@ -77,8 +79,11 @@ class HostProcess:
             self._writer.close()
 
     def kill(self) -> None:
+        """At once. (Not by `Process.kill`, which would first look whether it has ended, and so take its exit status
+        away from whoever waits for it.)"""
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:

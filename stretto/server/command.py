@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shlex
@@ -13,19 +14,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import __version__
-from stretto.errors import Invalid
+from stretto.errors import Invalid, StrettoError
 from stretto.server.config import ServerConfig, setting
 from stretto.server.settings import add_flags, read, read_yaml, unknown_variables
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.orchestrator.api import Engine
+    from stretto.orchestrator.settings import EngineConfig
     from stretto.server.run import Server
     from stretto.server.service import Service
+
+log = logging.getLogger("stretto.server")
 
 POLL_SECONDS = 0.2
 TITLES = {
@@ -41,13 +45,47 @@ OTHER_VARIABLES = ("STRETTO_MODEL", "STRETTO_CONFIG", "STRETTO_TEST_DEVICE")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """How the model is loaded; the engine's own affair, passed on as it is."""
+    """How the model is run: what of the engine's configuration people change. None leaves it to the engine."""
 
     device: str | None = setting(None, "model", "cpu, cuda, cuda:1 ... (default: cuda if there is one)", "DEVICE")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
         None, "model", "of weights and arithmetic (default: bfloat16 on a GPU)"
     )
     load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
+    max_model_len: int | None = setting(None, "model", "longest context, in tokens", "TOKENS")
+    placement: str = setting(
+        "one", "model", "stages by process: one, two, processes, or such as thinker,talker+code2wav", "HOSTS"
+    )
+    replicas: int = setting(1, "model", "pipelines side by side", "N")
+    max_rows: int | None = setting(None, "model", "requests in a stage's batch", "N")
+    thinker_blocks: int | None = setting(None, "model", "size of the thinker's cache, in blocks of 16 tokens", "N")
+    talker_blocks: int | None = setting(None, "model", "size of the talker's cache, in blocks of 16 frames", "N")
+    threads: int | None = setting(None, "model", "of arithmetic on a CPU, for each process", "N")
+
+    def engine(self, max_requests: int) -> EngineConfig:
+        from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
+
+        host = HostSettings()
+        host = replace(
+            host,
+            device=self.device or find_device(),
+            dtype=self.dtype,
+            load_format=self.load_format,
+            max_context=self.max_model_len or host.max_context,
+            max_rows=self.max_rows or host.max_rows,
+            thinker_blocks=self.thinker_blocks or host.thinker_blocks,
+            talker_blocks=self.talker_blocks or host.talker_blocks,
+            threads=self.threads or host.threads,
+        )
+        return EngineConfig(
+            parse_placement(self.placement), replicas=self.replicas, max_requests=max_requests, host=host
+        )
+
+
+def find_device() -> str:
+    """Whether there is a GPU, without the seconds that asking torch takes."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
 
 
 def add_serve_parser(jobs: Any) -> None:
@@ -81,8 +119,9 @@ def run_serve(args: argparse.Namespace) -> int:
     set_up(config.log_format, config.log_level)
     for name in unknown_variables(os.environ, (ModelConfig, ServerConfig), OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
+    engine_config = model_config.engine(config.max_concurrent)
     with checkpoint(model) as directory:
-        return asyncio.run(run(config, lambda: load_engine(directory, model_config), announce))
+        return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 
 async def announce(server: Server) -> None:
@@ -106,13 +145,25 @@ def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | Non
     return model, read(ModelConfig, flags, environ, file), read(ServerConfig, flags, environ, file)
 
 
-async def load_engine(directory: Path, config: ModelConfig) -> Engine:
+async def load_engine(directory: Path, config: EngineConfig) -> Engine:
+    """An engine that is still loading, so that its progress can be seen from the start."""
     from stretto.orchestrator.engine import PipelineEngine
 
-    engine: Engine = await PipelineEngine.open(
-        directory, device=config.device, dtype=config.dtype, load_format=config.load_format
-    )
+    engine = PipelineEngine(directory, config)
+    start = asyncio.create_task(engine.start(), name="start engine")
+    _starting.add(start)  # or nothing would hold it
+    start.add_done_callback(_started)
     return engine
+
+
+_starting: set[asyncio.Task[None]] = set()
+
+
+def _started(start: asyncio.Task[None]) -> None:
+    _starting.discard(start)
+    if not start.cancelled() and (error := start.exception()) is not None:
+        known = isinstance(error, StrettoError)
+        log.error("the model cannot be served: %s", error, exc_info=None if known else error)
 
 
 @contextmanager

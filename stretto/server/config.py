@@ -34,7 +34,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = setting((), "clients", "keys that open /v1 (default: open to all)", "KEY")
     allowed_origins: tuple[str, ...] = setting(("*",), "clients", "web pages that may call this server", "ORIGIN")
 
-    max_concurrent: int = setting(256, "limits", "requests answered at once; more are told to come back (429)", "N")
+    max_concurrent: int = setting(64, "limits", "requests answered at once; more are told to come back (429)", "N")
     max_concurrent_per_key: int = setting(0, "limits", "the same for each API key; 0: no limit", "N")
     max_body_mb: float = setting(64.0, "limits", "largest request, in MiB", "MIB")
     send_timeout: float = setting(30.0, "limits", "a client that takes no data for so long is dropped", "SECONDS")

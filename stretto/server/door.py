@@ -56,7 +56,7 @@ class Door:
 
     def _record(self, scope: Scope, visit: Visit) -> None:
         self.service.metrics.record(visit)
-        level = logging.DEBUG if visit.route in _QUIET and visit.status < 500 else logging.INFO
+        level = logging.DEBUG if visit.route in _QUIET else logging.INFO
         if log.isEnabledFor(level):
             fields = facts(scope, visit)
             log.log(level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})

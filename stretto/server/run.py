@@ -28,6 +28,7 @@ log = logging.getLogger("stretto.server")
 LAST_WORDS = 2.0  # seconds for connections to close once everything is answered
 WS_MAX_BYTES = 32 << 20
 BACKLOG = 2048
+POLL_SECONDS = 0.1
 
 
 class _Uvicorn(uvicorn.Server):
@@ -153,7 +154,10 @@ async def run(
         if announce is not None:
             await announce(server)
         await server.service.opened.wait()
-        if server.service.failure is not None:
+        while (progress := server.service.progress).state == "loading":
+            await asyncio.sleep(POLL_SECONDS)
+        if progress.state == "dead":
+            server.service.failure = progress.error or "the engine died while it was loading"
             server.stop()
 
     task = asyncio.ensure_future(accompany())

@@ -21,9 +21,9 @@ import torch
 from tqdm import tqdm
 
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
+from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.stage.request import Reason
-from stretto.stage.runner.rows import to_device
 from stretto.stage.runner.waiter import Waiter
 from stretto.types import RequestId
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from stretto.connector import wire
-from stretto.connector.contract import Chunk, Lease
+from stretto.connector.contract import Chunk
 from stretto.connector.courier import Parcel
 from stretto.errors import Bug
 from stretto.stage.payload.chunker import ChunkPolicy, Confirmed, cut
@@ -51,17 +51,6 @@ class _Piece(Generic[P]):
 
 
 @dataclass(slots=True)
-class _Leases:
-    """Several pieces' leases as one."""
-
-    pieces: list[ReadLease]
-
-    def release(self) -> None:
-        for lease in self.pieces:
-            lease.release()
-
-
-@dataclass(slots=True)
 class Draft(Generic[P]):
     """A chunk that is cut but not packed: the pieces that its rows lie in."""
 
@@ -83,12 +72,7 @@ class Draft(Generic[P]):
             if piece.lease is not None:
                 piece.lease.wait()
         tensors, event = _joined(self.kind, self.pieces)
-        lease: Lease | None = _Leases([piece.lease for piece in self.pieces if piece.lease is not None])
-        if len(self.pieces) > 1:
-            self.drop()
-            lease = None
-        self.pieces = []
-        return wire.chunk(
+        chunk = wire.chunk(
             self.request,
             self.span,
             self.mark,
@@ -96,15 +80,19 @@ class Draft(Generic[P]):
             epoch=self.epoch,
             segment=self.segment,
             seq=self.seq,
-            lease=lease,
             event=event,
         )
+        if len(self.pieces) == 1:
+            chunk.lease, self.pieces = self.pieces[0].lease, []
+        else:
+            self.drop()
+        return chunk
 
     def drop(self) -> None:
-        """Let go of the rows, unsent."""
-        for piece in self.pieces:
+        """Let go of the rows: they will not be sent, or were copied."""
+        pieces, self.pieces = self.pieces, []
+        for piece in pieces:
             piece.release()
-        self.pieces = []
 
 
 def _joined(kind: type[P], pieces: list[_Piece[P]]) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
@@ -118,10 +106,16 @@ def _joined(kind: type[P], pieces: list[_Piece[P]]) -> tuple[dict[str, torch.Ten
     stream = torch.cuda.current_stream(on_device[0].device)
     for event in events:
         stream.wait_event(event)
+    if len(events) < len(pieces):  # a large piece that is still there, next to small ones that are in the ring
+        return kind.join([_on_host(kind, piece.payload) for piece in pieces]).tensors(), None
     for tensor in on_device:
         tensor.record_stream(stream)  # they are let go of before the join below has run
     tensors = kind.join([piece.payload for piece in pieces]).tensors()
     return tensors, stream.record_event()
+
+
+def _on_host(kind: type[P], payload: P) -> P:
+    return kind.read(payload.span, {name: tensor.cpu() for name, tensor in payload.tensors().items()})
 
 
 class Outbox(Generic[P]):

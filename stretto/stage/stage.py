@@ -2,8 +2,8 @@
 
 All methods belong to the loop thread. `turn` does what can be done now and never waits: it retires the steps that
 have come back, hands their certain outputs to `emit`, and launches one more if fewer than `overlap_depth` are in
-flight (one, so that the stages of a host take turns). A stop is seen one step late; the surplus of that step is dropped here and never
-reaches `emit`."""
+flight (one, so that the stages of a host take turns). A stop is seen one step late; the surplus of that step is
+dropped here and never reaches `emit`."""
 
 from __future__ import annotations
 

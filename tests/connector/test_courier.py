@@ -392,7 +392,8 @@ def test_a_refusal_comes_back_with_its_request() -> None:
 def test_rows_that_cannot_be_packed() -> None:
     sender, bell = Scripted([]), Bell()
     out = Outgoing(sender, "a-b", bell.ring)
-    out.offer(Box(0, broken=True))
+    broken = Box(0, broken=True)
+    out.offer(broken)
     out.offer(Box(0, RequestId("ok")))
     out.start()
     (fault,) = faults(out, bell)
@@ -400,6 +401,7 @@ def test_rows_that_cannot_be_packed() -> None:
     assert fault.request == R
     out.close()
     assert sender.sent == [0]
+    assert broken.fate == ["dropped"]
 
 
 def test_a_bug_in_the_transport_ends_the_link_aloud() -> None:

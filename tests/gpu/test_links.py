@@ -158,3 +158,21 @@ def test_large_payloads_go_from_the_device_to_the_slot(cuda: torch.device) -> No
         wire.encode_into(slot, chunk, checksum=True)
     got = wire.decode(slot).tensors["codes"]
     assert torch.equal(got.flatten(), torch.arange(2 * frames * 16, dtype=torch.int32))
+
+
+def test_a_large_piece_and_a_small_one_in_one_chunk(cuda: torch.device) -> None:
+    ring = Ring(2, 4096, pin=True)
+    down = DeviceToHost(ring, cuda, OverlapSwitches())
+    frames = DIRECT_BYTES // 64
+    codes = torch.arange((frames + 1) * 16, dtype=torch.int32, device=cuda).view(-1, 16)
+    parcels = []
+    box = Outbox(CodecFrames, R, ChunkPolicy(frames + 1, frames + 1), lambda parcel: parcels.append(parcel) or True)
+    for span in (Span(0, frames), Span(frames, frames + 1)):
+        placed = down.place({"codes": codes[span.start : span.stop]})
+        assert placed is not None
+        box.add(CodecFrames(span, placed.tensors["codes"]), lease=placed.lease, event=placed.event)
+    box.send(Confirmed(frames + 1))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        chunk = parcels[0].pack()
+    assert torch.equal(chunk.tensors["codes"], codes.cpu())
+    assert ring.free == 2

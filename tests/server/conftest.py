@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -113,6 +114,16 @@ class Running:
         return self._client.with_options(**options) if options else self._client
 
 
+def read_until(s: socket.socket, wanted: bytes) -> bytes:
+    """What comes until `wanted` has come."""
+    got = b""
+    while wanted not in got:
+        part = s.recv(65536)
+        assert part, f"the connection ended before {wanted!r} came: {got!r}"
+        got += part
+    return got
+
+
 def serve(engine: Engine, **settings: Any) -> Running:
     async def open_engine() -> Engine:
         return engine
@@ -121,13 +132,15 @@ def serve(engine: Engine, **settings: Any) -> Running:
 
 
 @pytest.fixture(scope="session")
-def solo(tiny_dir: Path) -> SoloEngine:
+def solo(tiny_dir: Path) -> Iterator[SoloEngine]:
     """The tiny model; shared, so that it is loaded once."""
-    return SoloEngine(tiny_dir)
+    engine = SoloEngine(tiny_dir)
+    yield engine
+    engine.pool.shutdown()
 
 
 @pytest.fixture(scope="module")
 def solo_server(solo: SoloEngine) -> Iterator[Running]:
+    solo.reopen()
     with serve(solo, drain_timeout=1.0) as running:
         yield running
-    solo.state = "ready"  # the next module's server takes it over

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,9 @@ class SoloEngine:
 
     def __init__(self, directory: Path, *, max_running: int = 64, limits: MediaLimits | None = None) -> None:
         from stretto.models.qwen3_omni.load import Models, Source
-        from stretto.solo import Solo
 
         self.config = OmniConfig.read(directory)
         self.models = Models.open(Source.open(directory, "cpu", None, progress=False))
-        self.solo = Solo(self.models)
         self.builder = PromptBuilder.open(directory, self.config, limits or MediaLimits())
         self.pool = ThreadPoolExecutor(1, "solo")
         self.max_running = max_running
@@ -116,8 +115,11 @@ class SoloEngine:
                 pass
 
     async def close(self) -> None:
+        """Leaves the model loaded: tests serve it again (`reopen`)."""
         self.state = "dead"
-        self.pool.shutdown()
+
+    def reopen(self) -> None:
+        self.state, self.ledger = "ready", Ledger()
 
     def generate(
         self,
@@ -129,11 +131,14 @@ class SoloEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
     ) -> AsyncIterator[Event]:
+        from stretto.solo import Solo
+
         params = self._check(params)
 
         def start() -> tuple[Prompt, Iterator[Any]]:
             prompt = self.builder.build(messages, list(tools) if tools else None)
-            return prompt, self.solo.run(prompt, self._options(params, voice, "audio" in modalities))
+            solo = Solo(held(self.models, params))
+            return prompt, solo.run(prompt, self._options(params, voice, "audio" in modalities))
 
         return self._events(start, params, str(request_id))
 
@@ -153,7 +158,7 @@ class SoloEngine:
             if not words:
                 raise Invalid("input has nothing to read", "input")
             options = self._options(params, voice, True, len(words) + 1)
-            return prompt, read_aloud(self.models, words).run(prompt, options)
+            return prompt, read_aloud(held(self.models, params), words).run(prompt, options)
 
         return self._events(start, params, str(request_id), silent=True)
 
@@ -161,8 +166,8 @@ class SoloEngine:
         params = params or Params()
         if len(self.ledger.running) >= self.max_running:
             raise Busy("too many requests are running")
-        if params.logit_bias or params.ignore_eos or params.min_text_tokens or params.min_frames:
-            raise Invalid("this engine takes no such field", "logit_bias")
+        if any(i >= self.config.thinker.text.vocab_size for i in params.logit_bias):
+            raise Invalid("logit_bias names a token that the model does not have", "logit_bias")
         if params.max_frames > 65536:
             raise TooLong("so many frames do not fit the talker", "max_audio_frames")
         return params
@@ -230,6 +235,43 @@ class SoloEngine:
         except asyncio.CancelledError:
             await asyncio.wait([step])  # a generator cannot be closed while it runs
             raise
+
+
+class Instead:
+    """Another object, but for some of its methods."""
+
+    def __init__(self, inner: Any, **methods: Any) -> None:
+        self.inner, self.methods = inner, methods
+
+    def __getattr__(self, name: str) -> Any:
+        return self.methods[name] if name in self.methods else getattr(self.inner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def held(models: Any, params: Params) -> Any:
+    """The models for one request, with its biases, and with the ends kept away until it may end."""
+    least = params.max_text_tokens if params.ignore_eos else params.min_text_tokens
+    config, thinker, talker = models.config, models.thinker, models.talker
+    tokens, frames = count(), count()
+
+    def logits(hidden: Any) -> Any:
+        out = thinker.logits(hidden)
+        for token, bias in params.logit_bias.items():
+            out[:, token] += bias
+        if next(tokens) < least:
+            out[:, config.tokens.im_end] = float("-inf")
+        return out
+
+    def hold(scores: Any) -> None:
+        if next(frames) < params.min_frames:
+            scores[:, config.talker.codec.eos] = float("-inf")
+
+    def frame(*args: Any) -> Any:
+        return talker.frame(*args, hold=hold)
+
+    return replace(models, thinker=Instead(thinker, logits=logits), talker=Instead(talker, frame=frame))
 
 
 def read_aloud(models: Any, words: list[int]) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import http.client
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from stretto.errors import Bug, Busy, Invalid, StageDead, StrettoError, WireErro
 from stretto.orchestrator.api import Engine, TimelineSpan
 from stretto.server.app import make_app
 from stretto.server.config import ServerConfig
-from tests.server.conftest import Running, serve
+from tests.server.conftest import Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
@@ -398,9 +399,7 @@ class HeldServer:
         s = socket.create_connection(("127.0.0.1", self.running.port), timeout=30)
         auth = f"Authorization: Bearer {key}\r\n" if key else ""
         s.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{auth}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        got = b""
-        while (b'"data"' if path == CHAT else b"\r\n\r\n") not in got:
-            got += s.recv(65536)
+        read_until(s, b'"data"' if path == CHAT else b"\r\n\r\n")
         return s
 
     def rest(self, s: socket.socket) -> bytes:
@@ -642,3 +641,11 @@ def test_root_path_and_timeline() -> None:
         reply = running.ask(CHAT, {**ASK, "timeline": True}, headers={"Authorization": "Bearer k"})
         assert reply.json["stretto"]["timeline"] == [{"lane": "thinker", "name": "step", "start": 0.5, "stop": 0.75}]
         assert "timeline" not in running.ask(CHAT, ASK, headers={"Authorization": "Bearer k"}).json["stretto"]
+
+
+def test_the_dashboard_asks_for_numbers_that_exist(running: Running) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = {m for p in dashboard["panels"] for t in p["targets"] for m in re.findall(r"stretto_\w+", t["expr"])}
+    told = set(re.findall(r"^(stretto_\w+)", running.ask("/metrics").body.decode(), re.M))
+    assert asked
+    assert asked <= told

@@ -112,6 +112,15 @@ def check_sound(data: bytes, format: str, pcm: bytes) -> None:
         assert 0.5 < loud / np.sqrt(np.mean(want.astype(float) ** 2) * len(want)) < 1.5
 
 
+def test_lengths_can_be_fixed(solo_server: Running) -> None:
+    """For benchmarks, on any weights: text and speech exactly as long as asked for."""
+    fixed = {"ignore_eos": True, "min_audio_frames": 5, "max_audio_frames": 5}
+    answer = ask(solo_server, HEARD, extra_body=fixed, **SPOKEN)
+    assert answer.usage.completion_tokens_details.text_tokens == TOKENS
+    assert answer.usage.completion_tokens_details.audio_tokens == 5
+    assert answer.choices[0].finish_reason == "length"
+
+
 def test_streamed_text(solo_server: Running, solo: SoloEngine) -> None:
     text, _, end = expected(solo_server, solo, QUESTION, "streamed-text", spoken=False)
     chunks = list(ask(solo_server, stream=True, stream_options={"include_usage": True}))

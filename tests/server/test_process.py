@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.request
 
-from tests.server.conftest import Running
+from tests.server.conftest import Running, read_until
 from tests.server.solo_engine import SoloEngine
 
 PROGRAM = """
@@ -54,9 +54,7 @@ def test_sigterm_drains_and_exits_with_0() -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nX-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
             s.sendall(head.encode() + body)
-            got = b""
-            while b"One" not in got:
-                got += s.recv(65536)
+            got = read_until(s, b"One")
             process.send_signal(signal.SIGTERM)
             while (state := health(port)) == "ready":
                 pass
@@ -95,9 +93,7 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
             s.sendall(
                 f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
             )
-            got = b""
-            while wanted not in got:
-                got += s.recv(4096)
+            read_until(s, wanted)
         solo_server.do(solo.ledger.idle.wait())
         solo_server.do(solo_server.server.service.admission.idle.wait())
     opened, closed, finished = solo.ledger.opened, solo.ledger.closed, solo.ledger.finished

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from stretto.errors import Invalid
+from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.config import OmniConfig, TokenIds
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.talker import Talker
@@ -87,9 +88,10 @@ def talker_prompt(prompt: Prompt, config: OmniConfig, voice: str | None = None) 
 
 def user_rows(talker: Talker, ids: Sequence[int], is_media: npt.NDArray[np.bool_], media: torch.Tensor) -> torch.Tensor:
     """Talker rows of a run of user tokens; `media` holds the accept-layer rows of those that are media."""
-    rows = talker.text_rows(torch.tensor(list(ids), device=talker.device))
-    if is_media.any():
-        rows[torch.from_numpy(is_media).to(talker.device)] = talker.media_rows(media)
+    rows = talker.text_rows(to_device(ids, talker.device, torch.int64))
+    places = np.flatnonzero(is_media)
+    if len(places):
+        rows.index_copy_(0, to_device(places, talker.device, torch.int64), talker.media_rows(media))
     return rows
 
 
@@ -98,8 +100,8 @@ def opening_rows(talker: Talker, prompt: TalkerPrompt) -> torch.Tensor:
     t, codec, device = talker.config.tokens, talker.config.talker.codec, talker.device
     text = [*prompt.role, t.tts_pad, t.tts_pad, t.tts_pad, t.tts_pad, t.tts_bos]
     marks = [codec.nothink, codec.think_bos, codec.think_eos, prompt.speaker, codec.pad]
-    rows = talker.text_rows(torch.tensor(text, device=device))
-    rows[3:] += talker.codec_rows(torch.tensor(marks, device=device))
+    rows = talker.text_rows(to_device(text, device, torch.int64))
+    rows[3:] += talker.codec_rows(to_device(marks, device, torch.int64))
     return rows
 
 

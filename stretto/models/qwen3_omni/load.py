@@ -51,8 +51,10 @@ class Source:
         where = torch.device(device)
         if dtype is None:
             dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-        if where.type == "cuda" and dtype == torch.float32:
+        if where.type == "cuda":
             torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
+            # Shapes are few (captured sizes), and what cuDNN guesses for some of them is ten times slower.
+            torch.backends.cudnn.benchmark = dtype != torch.float32
         files = None
         if load_format == "safetensors":
             if isinstance(model, OmniConfig):

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from stretto.kernels.paged import KVCache, Paging
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import Embedding, Linear
+from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
@@ -84,31 +87,36 @@ class Thinker(nn.Module):
         if not (prompt.audios or prompt.images or prompt.videos):
             return None
         tokens, device, dtype = self.config.tokens, self.device, self.dtype
-        ids = torch.tensor(prompt.ids)
+        ids = np.asarray(prompt.ids)
+        media, visual = (
+            np.flatnonzero(np.isin(ids, tokens.media_pads)),
+            np.flatnonzero(np.isin(ids, tokens.media_pads[1:])),
+        )
         hidden = self.config.thinker.text.hidden_size
+        rows = torch.zeros(len(media), hidden, device=device, dtype=dtype)
         levels = len(self.config.thinker.vision.deepstack_layers)
-        rows = torch.zeros(len(ids), hidden, device=device, dtype=dtype)
-        deep = torch.zeros(levels, len(ids), hidden, device=device, dtype=dtype)
-        sound = [self.audio_tower.encode(torch.from_numpy(c.mel).to(device, dtype)) for c in prompt.audios]
-        if sound:
-            rows[(ids == tokens.audio_pad).to(device)] = torch.cat(sound)
-        for pad, media in ((tokens.image_pad, prompt.images), (tokens.video_pad, prompt.videos)):
-            if media:
-                patches = torch.cat([torch.from_numpy(m.values) for m in media]).to(device, dtype)
-                seen = self.visual.encode(patches, [m.grid for m in media])
-                mine = (ids == pad).to(device)
-                rows[mine] = seen.main
-                deep[:, mine] = torch.stack(list(seen.deep))
-        visual = (ids == tokens.image_pad) | (ids == tokens.video_pad)
-        media_places = (visual | (ids == tokens.audio_pad)).nonzero().flatten()
-        visual_places = visual.nonzero().flatten()
-        return MediaRows(media_places, rows[media_places.to(device)], visual_places, deep[:, visual_places.to(device)])
+        deep = torch.zeros(levels, len(visual), hidden, device=device, dtype=dtype)
+
+        def among(pad: int, places: npt.NDArray[np.int64]) -> torch.Tensor:
+            """Which of `places` hold this pad."""
+            return to_device(np.flatnonzero(ids[places] == pad), device, torch.int64)
+
+        if prompt.audios:
+            mels = [to_device(c.mel, device, torch.float32).to(dtype) for c in prompt.audios]
+            rows.index_copy_(0, among(tokens.audio_pad, media), torch.cat([self.audio_tower.encode(m) for m in mels]))
+        for pad, pictures in ((tokens.image_pad, prompt.images), (tokens.video_pad, prompt.videos)):
+            if pictures:
+                patches = to_device(np.concatenate([m.values for m in pictures]), device, torch.float32).to(dtype)
+                seen = self.visual.encode(patches, [m.grid for m in pictures])
+                rows.index_copy_(0, among(pad, media), seen.main)
+                deep.index_copy_(1, among(pad, visual), torch.stack(list(seen.deep)))
+        return MediaRows(torch.from_numpy(media), rows, torch.from_numpy(visual), deep)
 
     def embed(self, ids: torch.Tensor, media: MediaRows | None = None) -> torch.Tensor:
         """Input rows of a run of ids; `media` holds the encoder rows that fall into the run."""
         x: torch.Tensor = self.model.embed_tokens(ids)
         if media is not None and len(media.places):
-            x[media.places.to(x.device)] = media.rows
+            x.index_copy_(0, to_device(media.places.numpy(), x.device, torch.int64), media.rows)
         return x
 
     def forward(

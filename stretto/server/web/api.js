@@ -46,13 +46,14 @@ async function failure(response) {
   });
 }
 
-/** {state, stages, error}: "ready" or what the server is busy with. Never throws an ApiError. */
+/** {state, stages, error}: "ready" or what the server is busy with; "error" if it is no such answer at all. */
 export async function health(signal) {
   const response = await reach("health", { signal, cache: "no-store" });
   const body = await response.json().catch(() => ({}));
   const said = body.state ?? body.status;
-  const state = response.ok ? "ready" : ["loading", "draining", "dead"].includes(said) ? said : "loading";
-  return { state, stages: body.stages ?? {}, error: body.error?.message ?? body.error ?? null };
+  const state = response.ok ? "ready" : ["loading", "draining", "dead"].includes(said) ? said : "error";
+  const error = body.error?.message ?? body.error ?? (state === "error" ? `It answered ${response.status}.` : null);
+  return { state, stages: body.stages ?? {}, error };
 }
 
 /** {name, voices, defaultVoice, rate} of the first model. */

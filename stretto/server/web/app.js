@@ -88,12 +88,15 @@ function nameTheme() {
 // Notices about the connection, which come and go by themselves. Others stay: they hold a question's "Try again".
 const OURS = ["loading", "disconnected", "draining", "dead", "unauthorized", "error"];
 
+let lastTold = ""; // the latest of them
+
 function onConnection(found) {
   const before = server;
   server = found;
   showState();
   const { state, stages, error, model } = found;
   if (state === "ready") {
+    lastTold = "";
     if (OURS.includes(notice.about)) notice.hide();
     if (model && before.model?.name !== model.name) showModel(model);
     if (waiting) answer(waiting);
@@ -112,9 +115,10 @@ function onConnection(found) {
     unauthorized: { title: "This server asks for a key.", text: apiKey() ? (error ?? "") : "", key: true },
     error: { title: "The server answered with an error.", text: error ?? "" },
   }[state];
-  // A notice is built anew only if it says something else: it would take the focus away, and be read out again.
-  const same = state === notice.about && JSON.stringify([stages, error]) === JSON.stringify([before.stages, before.error]);
-  if (told && !same) {
+  // Told once: a notice built anew would take the focus away, be read out again, and undo the reader's "Dismiss".
+  const words = JSON.stringify(told);
+  if (told && words !== lastTold) {
+    lastTold = words;
     notice.show({ about: state, ...told });
   }
 }
@@ -138,7 +142,7 @@ function showState() {
   $("state-text").textContent = STATES[state];
   const busy = current !== null || playing !== null;
   $("stop").hidden = !busy;
-  $("send").hidden = busy;
+  $("send").hidden = busy && !$("question").value.trim();
 }
 
 // --- asking ----------------------------------------------------------------------------------------------------------
@@ -229,8 +233,15 @@ function body(entry, speak) {
     stream: true,
     stream_options: { include_usage: true },
     timeline: true,
+    ...limits(),
     ...(speak ? { modalities: ["text", "audio"], audio: { format: "pcm16", voice } } : { modalities: ["text"] }),
   };
+}
+
+/** A limit on text, and one on speech to match: about four tokens a second are spoken, in 12.5 frames. */
+function limits() {
+  const tokens = Number($("longest").value);
+  return tokens ? { max_completion_tokens: tokens, max_audio_frames: Math.ceil((tokens / 4) * 12.5) } : {};
 }
 
 function explain(error, entry) {
@@ -441,6 +452,7 @@ function fit() {
   const box = $("question");
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight + 2}px`;
+  showState();
 }
 
 function newConversation() {
@@ -496,6 +508,7 @@ $("key-form").onsubmit = (e) => {
   $("key-now").value = "";
   retry?.();
 };
+$("longest").onchange = () => store(localStorage, "stretto-longest", $("longest").value);
 $("voice").onchange = () => store(localStorage, "stretto-voice", $("voice").value);
 $("zoom-making").onclick = () => setZoom("making");
 $("zoom-hearing").onclick = () => setZoom("hearing");
@@ -537,9 +550,13 @@ window.strettoStats = () => ({
   turns: conversation.entries.map((entry) => entry.turn?.figures() ?? null),
 });
 
-if (matchMedia("(max-height: 640px)").matches) $("score").open = false;
+// In one column the score can be folded away, and on a small phone is at first; beside the talk it is always open.
+const oneColumn = matchMedia("(max-width: 900px)");
+oneColumn.addEventListener("change", () => ($("score").open ||= !oneColumn.matches));
+if (oneColumn.matches && innerHeight <= 640) $("score").open = false;
 $("key").value = stored(sessionStorage, "stretto-key");
 $("instructions").value = stored(localStorage, "stretto-instructions");
+$("longest").value = stored(localStorage, "stretto-longest");
 nameTheme();
 showFigures();
 connection.check();

@@ -16,18 +16,20 @@ export class Connection {
     this.state = "connecting";
     this.delay = FIRST_MS;
     this.timer = null;
-    this.checking = false;
+    this.checking = this.again = false;
     addEventListener("online", () => this.check());
     document.addEventListener("visibilitychange", () => document.hidden || this.check());
   }
 
   /** Look now; the next look is planned from what is found. */
   async check() {
+    this.again = this.checking; // asked for while looking: what is found may be old
     if (this.checking) return;
     this.checking = true;
     clearTimeout(this.timer);
     const found = await this.look();
     this.checking = false;
+    if (this.again) return this.check();
     this.delay = found.state === this.state ? Math.min(this.delay * 1.6, LONGEST_MS[found.state] ?? READY_MS) : FIRST_MS;
     this.state = found.state;
     this.onChange({ stages: {}, error: null, model: this.model, ...found });

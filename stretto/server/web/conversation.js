@@ -72,7 +72,7 @@ export class Conversation {
   }
 
   append(entry, text) {
-    entry.words.append(text);
+    entry.words.append(entry.words.hasChildNodes() ? text : text.trimStart());
     this.scroll(false);
   }
 

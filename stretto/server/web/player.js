@@ -1,6 +1,6 @@
 // The player as the page sees it: streams of samples in, reports out. One audio context for the page's life.
 
-import { Unreachable } from "./api.js";
+import { ApiError, Unreachable } from "./api.js";
 
 export class Player {
   /** `onReport({stream, event, state, buffered, played, underruns, starved})` is called about 23 times a second. */
@@ -18,9 +18,11 @@ export class Player {
     this.opening ??= this.build(rate);
     try {
       await this.opening;
-    } catch {
+    } catch (error) {
       this.opening = null; // build it anew next time
-      throw new Unreachable("The server cannot be reached.");
+      // The worklet's file could not be fetched.
+      if (error.name === "AbortError") throw new Unreachable("The server cannot be reached.");
+      throw new ApiError(`This browser cannot play sound (${error.message}). Speech can be turned off in the settings.`);
     }
     if (this.context.state !== "running") {
       // Not awaited: where the browser refuses, the promise stays open until somebody clicks.
@@ -28,7 +30,6 @@ export class Player {
     }
   }
 
-  // The only step that can fail is fetching the worklet's file.
   async build(rate) {
     this.context ??= new AudioContext({ sampleRate: rate, latencyHint: "interactive" });
     await this.context.audioWorklet.addModule(new URL("player-worklet.js", import.meta.url));

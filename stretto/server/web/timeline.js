@@ -8,6 +8,7 @@ const NAMES = { thinker: "Thinker", talker: "Talker", code2wav: "Code2wav", pack
 const SLOW_MS = 250; // between pictures when the reader asked for less motion
 const AXIS = 22; // pixels
 
+const READING = /^(prompt|prefill|first)/; // spans before a stage's first output
 const isLink = (lane) => lane.includes(">");
 
 export class Timeline {
@@ -62,7 +63,7 @@ export class Timeline {
 
   draw() {
     this.drawnAt = performance.now();
-    const spans = this.turn ? (this.turn.spans ?? inferred(this.turn)) : [];
+    const spans = this.turn ? allSpans(this.turn) : [];
     const named = new Set(spans.map((s) => s.lane));
     const extra = [...named].filter((lane) => !ORDER.includes(lane));
     this.setLanes([
@@ -122,7 +123,7 @@ export class Timeline {
       if (span.lane !== lane) continue;
       const left = x(span.start);
       const box = { x: left, y: y + inset, w: Math.max(1.5, x(span.stop) - left - 0.5), h: h - 2 * inset };
-      g.globalAlpha = span.guess ? 0.3 : thin ? 0.55 : 0.85;
+      g.globalAlpha = span.guess ? 0.3 : thin || READING.test(span.name) ? 0.5 : 0.85;
       g.fillStyle = color;
       g.beginPath();
       g.roundRect(box.x, box.y, box.w, box.h, Math.min(3, box.w / 2));
@@ -209,6 +210,13 @@ export class Timeline {
     parts.push(`${turn.underruns} underruns`);
     this.canvas.setAttribute("aria-label", `Timeline of the pipeline: ${parts.join(", ")}`);
   }
+}
+
+/** The server's spans, and for lanes it said nothing about what can be inferred. */
+function allSpans(turn) {
+  const told = turn.spans ?? [];
+  const lanes = new Set(told.map((span) => span.lane));
+  return [...told, ...inferred(turn).filter((span) => !lanes.has(span.lane))];
 }
 
 /** What the stages must have been doing, judged by what has arrived. */

@@ -14,16 +14,9 @@ import torch
 
 from stretto.kernels.paged import KVCache, Paging
 from stretto.kernels.sampling import SamplingRows, signed
+from stretto.layers.upload import to_device
 from stretto.stage.request import BlockId
 from stretto.types import SamplingParams
-
-
-def to_device(values: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Host values to the device without waiting: through pinned memory, which the allocator keeps until it is read."""
-    host = torch.as_tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return host.clone() if isinstance(values, np.ndarray) else host
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

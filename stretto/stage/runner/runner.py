@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from stretto.errors import Bug, StageDead, StrettoError
+from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.lane import Captured, Lane
-from stretto.stage.runner.rows import How, to_device
+from stretto.stage.runner.rows import How
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
 from stretto.types import RequestId

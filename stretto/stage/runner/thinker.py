@@ -11,10 +11,11 @@ import torch
 
 from stretto.kernels.paged import KVCache, Paging
 from stretto.kernels.sampling import sample
+from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
-from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns, to_device
+from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
@@ -50,6 +51,7 @@ class ThinkerLane:
         blocks = -(-max_context // cache.block_size)
         self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
         self.params = SamplingColumns(num_rows + 1, model.device)
+        self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
         self.inputs: dict[RequestId, ThinkerInput] = {}
 
@@ -122,7 +124,7 @@ class ThinkerLane:
         tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
         self.next[rows] = tokens
         if how.penalty:
-            self.rows.seen[rows, tokens] = True
+            self.rows.seen.index_put_((rows, tokens), self.true)
         return Picked(guarded(tokens[:, None], logits))
 
 

@@ -34,7 +34,9 @@ class RowSpan(NamedTuple):
     # Rows below this were published before and are only computed again for their KV (after a preemption): publish
     # payload for [max(start, fresh), stop) alone.
     fresh: int
-    first_block: int  # table[first_block : first_block + len(new_blocks)] = new_blocks, before the step runs
+    # table[first_block : first_block + len(new_blocks)] = new_blocks, before the step runs. What the table holds
+    # beyond the block of row stop - 1 is stale.
+    first_block: int
     new_blocks: tuple[BlockId, ...]
     epoch: int  # the scheduler's: results of an older epoch are surplus
 

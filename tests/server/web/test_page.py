@@ -315,6 +315,37 @@ def test_connection_that_breaks(tab: Tab, server: FakeServer) -> None:
     assert tab.visible("retry")
 
 
+def test_asking_again_while_the_answer_is_spoken(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(packets=(1, 8, 8, 8))
+    tab.ask("One?")
+    tab.until("strettoStats().turns[0]?.outcome === 'done' && strettoStats().playing")
+    assert not tab.visible("send")
+    tab.write("question", "Two?")
+    assert tab.visible("send")
+    tab.click("send")
+    tab.until("strettoStats().turns[1]?.outcome === 'done'")
+    assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("health", "words"),
+    [
+        ({"status": "draining"}, "The server is shutting down."),
+        ({"status": "dead", "error": "the talker host died"}, "the talker host died"),
+        ({"status": "what?"}, "It answered 503."),
+    ],
+)
+def test_servers_that_do_not_serve(browser: Browser, server: FakeServer, health: dict[str, str], words: str) -> None:
+    server.script.health = dict(health)
+    tab = browser.open(server.url)
+    tab.until(shows(words))
+    tab.click("dismiss")
+    server.script.health = {"status": "ready"}
+    tab.until(READY)
+    assert not tab.visible("notice")
+    tab.close()
+
+
 def test_refused_question_does_not_poison_the_next(tab: Tab, server: FakeServer) -> None:
     server.script = Script(refuse=(400, {}, "audio is longer than 40 minutes"), refusals=1)
     tab.ask("First?")

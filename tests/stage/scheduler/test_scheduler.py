@@ -324,6 +324,36 @@ def test_at_least_the_last_prompt_row_is_computed() -> None:
     driver.check_idle()
 
 
+def test_a_truncated_history_is_not_taken_whole_from_the_cache() -> None:
+    driver = Driver(config(overlap_depth=1))
+    request = driver.submit("a", [1, 2, 3, 4, 5, 6, 7, 8], max_new=3, stop_ids=NEVER, resumable=True)
+    driver.drain()
+    driver.interrupt("a", keep=8)
+    driver.scheduler._ledger._preempt(request)  # as if others had needed its blocks, and not used them yet
+    driver.extend("a", [])
+    assert spans(driver.launch()) == {"a": (4, 8)}, "both blocks are cached, but row 7 has to sample"
+    driver.drain()
+
+
+def test_a_reuse_that_no_batch_told_of_is_told_again() -> None:
+    driver = Driver(config(num_blocks=8, max_rows=2, patience=0, overlap_depth=1))
+    driver.submit("seed", [1] * 9, max_new=1)
+    driver.drain()
+    for name in ("x", "y"):
+        driver.submit(name, [5], max_new=3, stop_ids=NEVER)
+    turn(driver)
+    low = driver.submit("low", [1] * 9, max_new=2, priority=1)
+    driver.submit("high", [2] * 25, max_new=2)
+    while "x" in driver.live:
+        turn(driver)
+    # Both rows come free at once: `low` is the longest waiting and goes first, then makes room for `high` at once.
+    assert set(spans(driver.launch())) == {"high"}
+    assert (low.num_preemptions, low.cursor.confirmed, joins(driver, "low")) == (1, 0, [])
+    driver.drain()
+    assert joins(driver, "low")[0].reused_from == 0
+    driver.check_idle()
+
+
 def test_a_cached_prefix_without_its_payload_is_computed_again() -> None:
     driver = Driver(config())
     rows, media = [1, 2, 3, 4] * 3, [0, 0, 0, 0, 9, 9]

@@ -1,0 +1,66 @@
+"""The page and the clients against the real server with the real tiny model: that both sides mean the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.client.test_command import run
+from tests.server.conftest import Running, serve
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.solo_engine import SoloEngine
+from tests.server.web.browser import Browser
+from tests.server.web.test_page import READY, shows
+
+
+def test_a_conversation_with_the_tiny_model(browser: Browser, solo_server: Running, solo: SoloEngine) -> None:
+    tab = browser.open(solo_server.url)
+    tab.until(READY)
+    voices = tab.eval("[...document.querySelector('#voice').options].map((option) => option.value)")
+    assert voices == list(solo.info.voices)
+    tab.eval("document.querySelector('#longest').append(new Option('Very short', '8', true, true))")
+
+    tab.click("mic")
+    tab.until("parseFloat(document.querySelector('#recording-text').textContent.split(' ')[1]) >= 0.5")
+    tab.click("mic")
+    tab.until("strettoStats().turns[0]?.outcome === 'done'")
+    tab.ask("And in writing?")
+    tab.until("strettoStats().turns[1]?.outcome === 'done'")
+    for turn in tab.stats()["turns"]:
+        assert turn["packets"] > 0
+        assert 0 < turn["audioSeconds"] <= 2.0
+        assert turn["measured"], "the server sent its timeline"
+    assert tab.complained() == []
+    tab.close()
+    assert not solo.ledger.running
+
+
+def test_errors_and_states_are_told_in_the_servers_words(browser: Browser) -> None:
+    engine = ScriptedEngine(state="loading")
+    with serve(engine, api_key=("sk-secret",)) as server:
+        tab = browser.open(server.url)
+        tab.until(shows("The model is loading."))
+        engine.state = "ready"
+        tab.until(shows("This server asks for a key."))
+        tab.write("key-now", "sk-secret")
+        tab.press("Enter")
+        tab.until(READY)
+        tab.close()
+
+
+def test_bench(solo_server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.json"
+    short = ("--max-tokens", "5", "--extra", '{"max_audio_frames": 6}')
+    assert run("bench", solo_server.url, "-c", "2", "-n", "4", "--quiet", "--json", str(out), *short) == 0
+    told = json.loads(out.read_text())
+    assert "version" in told["server"]
+    for sample in told["levels"][0]["samples"]:
+        assert 0 < sample["text_tokens"] <= 5
+        assert 0 < sum(s for _, s in sample["packets"]) <= 6 * 1920 / 24000
+    assert "4 answers" in capsys.readouterr().out
+
+
+def test_talk(solo_server: Running, tmp_path: Path) -> None:
+    assert run("talk", solo_server.url, "--text", "Hi", "--max-tokens", "4", "--text-only") == 0
