@@ -2,8 +2,8 @@
 
     python bench/link_gpu.py --out bench/results/link_gpu.json
 
-For payloads of 1, 64 and 2,500 rows of 2048 bf16: bytes per second through the whole path, next to that of one
-pinned copy of the same size; the time of one hop; and the gap between consecutive steps of a decode loop on the
+For payloads of 1, 64, 2,500 and 10,000 rows of 2048 bf16: bytes per second through the whole path, next to that of
+one pinned copy of the same size; the time of one hop; and the gap between consecutive steps of a decode loop on the
 sending side (events around each graph launch), alone and with the link busy.
 
 Three arrangements: the receiver as a thread of this process (one interpreter lock for four threads), as a process of
@@ -36,9 +36,9 @@ from stretto.stage.payload.ring import Ring
 from stretto.stage.payload.schema import ThinkerRows, unpack
 from stretto.types import RequestId, Span
 
-ROWS = (1, 64, 2500)
+ROWS = (1, 64, 2500, 10000)
 HIDDEN = 2048
-SLOT_BYTES = 12 << 20
+SLOT_BYTES = 48 << 20
 SLOTS = 8
 
 
@@ -171,7 +171,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 def measure(rows: int, link: Sending) -> dict[str, Any]:
     payload = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
-    count = 400 if rows > 1000 else 2000
+    count = 2000 if rows < 1000 else 1_000_000 // rows
     link.send(payload, 20)
     start = time.perf_counter()
     link.send(payload, count)

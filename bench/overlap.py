@@ -168,6 +168,7 @@ def main() -> None:
     p.add_argument("--config", choices=["released", "tiny"], default="released")
     p.add_argument("--stages", default="thinker,talker")
     p.add_argument("--batches", default="1,8,32")
+    p.add_argument("--depths", default="1,2")
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--prompt", type=int, default=128)
     p.add_argument("--out", type=Path, default=Path("bench/results/overlap.json"))
@@ -180,7 +181,7 @@ def main() -> None:
     for kind in args.stages.split(","):
         model = source.thinker() if kind == "thinker" else source.talker()
         for batch in map(int, args.batches.split(",")):
-            for depth in (1, 2):
+            for depth in map(int, args.depths.split(",")):
                 for payload in (False, True):
                     run = measure(kind, model, config, batch, depth, payload, args.steps, args.prompt)
                     result["runs"].append(run)

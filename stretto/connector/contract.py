@@ -1,9 +1,5 @@
 """The connector contract: what a link's two ends promise, whatever carries the bytes.
 
-2026-11-15 05:40, for connectors whose slots are a mapping: `pinned.map_shared(fd, size)` in place of `mmap.mmap(fd,
-size)` page-locks it in processes that use CUDA (measured: device copies at 55 GB/s instead of staged ones). And
-`wire.encode_into` now takes device tensors as well (copies them into the slot and waits). Nothing else changed.
-
 A link is one way. The receiving side *listens* and gets a `Receiver`, whose `endpoint` travels over the control
 plane to the sending side, which *connects* and gets a `Sender`. One receiver serves one sender for one
 generation; after a death or a close, both sides start again with a new `listen` (and a higher generation).

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import os
 import select
 import struct
@@ -38,9 +39,12 @@ from zmq.utils import z85
 from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
 from stretto.connector.slots import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
 
+log = logging.getLogger(__name__)
+
 HEARTBEAT_S = 1.0
 _LINGER_MS = 2000  # how long a closed sender's last chunks may still be on their way
 _NEVER_MS = 24 * 3600 * 1000  # to a second connection. -1 would say so too, but drops what had come by the first
+_TERM_S = _LINGER_MS / 1000 + 1.0
 _UNBIND_S = 0.5
 _GREETING_S = 0.1  # for a hello that is on its way when its listener closes
 _SLACK_BYTES = 4096  # notes and hello beside a chunk, in the bound on what is received
@@ -71,9 +75,16 @@ class _Contexts:
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._context is not None:
-                self._context.term()  # waits for what lingers
-                self._context = None
+            if self._users or self._context is None:
+                return
+            context, self._context = self._context, None
+        # Waits for what lingers, so that the last chunks of a process that ends now are not lost. In a thread of its
+        # own, since ZeroMQ's wait has no bound of its own.
+        closer = threading.Thread(target=context.term, daemon=True, name="stretto-zmq-term")
+        closer.start()
+        closer.join(_TERM_S)
+        if closer.is_alive():
+            log.warning("ZeroMQ did not stop within %s s; leaving it behind", _TERM_S)
 
 
 _contexts = _Contexts()
@@ -322,6 +333,8 @@ class NetListener(_NetBell):
         if len(frames) not in (2, 3) or len(frames[1]) != NOTE_BYTES:
             raise Hangup("the peer sent something that is not a note")
         note = unpack_note(frames[1].buffer)
+        if note[0] == Kind.CLOSE:
+            self._lost = "the sender closed"
         return note, frames[2] if len(frames) == 3 else None
 
     def reply(self, kind: int, slot: int = 0, seq: int = 0) -> None:

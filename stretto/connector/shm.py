@@ -26,7 +26,6 @@ from __future__ import annotations
 import array
 import fcntl
 import hmac
-import mmap
 import os
 import secrets
 import socket
@@ -37,6 +36,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
+from stretto.connector.pinned import map_shared
 from stretto.connector.slots import (
     NOTE_BYTES,
     Hangup,
@@ -325,4 +325,4 @@ def _map_slots(memory: int, endpoint: Endpoint) -> list[memoryview]:
     size = _memory_bytes(endpoint)
     if os.fstat(memory).st_size != size or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ConnectionRefusedError("not the memory that was agreed")
-    return split_slots(mmap.mmap(memory, size), endpoint.slots, endpoint.slot_bytes)
+    return split_slots(map_shared(memory, size), endpoint.slots, endpoint.slot_bytes)

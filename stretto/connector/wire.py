@@ -198,7 +198,7 @@ def _write(area: torch.Tensor, meta: TensorMeta, tensor: torch.Tensor) -> None:
     if not nbytes:
         return
     if tensor.is_cpu and tensor.is_contiguous():
-        # Most rows: one plain copy, where torch would make two views first and take five times as long.
+        # Most rows: one plain copy, where torch would make two views first.
         ctypes.memmove(area.data_ptr() + meta.offset, tensor.data_ptr(), nbytes)
     else:
         slot = area[meta.offset : meta.offset + nbytes].view(tensor.dtype).view(meta.shape)

@@ -54,7 +54,7 @@ def make_app(config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> 
     app = Starlette(
         routes=routes.table(),
         lifespan=lifespan,
-        exception_handlers={HTTPException: routes.http_error, Refused: _refused},
+        exception_handlers={HTTPException: routes.http_error, Refused: _tell, Exception: _tell},
         middleware=[
             # Outermost, so that a page of another origin can read errors too.
             Middleware(
@@ -157,7 +157,7 @@ class Routes:
         return respond(Refused(error.status_code, message, code="not_found", headers=error.headers))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _tell(request: Request, error: Exception) -> Response:
     return respond(error)
 
 

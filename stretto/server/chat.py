@@ -168,8 +168,9 @@ def check_lengths(least: int | None, most: int, param: str) -> None:
 
 
 def token_bias(bias: dict[str, float] | None) -> dict[int, float]:
-    if bad := next((k for k in bias or {} if not (k.isascii() and k.isdigit() and len(k) < 10)), None):
-        raise Invalid(f"logit_bias: {bad[:40]!r} is not the id of a token", "logit_bias")
+    for key in bias or {}:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise Invalid(f"logit_bias: {key[:40]!r} is not the id of a token", "logit_bias")
     return {int(k): b for k, b in (bias or {}).items()}
 
 

@@ -1,4 +1,4 @@
-"""`stretto serve` and `stretto env`: flags, what is printed, and how it ends. The lead's cli.py wires them in."""
+"""`stretto serve` and `stretto env`: flags, what is printed, and how it ends. `cli.py` wires them in."""
 
 from __future__ import annotations
 

@@ -4,13 +4,15 @@ ends the moment the client leaves. Used by the routes that generate; everything 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from stretto.errors import Gone, Invalid
@@ -25,6 +27,7 @@ SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or proxies collect the pieces
 )
+LINGER_SECONDS, LINGER_FACTOR = 2.0, 4  # how long, and how many times the limit, a body is thrown away
 CLOSE = {"connection": "close"}  # the rest of a body nobody reads must not be taken for the next request
 
 
@@ -46,7 +49,6 @@ class Visit:
     last_audio: float = 0.0
     underrun: float = 0.0
     num_tokens: int = 0
-    notes: dict[str, str] = field(default_factory=dict)
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.arrived
@@ -95,26 +97,41 @@ class Exchange:
 
     async def body(self) -> bytes:
         """All of the request's body. Refuses while reading, not after: a header may lie about the length."""
-        limit = self.config.max_body_bytes
-        for name, value in self.scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise self._too_large()
+        headers, limit = Headers(scope=self.scope), self.config.max_body_bytes
+        stated = headers.get("content-length", "")
+        if stated.isascii() and stated.isdigit() and int(stated) > limit:
+            if "expect" not in headers and int(stated) <= LINGER_FACTOR * limit:
+                await self._linger(0)
+            raise self._too_large()
         parts, size = [], 0
         try:
             async with asyncio.timeout(self.config.body_timeout):
                 while True:
-                    message = await self.receive()
-                    if message["type"] == "http.disconnect":
-                        raise Left("the client left while sending")
-                    part = message.get("body", b"")
+                    part, more = await self._part()
                     size += len(part)
                     if size > limit:
+                        await self._linger(size)
                         raise self._too_large()
                     parts.append(part)
-                    if not message.get("more_body", False):
+                    if not more:
                         return b"".join(parts)
         except TimeoutError:
             raise Refused(408, "the request took too long to arrive", code="timeout", headers=CLOSE) from None
+
+    async def _part(self) -> tuple[bytes, bool]:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise Left("the client left while sending")
+        return message.get("body", b""), message.get("more_body", False)
+
+    async def _linger(self, size: int) -> None:
+        """Let a client that sends too much finish, within reason: while it sends, most do not look for an answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                more = True
+                while more and size <= LINGER_FACTOR * self.config.max_body_bytes:
+                    part, more = await self._part()
+                    size += len(part)
 
     def _too_large(self) -> Refused:
         message = f"the request is too large; at most {self.config.max_body_mb:g} MiB are allowed"

@@ -52,8 +52,8 @@ def document() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg")}
-    speech = {**audio, "text/event-stream": {"schema": _one_of("SpeechDelta", "SpeechDone")}}
-    chat = {**_as_json("ChatResponse"), "text/event-stream": {"schema": _one_of("ChatChunk", "Failure")}}
+    speech = {**audio, "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")}}
+    chat = {**_as_json("ChatResponse"), "text/event-stream": {"schema": _event("ChatChunk", "Failure")}}
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     plain = {"text/plain": {"schema": {"type": "string"}}}
     return {
@@ -85,8 +85,11 @@ def _as_json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
 
 
-def _one_of(*names: str) -> dict[str, Any]:
-    return {"anyOf": [{"$ref": _REF.format(name=n)} for n in names]}
+def _event(*names: str) -> dict[str, Any]:
+    """One server-sent event whose data is JSON; a chat's last one is the word [DONE]."""
+    content = {"anyOf": [{"$ref": _REF.format(name=n)} for n in names]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def _messages() -> dict[str, Any]:

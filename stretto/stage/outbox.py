@@ -99,19 +99,22 @@ def _joined(kind: type[P], pieces: list[_Piece[P]]) -> tuple[dict[str, torch.Ten
     """The pieces as one payload's tensors and, for device rows, the event after which they are all there."""
     if not pieces:
         return {}, None
-    events = [piece.event for piece in pieces if piece.event is not None]
-    if len(pieces) == 1 or not events:
-        return kind.join([piece.payload for piece in pieces]).tensors(), events[0] if events else None
-    on_device = [t for piece in pieces for t in piece.payload.tensors().values() if t.is_cuda]
+    payloads = [piece.payload for piece in pieces]
+    if len(pieces) == 1:
+        return payloads[0].tensors(), pieces[0].event
+    tensors = [(name, tensor) for payload in payloads for name, tensor in payload.tensors().items()]
+    on_device = [tensor for _, tensor in tensors if tensor.is_cuda]
+    if not on_device:
+        return kind.join(payloads).tensors(), None
     stream = torch.cuda.current_stream(on_device[0].device)
-    for event in events:
+    for event in [piece.event for piece in pieces if piece.event is not None]:
         stream.wait_event(event)
-    if len(events) < len(pieces):  # a large piece that is still there, next to small ones that are in the ring
-        return kind.join([_on_host(kind, piece.payload) for piece in pieces]).tensors(), None
+    if len({(name, tensor.is_cuda) for name, tensor in tensors}) > len({name for name, _ in tensors}):
+        # A large piece that is still on the device, next to small ones that are in the ring: only on a courier.
+        return kind.join([_on_host(kind, payload) for payload in payloads]).tensors(), None
     for tensor in on_device:
         tensor.record_stream(stream)  # they are let go of before the join below has run
-    tensors = kind.join([piece.payload for piece in pieces]).tensors()
-    return tensors, stream.record_event()
+    return kind.join(payloads).tensors(), stream.record_event()
 
 
 def _on_host(kind: type[P], payload: P) -> P:

@@ -36,9 +36,10 @@ class MediaOutput:
     event: torch.cuda.Event | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Output:
-    """What became certain for one request. Nothing in here is ever taken back."""
+    """What became certain for one request. Nothing in here is ever taken back. (Not frozen: one is made for every
+    token, and a frozen record takes three times as long.)"""
 
     request: StageRequest
     confirmed: Confirmed
@@ -228,7 +229,9 @@ class Stage:
                 Output(outcome.request, outcome.confirmed, outcome.token, row, step, at or 0, media, outcome.reason)
             )
         for span in step.batch.spans:
-            self._leave(span.request)
+            seat = self._seats.get(span.request)
+            if seat is not None and seat.request.state is State.DONE:
+                self._leave(span.request)
         self.stats.retire_ns += time.perf_counter_ns() - start
 
     def _emit(self, output: Output) -> None:

@@ -17,7 +17,7 @@ from stretto.stage.outbox import Outbox
 from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
 from stretto.stage.payload.copies import DIRECT_BYTES, DeviceToHost, HostToDevice, adopt
 from stretto.stage.payload.ring import Ring
-from stretto.stage.payload.schema import CodecFrames
+from stretto.stage.payload.schema import CodecFrames, ThinkerRows
 from stretto.types import Mark, RequestId, Span
 
 pytestmark = pytest.mark.gpu
@@ -176,3 +176,21 @@ def test_a_large_piece_and_a_small_one_in_one_chunk(cuda: torch.device) -> None:
         chunk = parcels[0].pack()
     assert torch.equal(chunk.tensors["codes"], codes.cpu())
     assert ring.free == 2
+
+
+def test_media_rows_stay_on_the_device_next_to_ids_on_the_host(cuda: torch.device) -> None:
+    """A prefill piece with media and a decoded token in one chunk, as a link inside a host carries them."""
+    parcels = []
+    box = Outbox(ThinkerRows, R, ChunkPolicy(4, 4), lambda parcel: parcels.append(parcel) or True)
+    hidden = torch.randn(2, 8, device=cuda)
+    event = torch.cuda.current_stream().record_event()
+    ids = torch.arange(4, dtype=torch.int32)
+    box.add(ThinkerRows(Span(0, 3), ids[:3], (Span(1, 3),), hidden), event=event)
+    box.add(ThinkerRows(Span(3, 4), ids[3:], (), hidden[:0]), event=event)
+    with no_host_sync():
+        box.send(Confirmed(4))
+        chunk = parcels[0].pack()
+    assert chunk.event is not None
+    assert chunk.tensors["hidden"].is_cuda
+    assert torch.equal(chunk.tensors["hidden"], hidden)
+    assert torch.equal(chunk.tensors["ids"], ids)

@@ -161,6 +161,12 @@ def test_deep_tools(depth: int, running: Running) -> None:
 
 
 SCHEMA = schemathesis.openapi.from_dict(document())
+CONFORMANCE = [
+    schemathesis.checks.not_a_server_error,
+    schemathesis.specs.openapi.checks.status_code_conformance,
+    schemathesis.specs.openapi.checks.content_type_conformance,
+    schemathesis.specs.openapi.checks.response_schema_conformance,
+]
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
 KEYS = sorted(document()["components"]["schemas"]["ChatRequest"]["properties"])
 
@@ -198,6 +204,7 @@ def test_generated_requests(path: str, method: str, running: Running) -> None:
     def run(case: Any) -> None:
         answer = case.call(base_url=running.url)
         check(Reply(answer.status_code, {}, answer.content), f"generated {method} {path}")
+        case.validate_response(answer, checks=CONFORMANCE)
 
     run()
 

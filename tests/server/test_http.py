@@ -97,6 +97,8 @@ def test_speech_fields(running: Running, engine: ScriptedEngine) -> None:
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"the": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 500}}, "logit_bias"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"min_audio_frames": 9, "max_audio_frames": 3}, "min_audio_frames"),
@@ -269,6 +271,15 @@ def test_errors_become_exceptions() -> None:
         assert caught.value.code == "stage_dead"
 
 
+def test_other_routes_fail_in_the_same_shape() -> None:
+    engine = ScriptedEngine(numbers=None)  # type: ignore[arg-type]
+    with serve(engine) as running:
+        reply = running.ask("/metrics")
+        assert reply.status == 500
+        assert reply.error["code"] == "internal_error"
+        assert running.ask("/health").status == 200
+
+
 def test_unknown_paths_and_methods(running: Running) -> None:
     assert running.ask("/v1/nothing").error["type"] == "invalid_request_error"
     assert running.ask("/v1/nothing").status == 404
@@ -337,17 +348,31 @@ def test_cors(running: Running) -> None:
 
 def test_a_large_body_is_refused_while_it_is_read() -> None:
     with serve(ScriptedEngine(), max_body_mb=0.01) as running:
-        stated = running.ask(CHAT, b" " * 20_000)
-        assert stated.status == 413
-        assert stated.error["code"] == "request_too_large"
+        for size in (11_000, 30_000):
+            reply = running.ask(CHAT, b" " * size)
+            assert reply.status == 413
+            assert reply.error["code"] == "request_too_large"
+        with pytest.raises(openai.APIStatusError) as caught:
+            running.client().chat.completions.create(model="x", messages=[{"role": "user", "content": "x" * 20_000}])
+        assert caught.value.status_code == 413
         with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
             s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-            s.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n" + b"2000\r\n" + b" " * 0x2000 + b"\r\n")  # and no end
+            for _ in range(6):  # and no end
+                s.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
             assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
-        with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
-            s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
-            assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
+        for lie in (b"Content-Length: 99999999999", b"Expect: 100-continue\r\nContent-Length: 20000"):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
+                s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + lie + b"\r\n\r\n")
+                assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
         assert running.ask(CHAT, ASK).status == 200
+
+
+def test_a_body_that_does_not_come() -> None:
+    with serve(ScriptedEngine(), body_timeout=0.05) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
+            s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert s.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert running.ask("/health").status == 200
 
 
 def test_too_many_at_once() -> None:

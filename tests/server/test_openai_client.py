@@ -249,8 +249,8 @@ def test_errors_become_the_clients_exceptions(
 
 
 def test_32_parallel_streams_are_exact(solo_server: Running, solo: SoloEngine) -> None:
-    """Each of 32 different questions gets its own answer, to the last sample."""
-    questions = [[{"role": "user", "content": f"Question {i}: {'why ' * (i % 5)}?"}] for i in range(32)]
+    """Eight questions, four times each, all at once: everyone gets the answer to theirs, to the last sample."""
+    questions = [[{"role": "user", "content": f"Question {i}: {'why ' * (i % 5)}?"}] for i in range(8)]
     options: Any = {"model": "tiny", "max_tokens": 3, "modalities": ["text", "audio"], "stream": True}
     options |= {"audio": {"voice": "ethan", "format": "pcm16"}, "extra_body": {"max_audio_frames": 2}}
 
@@ -266,7 +266,7 @@ def test_32_parallel_streams_are_exact(solo_server: Running, solo: SoloEngine) -
 
     async def one(client: openai.AsyncOpenAI, i: int) -> tuple[str, bytes]:
         text, data = "", ""
-        async for chunk in await client.chat.completions.create(messages=questions[i], seed=i, **options):
+        async for chunk in await client.chat.completions.create(messages=questions[i % 8], seed=i % 8, **options):
             audio = chunk.choices[0].delta.audio
             if audio is not None:
                 text += audio.transcript or ""
@@ -278,6 +278,6 @@ def test_32_parallel_streams_are_exact(solo_server: Running, solo: SoloEngine) -
             return await asyncio.gather(*(one(client, i) for i in range(32)))
 
     want = solo_server.do(alone())
-    assert len({pcm for _, pcm in want}) > 16  # different questions, different answers
-    assert asyncio.run(together()) == want
+    assert len({pcm for _, pcm in want}) == 8  # different questions, different answers
+    assert asyncio.run(together()) == want * 4
     assert not solo.ledger.running

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
-from tests.server.conftest import Running, read_until
+import pytest
+
+from tests.server.conftest import Running, read_until, serve
+from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
 
 PROGRAM = """
@@ -106,3 +112,23 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
         return {n for n in names if "Exchange" in n or "Endpoint" in n or "answer" in n}
 
     assert solo_server.do(tasks()) == set()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_tls_and_unix_sockets(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject]
+    subprocess.run([*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True)
+    with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key) as running:
+        assert running.url.startswith("https://")
+        trust = ssl.create_default_context(cafile=certificate)
+        with urllib.request.urlopen(f"{running.url}/health", context=trust, timeout=30) as answer:
+            assert answer.status == 200
+    path = str(tmp_path / "socket")
+    with serve(ScriptedEngine(), uds=path) as running, socket.socket(socket.AF_UNIX) as s:
+        s.connect(path)
+        s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_until(s, b"ready").startswith(b"HTTP/1.1 200 ")
+        assert running.url == f"unix:{path}"
+    assert not Path(path).exists()

@@ -1,17 +1,17 @@
-// The page: joins the parts. It keeps three things of its own: what is being answered now, what is being played, and
-// what is attached.
+// The page: joins the parts. It keeps two things of its own: what is being answered now, and what is being played.
 
 import { ApiError, Unreachable, chat } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { joinFloats } from "./audio.js";
 import { Connection } from "./connection.js";
 import { Conversation } from "./conversation.js";
-import { isImage, readImage } from "./images.js";
+import { writeFigures } from "./figures.js";
 import { Microphone } from "./microphone.js";
 import { Notice } from "./notice.js";
 import { Player } from "./player.js";
 import { TalkButton } from "./talkbutton.js";
 import { Timeline } from "./timeline.js";
-import { Turn, duration } from "./turn.js";
+import { Turn } from "./turn.js";
 
 const $ = (id) => document.getElementById(id);
 const SHORTEST_S = 0.25; // a shorter recording is a slip of the finger
@@ -26,7 +26,6 @@ const STATES = {
 
 let current = null; // {entry, abort, stream}: the answer that is being made
 let playing = null; // {turn, stream, replay}: what the player reports about
-let attached = []; // [{name, url}]
 let retries = 0;
 let waiting = null; // an entry that is asked again when the model is loaded
 let server = { state: "connecting", stages: {}, model: null };
@@ -36,6 +35,7 @@ const player = new Player(hear);
 const microphone = new Microphone(showLevel);
 const timeline = new Timeline({ canvas: $("timeline"), lanes: $("lanes"), source: $("source") });
 const conversation = new Conversation($("history"), { onReplay: replay, onShow: (entry) => showTurn(entry.turn) });
+const attachments = new Attachments((title) => notice.show({ about: "image", title, advice: "Use a PNG, JPEG or WebP image." }));
 const connection = new Connection(onConnection, apiKey);
 
 // --- settings --------------------------------------------------------------------------------------------------------
@@ -148,13 +148,10 @@ function showState() {
 // --- asking ----------------------------------------------------------------------------------------------------------
 
 function submit(text) {
-  const question = { text: text.trim(), images: attached, audio: null };
-  if (!question.text && !question.images.length) return;
-  attached = [];
-  showTray();
+  if (!text.trim() && attachments.empty) return;
   $("question").value = "";
   fit();
-  ask(question);
+  ask({ text: text.trim(), images: attachments.take(), audio: null });
 }
 
 function ask(question) {
@@ -279,8 +276,12 @@ function stop() {
   notice.hide("busy");
   current?.abort.abort();
   current = null;
-  if (playing) player.stop();
-  playing = null;
+  if (playing) {
+    player.stop();
+    if (!playing.replay) playing.turn.hush();
+    playing = null;
+    refresh();
+  }
   showState();
 }
 
@@ -341,22 +342,7 @@ function refresh() {
 }
 
 function showFigures() {
-  const f = shown?.figures() ?? {};
-  const number = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
-  const words = {
-    "fig-first-text": duration(f.firstText),
-    "fig-first-audio": duration(f.firstAudio),
-    "fig-first-sound": duration(f.firstSound),
-    "fig-underruns": f.firstSound === null || f.firstSound === undefined ? "–" : String(f.underruns),
-    "fig-buffered": duration(f.buffered),
-    "fig-rtf": number(f.rtf, f.rtf < 0.1 ? 3 : 2),
-    "fig-rate": number(f.tokenRate, f.tokenRate < 100 ? 1 : 0),
-    "fig-total": duration(f.total ?? (shown === current?.entry.turn ? shown?.clock() : f.total)),
-  };
-  for (const [id, word] of Object.entries(words)) if ($(id).textContent !== word) $(id).textContent = word;
-  for (const id of ["fig-first-text", "fig-first-audio"]) $(id).classList.toggle("blank", words[id] === "–");
-  $("fig-underruns").classList.toggle("alarm", f.underruns > 0);
-  $("summary-figures").textContent = shown ? `${duration(f.firstText)} · ${duration(f.firstAudio)}` : "";
+  writeFigures(shown, shown !== null && shown === current?.entry.turn);
 }
 
 // --- speaking --------------------------------------------------------------------------------------------------------
@@ -386,10 +372,7 @@ async function finishRecording() {
     notice.show({ about: "microphone", title: "That was too short.", advice: "Hold the button while you speak, or press it once to start and again to send.", calm: true });
     return;
   }
-  const images = attached;
-  attached = [];
-  showTray();
-  ask({ text: "", images, audio });
+  ask({ text: "", images: attachments.take(), audio });
 }
 
 function dropRecording() {
@@ -413,38 +396,6 @@ function showLevel(level, seconds) {
 
 const talk = new TalkButton($("mic"), { begin: beginRecording, finish: finishRecording });
 
-// --- images ----------------------------------------------------------------------------------------------------------
-
-async function attach(files) {
-  for (const file of [...files].filter(isImage)) {
-    try {
-      attached = [...attached, await readImage(file)];
-    } catch (error) {
-      notice.show({ about: "image", title: error.message, advice: "Use a PNG, JPEG or WebP image." });
-    }
-  }
-  showTray();
-}
-
-function showTray() {
-  $("tray").replaceChildren(
-    ...attached.map((image) => {
-      const picture = Object.assign(document.createElement("img"), { src: image.url, alt: image.name || "Image" });
-      const remove = Object.assign(document.createElement("button"), { type: "button", className: "remove" });
-      remove.setAttribute("aria-label", `Remove ${image.name || "the image"}`);
-      remove.append(Object.assign(document.createElement("span"), { className: "icon icon-close" }));
-      remove.onclick = () => {
-        attached = attached.filter((other) => other !== image);
-        showTray();
-      };
-      const holder = document.createElement("div");
-      holder.append(picture, remove);
-      return holder;
-    }),
-  );
-  $("tray").hidden = !attached.length;
-}
-
 // --- wiring ----------------------------------------------------------------------------------------------------------
 
 /** Let the question grow with its text, up to the limit of the style. */
@@ -459,8 +410,7 @@ function newConversation() {
   stop();
   notice.hide();
   conversation.clear();
-  attached = [];
-  showTray();
+  attachments.take();
   showTurn(null);
   $("welcome").hidden = false;
   $("source").textContent = "The voices appear here as they enter.";
@@ -482,16 +432,6 @@ $("question").onkeydown = (e) => {
   if (e.key !== "Enter" || e.shiftKey || e.isComposing) return;
   e.preventDefault();
   submit($("question").value);
-};
-$("question").onpaste = (e) => {
-  const files = [...e.clipboardData.files].filter(isImage);
-  if (!files.length) return;
-  e.preventDefault();
-  attach(files);
-};
-$("file").onchange = (e) => {
-  attach(e.target.files);
-  e.target.value = "";
 };
 $("stop").onclick = stop;
 $("new").onclick = newConversation;
@@ -518,24 +458,6 @@ addEventListener("keydown", (e) => {
   if (e.key !== "Escape" || $("settings").open) return;
   if (microphone.recording) dropRecording();
   else stop();
-});
-
-let dragDepth = 0; // enter and leave events come for every element passed over
-addEventListener("dragenter", (e) => {
-  if (!e.dataTransfer.types.includes("Files")) return;
-  dragDepth += 1;
-  $("drop").hidden = false;
-});
-addEventListener("dragleave", () => {
-  dragDepth = Math.max(0, dragDepth - 1);
-  $("drop").hidden = dragDepth === 0;
-});
-addEventListener("dragover", (e) => e.preventDefault());
-addEventListener("drop", (e) => {
-  e.preventDefault();
-  dragDepth = 0;
-  $("drop").hidden = true;
-  attach(e.dataTransfer.files);
 });
 
 /** What the page knows, for tests and the curious. */

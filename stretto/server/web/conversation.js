@@ -25,6 +25,9 @@ export class Conversation {
   constructor(list, { onReplay, onShow }) {
     Object.assign(this, { list, onReplay, onShow });
     this.entries = [];
+    this.pinned = true; // the reader follows the newest words
+    list.addEventListener("scroll", () => (this.pinned = list.scrollHeight - list.scrollTop - list.clientHeight < 60));
+    new ResizeObserver(() => this.scroll(false)).observe(list);
   }
 
   /** question: {text, images: [{url}], audio: {samples, rate} | null} */
@@ -120,11 +123,9 @@ export class Conversation {
     return told;
   }
 
-  /** Follow the newest words, unless the reader has scrolled up. */
+  /** Show the newest words, unless the reader has scrolled up to older ones. */
   scroll(always) {
-    const { list } = this;
-    const near = list.scrollHeight - list.scrollTop - list.clientHeight < 120;
-    if (always || near) list.scrollTop = list.scrollHeight;
+    if (always || this.pinned) this.list.scrollTop = this.list.scrollHeight;
   }
 }
 

@@ -67,12 +67,16 @@ export class Microphone {
     const context = new AudioContext(rate ? { sampleRate: rate } : {});
     try {
       await context.audioWorklet.addModule(new URL("microphone-worklet.js", import.meta.url));
-      const node = new AudioWorkletNode(context, "stretto-microphone", { numberOfOutputs: 0, channelCount: 1, channelCountMode: "explicit" });
-      node.port.onmessage = ({ data }) => this.take(data);
+      const form = { numberOfOutputs: 0, channelCount: 1, channelCountMode: "explicit" };
+      const node = new AudioWorkletNode(context, "stretto-microphone", form);
+      // Pieces come as soon as the source is joined, and may still come after the recording was given up.
+      node.port.onmessage = ({ data }) => context === this.context && this.take(data);
+      Object.assign(this, { context, pieces: [], length: 0 });
       context.createMediaStreamSource(this.media).connect(node);
       await context.resume();
-      Object.assign(this, { context, node });
+      this.node = node;
     } catch (error) {
+      this.context = null;
       await context.close();
       throw error;
     }

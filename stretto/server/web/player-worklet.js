@@ -139,7 +139,6 @@ class PlayerProcessor extends AudioWorkletProcessor {
       this.playout.end();
     } else if (message.type === "stop") {
       this.playout.stop();
-      this.report("stopped");
     }
   }
 

@@ -53,11 +53,17 @@ export class Turn {
   hear(report, latency) {
     const t = this.clock();
     if (report.event === "started") this.firstSound = t + latency;
-    if (report.event === "drained" || report.event === "stopped") this.playedAt ??= t + latency;
+    if (report.event === "drained") this.playedAt = t + latency;
     this.underruns = report.underruns;
     this.starved = report.starved / this.rate;
     const starving = report.state === "filling" && this.firstSound !== null;
     this.levels.push({ t, seconds: report.buffered / this.rate, starving });
+  }
+
+  /** The listener stopped it: what was in hand is dropped. */
+  hush() {
+    this.playedAt = this.clock();
+    this.levels.push({ t: this.playedAt, seconds: 0, starving: false });
   }
 
   end(outcome) {

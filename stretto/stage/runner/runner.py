@@ -7,7 +7,7 @@ of its size; everything else runs eagerly through the same functions, with the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +33,17 @@ class _Plan:
     """One batch's spans in the order of the pass: those of one position first, of these the ones whose input is on the
     device."""
 
-    spans: list[RowSpan]
-    index: list[int]  # in the batch
+    spans: Sequence[RowSpan]
+    index: Sequence[int]  # in the batch
     requests: list[StageRequest]
+    decodes: bool  # every span goes on from its own last pick
 
 
 class Runner:
     def __init__(self, lane: Lane[Any], graphs: DecodeGraphs | None = None) -> None:
         self.lane, self.graphs = lane, graphs
         self.device = lane.rows.device
+        self._ways = [0] * (lane.rows.num_rows + 1)  # by row: 1 draws, 2 has a repetition penalty
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -87,24 +89,32 @@ class Runner:
         lane = self.lane
         for join in batch.joined:
             lane.join(join, find(join.request))
+            how = How.of(lane.sampling(join.request))
+            self._ways[join.row] = how.sampled | how.penalty << 1
         lane.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
         plan = self._plan(batch, find)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
-        how = How.of([p for i in samples for p in lane.sampling(plan.requests[i].id)])
-        if batch.decode_only and all(s.from_device for s in plan.spans):
+        ways = 0
+        for i in samples:
+            ways |= self._ways[plan.spans[i].row]
+        how = How(bool(ways & 1), bool(ways & 2))
+        if plan.decodes:
             tokens, captured = self._decode(plan, how), Captured()
         else:
             tokens, captured = self._mixed(plan, samples, how)
         return self._publish(batch, [plan.index[i] for i in samples], tokens, captured)
 
     def _plan(self, batch: Batch, find: Find) -> _Plan:
+        if batch.decode_only and all(s.from_device for s in batch.spans):
+            return _Plan(batch.spans, range(len(batch.spans)), [find(s.request) for s in batch.spans], True)
+
         def key(i: int) -> tuple[bool, bool]:
             span = batch.spans[i]
             return span.stop - span.start != 1, not span.from_device
 
         order = sorted(range(len(batch.spans)), key=key)
         spans = [batch.spans[i] for i in order]
-        return _Plan(spans, order, [find(s.request) for s in spans])
+        return _Plan(spans, order, [find(s.request) for s in spans], False)
 
     def _decode(self, plan: _Plan, how: How) -> torch.Tensor:
         """Every row goes on from its own last pick."""

@@ -151,6 +151,7 @@ def test_stop_ends_the_answer_here_and_there(tab: Tab, server: FakeServer, by: s
         tab.press("Escape")
     tab.until("strettoStats().turns[0].outcome === 'stopped' && !strettoStats().playing && !strettoStats().answering")
     assert server.left.wait(10), "the server was not told"
+    assert tab.text("buffered") == "0 ms"
     assert tab.visible("send")
     assert not tab.visible("stop")
     assert not tab.visible("notice")
@@ -209,6 +210,23 @@ def test_image_is_attached_and_sent(tab: Tab, server: FakeServer) -> None:
         assert picture.size == (1536, 384)
     assert not tab.visible("tray")
     assert tab.complained() == []
+
+
+def test_pasted_image_can_be_taken_back(tab: Tab, server: FakeServer) -> None:
+    tab.eval("""(async () => {
+      const canvas = Object.assign(document.createElement("canvas"), {width: 20, height: 10});
+      const blob = await new Promise((resolve) => canvas.toBlob(resolve));
+      const clipboardData = new DataTransfer();
+      for (const name of ["a.png", "b.png"]) clipboardData.items.add(new File([blob], name, {type: "image/png"}));
+      document.querySelector("#question").dispatchEvent(new ClipboardEvent("paste", {clipboardData, cancelable: true}));
+    })()""")
+    tab.until("document.querySelectorAll('#tray img').length === 2")
+    tab.eval("document.querySelector('[aria-label=\"Remove a.png\"]').click()")
+    assert tab.eval("[...document.querySelectorAll('#tray img')].map((image) => image.alt)") == ["b.png"]
+    tab.ask("This one?")
+    tab.until(DONE)
+    image, _ = server.requests[0]["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,"), "small images go as they are"
 
 
 def test_text_only(tab: Tab, server: FakeServer) -> None:

@@ -1,0 +1,146 @@
+"""Questions with their expected answers, and a way to run async tests without a plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import soundfile
+from PIL import Image
+
+from stretto.models.qwen3_omni.load import Models
+from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Params, TextDelta
+from stretto.prompt.build import PromptBuilder
+from stretto.solo import Audio, Done, Frame, Options, Solo, TextToken
+from stretto.types import CODE0, RESIDUAL, SamplingParams
+
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T], limit: float = 240.0) -> T:
+    """One event loop, and an end to everything."""
+    return asyncio.run(asyncio.wait_for(work, limit))
+
+
+def sound(seconds: float = 1.3, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    wave = (
+        0.3
+        * np.sin(np.cumsum(rng.uniform(0.02, 0.2, int(16000 * seconds))))
+        * rng.uniform(0.2, 1, int(16000 * seconds))
+    )
+    out = io.BytesIO()
+    soundfile.write(out, wave.astype(np.float32), 16000, format="WAV", subtype="FLOAT")
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(out.getvalue()).decode(), "format": "wav"}}
+
+
+def picture(size: tuple[int, int] = (96, 64), seed: int = 0) -> dict[str, Any]:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format="PNG")
+    return {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()},
+    }
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"role": "user", "content": "Hello, what is the weather like in the city?"}],
+    "multi-turn": [
+        {"role": "system", "content": "Answer in a few words."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "A voice."},
+        {"role": "user", "content": "And what can you do?"},
+    ],
+    "audio": [{"role": "user", "content": [sound(), say("What was that?")]}],
+    "image": [{"role": "user", "content": [say("Look:"), picture()]}],
+}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came out, however it was made."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    codes: list[list[int]] = field(default_factory=list)
+    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    finish: tuple[str, str | None] | None = None
+    order: list[str] = field(default_factory=list)
+    packets: list[int] = field(default_factory=list)
+    end: Finished | None = None
+
+    def take(self, e: Event) -> None:
+        self.order.append(type(e).__name__)
+        match e:
+            case TextDelta():
+                self.ids += e.ids
+                self.text += e.text
+            case CodeFrames():
+                assert e.start == len(self.codes), "frames must tile"
+                self.codes += e.codes.tolist()
+            case AudioChunk():
+                assert e.start == len(self.samples), "samples must tile"
+                self.samples = np.concatenate([self.samples, e.samples])
+                self.packets.append(len(e.samples))
+            case Finished():
+                assert self.end is None
+                self.end, self.finish = e, (e.text, e.audio)
+
+
+async def collect(events: AsyncIterator[Event]) -> Answer:
+    answer = Answer()
+    async for e in events:
+        answer.take(e)
+    assert answer.end is not None
+    return answer
+
+
+def expected(
+    models: Models, builder: PromptBuilder, messages: list[dict[str, Any]], params: Params, speak: bool = True
+) -> Answer:
+    """The same request by the plain driver."""
+    text = SamplingParams(params.temperature, params.top_k, params.top_p, params.repetition_penalty)
+    options = Options(
+        speak=speak, text=text, code0=CODE0, residual=RESIDUAL, max_text_tokens=params.max_text_tokens,
+        max_frames=params.max_frames,
+    ).seeded(params.seed or 0)  # fmt: skip
+    if params.greedy_speech:
+        options = Options(
+            speak=speak, text=options.text, code0=options.greedy().code0, residual=options.greedy().residual,
+            max_text_tokens=params.max_text_tokens, max_frames=params.max_frames,
+        )  # fmt: skip
+    answer = Answer()
+    parts = [answer.samples]
+    for e in Solo(models).run(builder.build(messages), options):
+        match e:
+            case TextToken():
+                answer.ids.append(e.id)
+            case Frame():
+                answer.codes.append(e.codes.tolist())
+            case Audio():
+                parts.append(e.samples)
+            case Done():
+                answer.finish = (e.text, e.audio)
+    answer.samples = np.concatenate(parts)
+    answer.text = builder.tokenizer.decode(answer.ids)
+    return answer
+
+
+def same(got: Answer, want: Answer, codes: bool = True) -> None:
+    assert got.ids == want.ids
+    assert got.text == want.text
+    if codes:
+        assert got.codes == want.codes
+    assert got.finish == want.finish
+    assert len(got.samples) == len(want.samples)
+    np.testing.assert_allclose(got.samples, want.samples, atol=1e-5)

@@ -1,0 +1,110 @@
+"""`stretto serve` with the real engine, as a user starts it: one process to talk to, hosts behind it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server.conftest import read_until
+
+MAIN = """
+import argparse, sys
+from stretto.server.command import add_serve_parser
+top = argparse.ArgumentParser()
+add_serve_parser(top.add_subparsers())
+args = top.parse_args()
+sys.exit(args.job(args))
+"""
+
+
+def number(metrics: str, name: str) -> float:
+    return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(f"{name} "))
+
+
+def test_serve_answers_cancels_and_ends(tiny_dir: Path) -> None:
+    command = [sys.executable, "-c", MAIN, "serve", str(tiny_dir), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            url = ""
+            while "print(m" not in (line := process.stderr.readline()):
+                assert line, "it ended before it was ready"
+                url = line.split()[1].rstrip("/") if line.strip().startswith("page") else url
+            check(url, tiny_dir.name)
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def check(url: str, model: str) -> None:
+    question = [{"role": "user", "content": "Hello"}]
+    aloud = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "pcm16"}}
+    fixed = {"ignore_eos": True, "min_audio_frames": 4, "max_audio_frames": 4, "timeline": True}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=model, messages=question, max_tokens=3, seed=1, extra_body=fixed, **aloud
+        )  # type: ignore[call-overload]
+        assert answer.usage.completion_tokens_details.audio_tokens == 4
+        whole = base64.b64decode(answer.choices[0].message.audio.data)
+        pieces = [
+            c.choices[0].delta.audio.data
+            for c in client.chat.completions.create(
+                model=model, messages=question, max_tokens=3, seed=1, stream=True, extra_body=fixed, **aloud
+            )  # type: ignore[call-overload]
+            if c.choices[0].delta.audio and c.choices[0].delta.audio.data
+        ]
+        assert base64.b64decode("".join(pieces)) == whole
+        assert len(whole) == 2 * (4 * 1920 - 555)
+        lanes = {s["lane"] for s in answer.to_dict()["stretto"]["timeline"]}
+        assert {"thinker", "talker", "code2wav"} <= lanes
+        sound = client.audio.speech.create(model=model, input="Hi.", voice="ethan", extra_body={"max_audio_frames": 3})
+        assert sound.content
+
+    body = {"messages": question, "stream": True, "ignore_eos": True, "max_tokens": 3000, "max_audio_frames": 3000}
+    data = json.dumps({**body, "min_audio_frames": 3000, **aloud}).encode()
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as s:
+        s.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        )
+        read_until(s, b'"data"')
+    deadline = time.monotonic() + 30
+    while True:  # the cancel is on its way through the stages
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
+        if number(metrics, "stretto_engine_running") == 0 and number(metrics, "stretto_num_requests_running") == 0:
+            break
+        assert time.monotonic() < deadline
+    assert number(metrics, "stretto_engine_cancelled_total") == 1
+
+
+def test_serve_says_why_it_cannot(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", MAIN, "serve", str(empty), "--port", "0", "--device", "cpu"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "config.json" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("words", [["--port", "99999"], ["--placement", "nowhere"], ["/nonexistent-checkpoint"]])
+def test_bad_flags(words: list[str]) -> None:
+    code = MAIN.replace(
+        "sys.exit(args.job(args))",
+        "import stretto.errors\ntry: args.job(args)\nexcept stretto.errors.Invalid: sys.exit(2)",
+    )
+    ended = subprocess.run([sys.executable, "-c", code, "serve", *words], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 2
