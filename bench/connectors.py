@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import secrets
 import socket
@@ -288,8 +289,17 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def other_side(name: str, control: Connection, queues: tuple[Any, Any]) -> None:
+def pin(core: int) -> None:
+    """On one core of those allowed, if there are two: two processes that share a core are handed over to each other
+    by the scheduler, which flatters whatever does least after the send, and is not how stages run."""
+    allowed = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {allowed[core % len(allowed)]})
+
+
+def other_side(name: str, control: Connection, queues: tuple[Any, Any], pinned: bool) -> None:
     """The second process: does what it is told, `(what, size, count)`."""
+    if pinned:
+        pin(1)
     torch.set_num_threads(1)
     lane = make_lane(name, queues)
     control.send(lane.listen())
@@ -361,10 +371,10 @@ class Track:
         self.process.join()
 
 
-def open_track(name: str, context: Any) -> Track:
+def open_track(name: str, context: Any, pinned: bool) -> Track:
     ours, theirs = context.Pipe()
     queues = (context.Queue(), context.Queue())
-    process = context.Process(target=other_side, args=(name, theirs, queues), daemon=True)
+    process = context.Process(target=other_side, args=(name, theirs, queues, pinned), daemon=True)
     process.start()
     lane = make_lane(name, (queues[1], queues[0]))
     address = lane.listen()
@@ -412,6 +422,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
     parser.add_argument("--quick", action="store_true", help="three rounds instead of twelve")
+    parser.add_argument("--pinned", action="store_true", help="the two processes on two different cores")
     parser.add_argument("--out", type=Path, help="file for the JSON result")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -422,7 +433,9 @@ def main() -> None:
         print(error)
         names = [name for name in names if "mooncake" not in name]
     context = multiprocessing.get_context("spawn")
-    tracks = [open_track(name, context) for name in names]
+    tracks = [open_track(name, context, args.pinned) for name in names]
+    if args.pinned:
+        pin(0)  # after the children, which would inherit it
     rounds = 3 if args.quick else 12
     for index in range(rounds + 1):
         for size in SIZES:

@@ -5,7 +5,6 @@ on the event loop; only compressing audio goes to worker threads."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Generic, TypeVar, cast
@@ -15,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.errors import Bug, Gone
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
-from stretto.server.codecs import Encoder
 from stretto.server.exchange import Exchange, Left, Visit, decode
 from stretto.server.schema import Report, Span
 from stretto.server.service import Service
@@ -95,14 +93,6 @@ def report(end: Finished, visit: Visit, timeline: bool) -> Report:
 
 def unfinished() -> Bug:
     return Bug("the engine ended an answer without saying how")
-
-
-async def feed(encoder: Encoder, pcm: bytes) -> bytes:
-    return await asyncio.to_thread(encoder.feed, pcm) if encoder.slow else encoder.feed(pcm)
-
-
-async def finish(encoder: Encoder) -> bytes:
-    return await asyncio.to_thread(encoder.finish) if encoder.slow else encoder.finish()
 
 
 def slices(data: bytes) -> list[bytes]:

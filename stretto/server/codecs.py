@@ -11,6 +11,7 @@ import asyncio
 import io
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,8 @@ CONTENT_TYPES = {
 _LIBSNDFILE = {"mp3": ("MP3", "MPEG_LAYER_III"), "flac": ("FLAC", "PCM_16"), "opus": ("OGG", "OPUS")}
 _OPEN = 0xFFFFFFFF  # a length nobody knows yet
 _SET_OGG_PAGE_LATENCY_MS = 0x1302  # of libsndfile's sf_command
+# Threads of its own: decoding what clients send takes the default ones, for seconds at a time.
+_POOL = ThreadPoolExecutor(4, "codec")
 _PAGE_MS = 160.0  # pages of a second, the default, would hold back the first words
 
 
@@ -162,7 +165,19 @@ def encode(format: str, pcm: bytes, rate: int) -> bytes:
 
 async def encode_elsewhere(format: str, pcm: bytes, rate: int) -> bytes:
     """The same without holding up the event loop."""
-    return await asyncio.to_thread(encode, format, pcm, rate) if format in _LIBSNDFILE else encode(format, pcm, rate)
+    return await elsewhere(encode, format, pcm, rate) if format in _LIBSNDFILE else encode(format, pcm, rate)
+
+
+async def elsewhere(work: Callable[..., bytes], *args: object) -> bytes:
+    return await asyncio.get_running_loop().run_in_executor(_POOL, work, *args)
+
+
+async def feed(encoder: Encoder, pcm: bytes) -> bytes:
+    return await elsewhere(encoder.feed, pcm) if encoder.slow else encoder.feed(pcm)
+
+
+async def finish(encoder: Encoder) -> bytes:
+    return await elsewhere(encoder.finish) if encoder.slow else encoder.finish()
 
 
 def check(format: str, param: str) -> None:

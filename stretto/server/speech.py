@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from stretto.errors import Invalid
 from stretto.orchestrator.api import AudioChunk, Event, Finished, Params
 from stretto.server import codecs
-from stretto.server.answer import closing, drop_none, feed, finish, note, report, slices, unfinished
+from stretto.server.answer import closing, drop_none, note, report, slices, unfinished
 from stretto.server.chat import check_lengths
 from stretto.server.exchange import Exchange
 from stretto.server.schema import SpeechDelta, SpeechDone, SpeechRequest, SpeechUsage
@@ -57,7 +57,7 @@ async def as_bytes(
         if isinstance(event, AudioChunk):
             if not exchange.started:
                 await exchange.start(200, headers)
-            if data := await feed(encoder, event.pcm16()):
+            if data := await codecs.feed(encoder, event.pcm16()):
                 await exchange.write(data)
         elif isinstance(event, Finished):
             end = event
@@ -65,7 +65,7 @@ async def as_bytes(
         raise unfinished()
     if not exchange.started:
         await exchange.start(200, headers)
-    await exchange.write(await finish(encoder), more=False)
+    await exchange.write(await codecs.finish(encoder), more=False)
 
 
 async def as_events(events: AsyncIterator[Event], encoder: codecs.Encoder, exchange: Exchange, timeline: bool) -> None:
@@ -81,12 +81,12 @@ async def as_events(events: AsyncIterator[Event], encoder: codecs.Encoder, excha
     async for event in events:
         note(event, exchange.visit)
         if isinstance(event, AudioChunk):
-            await send(pieces.feed(await feed(encoder, event.pcm16())))
+            await send(pieces.feed(await codecs.feed(encoder, event.pcm16())))
         elif isinstance(event, Finished):
             end = event
     if end is None:
         raise unfinished()
-    await send(pieces.feed(await finish(encoder)) + pieces.finish())
+    await send(pieces.feed(await codecs.finish(encoder)) + pieces.finish())
     made, usage = report(end, exchange.visit, timeline), end.usage
     total = usage.prompt_tokens + usage.frames
     await exchange.event(SpeechDone(SpeechUsage(usage.prompt_tokens, usage.frames, total, made)))

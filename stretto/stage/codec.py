@@ -139,7 +139,7 @@ class CodecStage:
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            with self._on_stream():
+            with self.on_stream():
                 stream.pending.append(codes.to(self.device, torch.int64, non_blocking=True))
             stream.num_pending += len(codes)
         stream.ended = last
@@ -213,7 +213,7 @@ class CodecStage:
             stream.slot = heapq.heappop(self._free)
             self._seated[stream.slot] = stream
             self._queue.remove(stream)
-            with self._on_stream():
+            with self.on_stream():
                 self.state.reset(stream.slot)
 
     @torch.inference_mode()
@@ -224,14 +224,14 @@ class CodecStage:
         slots = min(slots, self.config.slots)
         taken = []
         codes, lengths = [], [0] * slots
-        for stream, n in parts:
-            assert stream.slot is not None
-            codes.append((stream.slot, self._take(stream, n)))
-            lengths[stream.slot] = n
-            taken.append((stream, stream.launched, n, stream.launched + n))
-            stream.launched += n
-            stream.in_flight += 1
-        with self._on_stream():
+        with self.on_stream():
+            for stream, n in parts:
+                assert stream.slot is not None
+                codes.append((stream.slot, self._take(stream, n)))
+                lengths[stream.slot] = n
+                taken.append((stream, stream.launched, n, stream.launched + n))
+                stream.launched += n
+                stream.in_flight += 1
             try:
                 step = CodecStep(taken, *self._run(codes, lengths, slots, size))
             except RuntimeError as e:
@@ -348,7 +348,8 @@ class CodecStage:
         except KeyError:
             raise Gone(f"stream {id} is not here (any more)") from None
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Whatever touches frames on the device happens on the stage's own stream."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     # -- graphs
@@ -367,7 +368,7 @@ class CodecStage:
             leave=False,
         ):
             head = self.state.head(slots)
-            with self._on_stream():
+            with self.on_stream():
                 inputs = torch.zeros(slots, groups, frames, dtype=torch.int64, device=self.device)
                 counts = torch.zeros(slots, dtype=torch.int64, device=self.device)  # zero: the state stays as it is
                 for _ in range(2):

@@ -427,7 +427,8 @@ class Code2WavNode:
         while (chunk := inbox.pop()) is not None:
             try:
                 frames = unpack(CodecFrames, chunk)
-                adopt(chunk)
+                with self.stage.on_stream():
+                    adopt(chunk)
                 codes = frames.codes if frames is not None else torch.empty(0, 0)
                 last = Reason.STOP if chunk.header.mark is not Mark.MORE else None
                 self.stage.push(id, codes, last)
