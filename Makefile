@@ -1,14 +1,20 @@
-# Two commands for a fresh machine: `make demo` runs the main job, `make test` runs all checks.
+# Two commands for a fresh machine: `make demo` serves the embedded model, `make test` runs all checks.
 # TORCH picks the build of PyTorch, e.g. make demo TORCH="torch==2.11.0".
 
 BIN := .venv/bin
 DEMO := demo
-QUESTION ?= Hello! What do you sound like?
+PORT ?= 8000
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test setup setup-test lint types unit format clean
+.PHONY: demo answer test setup setup-test lint types unit format clean
 
 demo: setup $(DEMO)/tiny/config.json
+	$(BIN)/stretto serve $(DEMO)/tiny --port $(PORT)
+
+answer: setup $(DEMO)/tiny/config.json
+	$(BIN)/stretto generate $(DEMO)/tiny --text "Hello! What do you sound like?" --max-text-tokens 40 --max-frames 60 --out $(DEMO)/answer.wav
+
+$(DEMO)/tiny/config.json
 	$(BIN)/stretto generate $(DEMO)/tiny --text "$(QUESTION)" --seed 1 --max-text-tokens 40 --max-frames 60 --out $(DEMO)/answer.wav
 
 $(DEMO)/tiny/config.json: | setup

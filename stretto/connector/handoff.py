@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from stretto.connector.metrics import LinkMetrics
-from stretto.errors import StrettoError
+from stretto.errors import Gone, StrettoError
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,9 @@ class Faults:
     _queue: deque[StrettoError] = field(default_factory=deque)
 
     def add(self, error: StrettoError) -> None:
-        log.warning("link %s: %s: %s", self.metrics.link, type(error).__name__, error)
+        # A close in good order is told too, since requests may hang on it, but it is no news.
+        level = logging.INFO if isinstance(error, Gone) else logging.WARNING
+        log.log(level, "link %s: %s: %s", self.metrics.link, type(error).__name__, error)
         self.metrics.error(error)
         self._queue.append(error)
         self.wake()

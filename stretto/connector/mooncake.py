@@ -161,7 +161,6 @@ class _MooncakeOutward:
     """A sender's carrier (`slots.Outward`)."""
 
     ship_tells = False
-    moves = True
 
     def __init__(self, endpoint: Endpoint, bell: NetDialer, ring: _Ring) -> None:
         self._bell = bell

@@ -165,6 +165,10 @@ class _NetBell:
             events.append(_EVENT.unpack(said))
         return events
 
+    def _may_linger(self) -> bool:
+        """Whether somebody waits for what was sent last."""
+        return not self._lost
+
     def _raise_if_lost(self) -> None:
         if self._lost:
             raise Hangup(self._lost)
@@ -186,7 +190,7 @@ class _NetBell:
                 return
             self._socket.disable_monitor()
             self._monitor.close(0)
-            self._socket.close(0 if self._lost else _LINGER_MS)
+            self._socket.close(_LINGER_MS if self._may_linger() else 0)
             os.close(self._wake_fd)
         _contexts.release()
 
@@ -351,6 +355,9 @@ class NetListener(_NetBell):
         self._say_goodbye()
         self._stop_listening()
         super().close()
+
+    def _may_linger(self) -> bool:
+        return bool(self._peer) and not self._lost
 
     def _stop_listening(self) -> None:
         """Until the port is closed. ZeroMQ does it in its own time, and meanwhile would let strangers in."""

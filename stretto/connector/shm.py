@@ -169,7 +169,6 @@ class ShmOutward:
     """A sender's carrier: makes the memory and sends it along with the hello. `slots.Outward`."""
 
     ship_tells = True
-    moves = False
 
     def __init__(self, endpoint: Endpoint, sock: socket.socket) -> None:
         memory = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

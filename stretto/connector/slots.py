@@ -93,8 +93,6 @@ class Outward(Protocol):
 
     ship_tells: bool
     """Whether `ship` itself notices that the peer has left; if not, notes are looked at before each."""
-    moves: bool
-    """Whether `ship` moves the bytes itself, and may thus fail for a peer that has just left."""
 
     def buffer(self, slot: int) -> memoryview:
         """The memory to encode into, `slot_bytes` long."""
@@ -215,10 +213,13 @@ class SlotSender(_End):
     def _send(self, chunk: Chunk) -> None:
         slot = self._free[-1]
         request = chunk.header.request
+        buffer = self._carrier.buffer(slot)
         try:
-            size = wire.encode_into(
-                self._carrier.buffer(slot), chunk, checksum=self._checksum, zero_copy=self._zero_copy
-            )
+            size = wire.encode_into(buffer, chunk, checksum=self._checksum, zero_copy=self._zero_copy)
+        except PutFailed as failed:
+            failed.link = self.link
+            raise
+        try:
             self._carrier.ship(slot, self._seq, size)
         except Hangup as hangup:
             self._hung_up(hangup)
@@ -226,9 +227,8 @@ class SlotSender(_End):
             raise Bug(f"link {self.link}: hung up and yet open") from hangup
         except PutFailed as failed:
             # To what moves the bytes, a peer that left looks like a failed transfer. The notes know better, soon.
-            if self._carrier.moves:
-                self._await_end(_VERDICT_S)
-                self._raise_if_ended(request)
+            self._await_end(_VERDICT_S)
+            self._raise_if_ended(request)
             failed.link, failed.request = self.link, request
             raise
         self._free.pop()

@@ -54,7 +54,6 @@ class _TcpOutward:
     """A sender's carrier (`slots.Outward`). Its slots are plain memory, touched only as far as chunks need it."""
 
     ship_tells = False
-    moves = False
 
     def __init__(self, endpoint: Endpoint, bell: NetDialer) -> None:
         memory = mmap.mmap(-1, endpoint.slots * stride_of(endpoint.slot_bytes))

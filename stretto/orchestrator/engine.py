@@ -51,6 +51,7 @@ from stretto.orchestrator.messages import (
     StopText,
     Text,
     Throttle,
+    media_digest,
     pack_prompt,
 )
 from stretto.orchestrator.pipeline import Pipeline
@@ -333,6 +334,7 @@ class PipelineEngine:
                 want_codes=p.want_codes,
                 logit_bias=tuple(p.logit_bias.items()),
                 spoken=spoken,
+                media=media_digest(t.prompt),
             )
             t.pipeline.send(stages[:1], message, blob)
 

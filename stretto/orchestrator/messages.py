@@ -7,6 +7,7 @@ parent and child, so it has no name, nobody else can join it, and either side se
 from __future__ import annotations
 
 import struct
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
@@ -74,6 +75,19 @@ def pack_prompt(prompt: Prompt, features: bool) -> tuple[PromptMeta, bytes]:
         prompt.audio_in_video,
     )
     return meta, b"".join(parts)
+
+
+def media_digest(prompt: Prompt) -> bytes:
+    """What the ids of a prompt do not tell: a digest of all its media together (coarse, and never wrong)."""
+    if not (prompt.audios or prompt.images or prompt.videos):
+        return b""
+    digest = blake2b(digest_size=16)
+    for clip in prompt.audios:
+        digest.update(np.ascontiguousarray(clip.mel).data)
+    for p in (*prompt.images, *prompt.videos):
+        digest.update(repr((p.grid, p.seconds_per_grid)).encode())
+        digest.update(np.ascontiguousarray(p.values).data)
+    return digest.digest()
 
 
 def unpack_prompt(meta: PromptMeta, blob: bytes) -> Prompt:
@@ -166,6 +180,7 @@ class Admit(Wire, frozen=True, tag="admit"):
     want_codes: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     spoken: tuple[int, ...] | None = None  # read these tokens aloud; there is no thinker in it
+    media: bytes = b""  # a digest of all media of the prompt, for the prefix caches
 
 
 class Cancel(Wire, frozen=True, tag="cancel"):

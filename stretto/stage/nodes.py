@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from stretto.connector.contract import EVERY_EPOCH, Chunk
 from stretto.connector.courier import InLink, OutLink
 from stretto.errors import StrettoError
-from stretto.models.qwen3_omni.bridge import talker_prompt
+from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, talker_prompt
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
@@ -33,6 +32,7 @@ from stretto.stage.payload.schema import CodecFrames, Payload, ThinkerRows, unpa
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt
 from stretto.stage.runner.talker import TalkerInput
 from stretto.stage.runner.thinker import Edit, ThinkerInput
+from stretto.stage.scheduler.blocks import prefix_key
 from stretto.stage.stage import Output, Stage
 from stretto.types import Mark, RequestId, Span
 
@@ -147,7 +147,9 @@ class ThinkerNode:
             host_history=edit is not None,
             needs_payload=a.speak,
         )
-        self.stage.submit(spec, given, prompt.ids, salts=media_salts(prompt, c.tokens.media_pads))
+        pads = np.flatnonzero(np.isin(prompt.ids, c.tokens.media_pads)).tolist()
+        salts = [Salt(run, a.media) for run in runs_of(pads)]
+        self.stage.submit(spec, given, prompt.ids, salts=salts)
         self.journals[a.request] = Journal(self.clock())
         if a.speak:
             self.link.open(a.request, TEXT_POLICY)
@@ -218,14 +220,7 @@ class ThinkerNode:
     def _media(self, o: Output, start: int, stop: int) -> tuple[tuple[Span, ...], torch.Tensor]:
         if o.media is None:
             return (), torch.empty(0, self.config.thinker.text.hidden_size, dtype=self.model.dtype)
-        places = [p for p in o.media.places if start <= p < stop]
-        runs: list[Span] = []
-        for p in places:
-            if runs and runs[-1].stop == p:
-                runs[-1] = Span(runs[-1].start, p + 1)
-            else:
-                runs.append(Span(p, p + 1))
-        return tuple(runs), o.media.rows
+        return tuple(runs_of([p for p in o.media.places if start <= p < stop])), o.media.rows
 
 
 class TalkerNode:
@@ -255,8 +250,10 @@ class TalkerNode:
             priority=a.priority,
             paced=True,
             cache_output=False,
+            cache_root=str(plan.speaker).encode(),
         )
-        self.stage.submit(spec, given, given.num_rows, closed=False)
+        known = given.num_rows
+        self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=self._salts(a, prompt, plan))
         self.admits[id] = a
         self.journals[id] = Journal(self.clock())
         self.link.open(id, ChunkPolicy(a.first_frames, a.each_frames, a.ramp))
@@ -267,6 +264,17 @@ class TalkerNode:
         else:
             self.inboxes.announce(id)
             self._take(id)
+
+    def _salts(self, a: Admit, prompt: Prompt, plan: TalkerPrompt) -> list[Salt]:
+        """What tells media rows apart: the thinker's whole prefix up to their end, which they depend on though the
+        talker never sees its text. `a.media` is the digest of the media themselves."""
+        if not a.media:
+            return []
+        told = [Salt(Span(0, len(prompt.ids)), a.media)]
+        return [
+            Salt(run, prefix_key(prompt.ids[: plan.places[run.stop - 1] + 1], told))
+            for run in runs_of(np.flatnonzero(plan.is_media).tolist())
+        ]
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)
@@ -314,7 +322,7 @@ class TalkerNode:
                     adopt(chunk)
                     given.media.append(rows.hidden.to(self.model.device))
                 known = self.stage.scheduler.request(id).cursor.prompt
-                self.stage.scheduler.append_rows(id, given.num_rows - known)
+                self.stage.scheduler.append_rows(id, row_ids(given, known, given.num_rows))
             prompt = self.admits[id].prompt
             first = max(len(prompt.ids) - rows.span.start, 0)
             for token in rows.ids[first:].tolist():
@@ -325,7 +333,8 @@ class TalkerNode:
     def _text(self, id: RequestId, given: TalkerInput, token: int) -> None:
         given.text.append(token)
         if len(given.text) == 1:
-            self.stage.scheduler.append_rows(id, 1, last=True)
+            last = given.num_rows
+            self.stage.scheduler.append_rows(id, row_ids(given, last - 1, last), last=True)
         else:
             self.stage.scheduler.append_text(id)
 
@@ -479,18 +488,27 @@ def bias_edit(bias: Sequence[tuple[int, float]]) -> Edit:
     return edit
 
 
-def media_salts(prompt: Prompt, pads: Sequence[int]) -> list[Salt]:
-    """What the ids do not tell: a digest of the media behind each run of pads, for the prefix cache."""
-    if not (prompt.audios or prompt.images or prompt.videos):
-        return []
-    digest = blake2b(digest_size=16)
-    for clip in prompt.audios:
-        digest.update(clip.mel.tobytes())
-    for p in (*prompt.images, *prompt.videos):
-        digest.update(repr((p.grid, p.seconds_per_grid)).encode())
-        digest.update(p.values.tobytes())
-    told = digest.digest()  # of all media together: coarse, and never wrong
-    ids = np.asarray(prompt.ids)
-    inside = np.concatenate([[False], np.isin(ids, pads), [False]])
-    edges = np.flatnonzero(inside[1:] != inside[:-1])
-    return [Salt(Span(int(a), int(b)), told) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+def runs_of(places: Sequence[int]) -> list[Span]:
+    """Rising positions as runs."""
+    runs: list[Span] = []
+    for p in places:
+        if runs and runs[-1].stop == p:
+            runs[-1] = Span(runs[-1].start, p + 1)
+        else:
+            runs.append(Span(p, p + 1))
+    return runs
+
+
+OPENING_ID = 1 << 40
+"""Ids of the talker's opening rows in the prefix cache begin here: beyond any vocabulary."""
+
+
+def row_ids(given: TalkerInput, start: int, stop: int) -> list[int]:
+    """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id, opening rows by their
+    place, and the last one by the text token in it. (Voices are kept apart by the cache's root.)"""
+    users = len(given.prompt.ids)
+    last = users + NUM_OPENING - 1
+    ids = list(given.prompt.ids[start : min(stop, users)])
+    for row in range(max(start, users), stop):
+        ids.append(OPENING_ID + row - users if row < last else OPENING_ID + NUM_OPENING + given.text[0])
+    return ids

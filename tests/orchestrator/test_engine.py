@@ -92,6 +92,17 @@ def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder
             talker = min(s.start for s in got.end.timeline if s.lane == "talker")
             assert talker < max(s.stop for s in got.end.timeline if s.lane == "thinker")
 
+            # Asked again, the prompt comes from the prefix caches of both stages, and the answer is the same.
+            for kind in ("audio", "image"):
+                want = expected(models, builder, CHATS[kind], PARAMS)
+                for i in range(2):
+                    got = await collect(engine.generate(CHATS[kind], params=PARAMS))
+                    same(got, want)
+                    assert got.end is not None
+                    assert (got.end.usage.cached_tokens > 0) == (i > 0)
+            louder = [{"role": "user", "content": [sound(seed=9), say("What was that?")]}]
+            same(await collect(engine.generate(louder, params=PARAMS)), expected(models, builder, louder, PARAMS))
+
             # Fixed lengths on any weights.
             fixed = replace(PARAMS, min_frames=12, max_frames=12, max_text_tokens=3, min_text_tokens=3)
             got = await collect(engine.generate(CHATS["text"], params=fixed))

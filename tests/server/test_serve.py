@@ -17,14 +17,7 @@ import pytest
 
 from tests.server.conftest import read_until
 
-MAIN = """
-import argparse, sys
-from stretto.server.command import add_serve_parser
-top = argparse.ArgumentParser()
-add_serve_parser(top.add_subparsers())
-args = top.parse_args()
-sys.exit(args.job(args))
-"""
+STRETTO = [sys.executable, "-m", "stretto.cli", "serve"]
 
 
 def number(metrics: str, name: str) -> float:
@@ -32,7 +25,7 @@ def number(metrics: str, name: str) -> float:
 
 
 def test_serve_answers_cancels_and_ends(tiny_dir: Path) -> None:
-    command = [sys.executable, "-c", MAIN, "serve", str(tiny_dir), "--port", "0", "--device", "cpu"]
+    command = [*STRETTO, str(tiny_dir), "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -92,7 +85,7 @@ def test_serve_says_why_it_cannot(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     ended = subprocess.run(
-        [sys.executable, "-c", MAIN, "serve", str(empty), "--port", "0", "--device", "cpu"],
+        [*STRETTO, str(empty), "--port", "0", "--device", "cpu"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
@@ -102,9 +95,7 @@ def test_serve_says_why_it_cannot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["--port", "99999"], ["--placement", "nowhere"], ["/nonexistent-checkpoint"]])
 def test_bad_flags(words: list[str]) -> None:
-    code = MAIN.replace(
-        "sys.exit(args.job(args))",
-        "import stretto.errors\ntry: args.job(args)\nexcept stretto.errors.Invalid: sys.exit(2)",
-    )
-    ended = subprocess.run([sys.executable, "-c", code, "serve", *words], capture_output=True, timeout=60, check=False)
+    ended = subprocess.run([*STRETTO, *words], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
+    assert ended.stderr.startswith("stretto: ")
+    assert "Traceback" not in ended.stderr

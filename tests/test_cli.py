@@ -1,0 +1,68 @@
+"""The command line as a user types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from stretto.cli import main
+
+
+def test_generate_writes_what_it_says(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = {n: tmp_path / n for n in ("a.wav", "s.npy", "c.npy", "o.json", "t.json")}
+    code = main(
+        ["generate", str(tiny_dir), "--text", "Hello!", "--greedy", "--max-text-tokens", "6", "--max-frames", "9",
+         "--out", str(out["a.wav"]), "--samples", str(out["s.npy"]), "--codes", str(out["c.npy"]),
+         "--json", str(out["o.json"]), "--trace", str(out["t.json"]), "--device", "cpu"]
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads(out["o.json"].read_text())
+    samples, codes = np.load(out["s.npy"]), np.load(out["c.npy"])
+    assert codes.shape == (report["frames"], 16)
+    assert len(samples) == report["samples"] == 1920 * report["frames"] - 555
+    wave, rate = soundfile.read(out["a.wav"], dtype="float32")
+    assert rate == 24000
+    np.testing.assert_allclose(wave, samples, atol=1e-4)
+    assert report["text"] in capsys.readouterr().out
+    lanes = {e["args"]["name"] for e in json.loads(out["t.json"].read_text())["traceEvents"] if e["ph"] == "M"}
+    assert lanes >= {"thinker", "talker", "code2wav"}
+
+
+def test_generate_answers_a_file_of_conversations(tiny_dir: Path, tmp_path: Path) -> None:
+    lines = [json.dumps([{"role": "user", "content": f"Question {i}"}]) for i in range(3)] + ["not json"]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    code = main(
+        ["generate", str(tiny_dir), "--batch", str(tmp_path / "in.jsonl"), "--out-dir", str(tmp_path / "out"),
+         "--text-only", "--max-text-tokens", "4", "--device", "cpu"]
+    )  # fmt: skip
+    assert code == 1  # the last line failed, the others are there
+    texts = [json.loads((tmp_path / "out" / f"{i}.json").read_text())["text"] for i in range(3)]
+    assert all(texts)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generate", "/nowhere", "--text", "hi"], "config.json"),
+        (["generate", "TINY", "--text", "hi", "--voice", "nobody"], "nobody"),
+        (["generate", "TINY", "--messages", "/nowhere.json"], "nowhere.json"),
+        (["generate", "TINY", "--text", "hi", "--placement", "moon"], "placement"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(args: list[str], says: str, tiny_dir: Path, capsys) -> None:
+    code = main([str(tiny_dir) if a == "TINY" else a for a in args] + ["--device", "cpu"])
+    assert code in (1, 2)
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_tiny_and_help(tmp_path: Path) -> None:
+    assert main(["tiny", str(tmp_path / "t"), "--seed", "5"]) == 0
+    assert (tmp_path / "t" / "config.json").exists()
+    shown = subprocess.run([sys.executable, "-m", "stretto.cli", "--help"], capture_output=True, text=True, check=False)
+    assert shown.returncode == 0
