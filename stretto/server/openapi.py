@@ -42,6 +42,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Stretto", "version": __version__},
+        "security": [{}, {"key": []}],  # a key is needed if the server was started with any
         "paths": _paths(),
         "components": {
             "schemas": {**parts, **_messages()},
@@ -73,7 +74,7 @@ def _paths() -> dict[str, Any]:
 
 def _post(summary: str, request: str, content: dict[str, Any]) -> dict[str, Any]:
     body = {"required": True, "content": _as_json(request)}
-    return {**_get(summary, content, *_ERRORS), "requestBody": body, "security": [{}, {"key": []}]}
+    return {**_get(summary, content, *_ERRORS), "requestBody": body}
 
 
 def _get(summary: str, content: dict[str, Any], *errors: int) -> dict[str, Any]:

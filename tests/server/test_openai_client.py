@@ -188,6 +188,21 @@ def test_earlier_audio_is_named_by_id(solo_server: Running, solo: SoloEngine) ->
         ask(solo_server, [*QUESTION, {"role": "assistant", "audio": {"id": "audio_other"}}, follow])
 
 
+def test_a_conversation_with_tools(solo_server: Running) -> None:
+    """The client's own way round: the call it was given, and what came of it, go back into the prompt."""
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    told = ask(solo_server, messages, tools=[tool])
+    untold = ask(solo_server, messages, tools=[tool], tool_choice="none")
+    assert told.choices[0].message.role == "assistant"
+    assert told.usage.prompt_tokens > untold.usage.prompt_tokens > ask(solo_server).usage.prompt_tokens
+
+
 @pytest.mark.parametrize("format", ["pcm", "wav", "flac", "mp3", "opus"])
 def test_speech(format: str, solo_server: Running, solo: SoloEngine) -> None:
     async def collect() -> bytes:
