@@ -1,21 +1,28 @@
 #!/usr/bin/env bash
-# Installs the Debian (or Ubuntu) packages that the project's optional parts need: Mooncake's libraries.
-# Does nothing, quickly, when all are there. Exits with 1, and says what to do, when it cannot install them.
+# Installs the Debian (or Ubuntu) packages that a part of the project needs beyond Python's own:
+#   scripts/debian.sh mooncake    the libraries that Mooncake's wheel links to
+#   scripts/debian.sh browser     Chromium, for the tests of the web page
+# Does nothing, quickly, when all is there. Exits with 1, and says what to do, when it cannot install.
 set -euo pipefail
 
-packages=(libibverbs1 libnuma1)
-
 missing=()
-for package in "${packages[@]}"; do
-  # By the library's file, so that it also works where the distribution names its packages otherwise.
-  library=${package%1}.so.1
-  if ! ldconfig -p 2>/dev/null | grep -q "$library" && ! /sbin/ldconfig -p 2>/dev/null | grep -q "$library"; then
-    missing+=("$package")
-  fi
-done
-if [ ${#missing[@]} -eq 0 ]; then
-  exit 0
-fi
+case "${1:-}" in
+  mooncake)
+    # By the library's file, so that it also works where the distribution names its packages otherwise.
+    for package in libibverbs1 libnuma1; do
+      { ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null || true; } | grep -q "${package%1}.so.1" || missing+=("$package")
+    done
+    ;;
+  browser)
+    command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
+      || missing+=(chromium)
+    ;;
+  *)
+    echo "use: scripts/debian.sh mooncake|browser" >&2
+    exit 2
+    ;;
+esac
+[ ${#missing[@]} -gt 0 ] || exit 0
 
 if ! command -v apt-get > /dev/null; then
   echo "not a Debian system; please install the equivalents of: ${missing[*]}" >&2

@@ -8,6 +8,7 @@ import sys
 import time
 
 from stretto.server.config import LogFormat, LogLevel
+from stretto.server.exchange import Broken
 
 
 class TextLines(logging.Formatter):
@@ -30,8 +31,16 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class NotBroken(logging.Filter):
+    """Connections that we cut on purpose have been logged by whoever did; uvicorn takes them for accidents."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], Broken))
+
+
 def set_up(format: LogFormat, level: LogLevel) -> None:
     out = logging.StreamHandler(sys.stderr)
     out.setFormatter(JsonLines() if format == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[out], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(NotBroken())

@@ -24,9 +24,9 @@ from stretto.server import codecs
 from stretto.server.access import NOBODY, Admission, Keys
 from stretto.server.command import ModelConfig, add_env_parser, add_serve_parser, describe, settle
 from stretto.server.config import ServerConfig
-from stretto.server.exchange import Visit
+from stretto.server.exchange import Broken, Visit
 from stretto.server.failures import Refused
-from stretto.server.logs import JsonLines
+from stretto.server.logs import JsonLines, NotBroken
 from stretto.server.memory import AudioMemory
 from stretto.server.settings import read_yaml, unknown_variables
 from stretto.server.tools import Call, ToolParser
@@ -279,3 +279,6 @@ def test_json_log_lines() -> None:
     except ValueError:
         record.exc_info = sys.exc_info()
     assert "ValueError: why" in json.loads(JsonLines().format(record))["stack"]
+    assert NotBroken().filter(record)
+    record.exc_info = (Broken, Broken("cut"), None)
+    assert not NotBroken().filter(record)
