@@ -45,7 +45,6 @@ from stretto.orchestrator.messages import (
     Failed,
     FromHost,
     Pcm,
-    Ping,
     Sampling,
     Stats,
     StopText,
@@ -64,6 +63,8 @@ from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.25
+LATE_S = WATCH_S + 0.5
+PING_EVERY = 4  # looks
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +92,7 @@ class Ticket:
     packets: list[float] = field(default_factory=list)
     progressed: float = 0.0
     throttled: bool = False
+    failed: bool = False
     over: bool = False
 
 
@@ -169,6 +171,9 @@ class PipelineEngine:
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
         values["stretto_engine_running"] = len(self._tickets)
+        for stage in STAGES:
+            planned = sum(p.memory.get(stage, 0) for p in self._pipelines)
+            values[f'stretto_stage_memory_bytes{{stage="{stage}"}}'] = planned
         return {**values, **self._stats}
 
     # -- requests
@@ -266,12 +271,15 @@ class PipelineEngine:
             params = replace(params, max_text_tokens=room, min_text_tokens=min(params.min_text_tokens, room))
         longest = max(1, limit - len(prompt.ids) - 16)
         params = replace(params, max_frames=min(params.max_frames, longest), min_frames=min(params.min_frames, longest))
+        vocab = self.model.thinker.text.vocab_size
+        if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
+            raise Invalid(f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias")
         pipeline = self._choose(speak)
         id = request_id or RequestId(f"r-{secrets.token_hex(8)}")
         if id in self._tickets:
             raise Invalid(f"request {id} is running already", "request_id")
         stages = STAGES if speak and spoken is None else STAGES[1:] if speak else STAGES[:1]
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        seed = params.seed if params.seed is not None else secrets.randbits(53)  # exact in any language
         now = time.monotonic()
         ticket = Ticket(
             id, pipeline, stages, prompt, params, seed, TextStream(self._builder.tokenizer), arrived, progressed=now
@@ -354,13 +362,14 @@ class PipelineEngine:
         finished = set(t.ended) >= set(t.stages)
         if not finished:
             t.pipeline.send(t.stages, Cancel(t.id))
-        self._counts["finished" if t.over and finished else "cancelled"] += 1
+        how = "finished" if t.over and finished else "failed" if t.failed else "cancelled"
+        self._counts[how] += 1
         if not self._tickets:
             self._idle.set()
-        log.info(
+        log.debug(
             "%s %s: %d prompt tokens, %d text tokens, %d frames, %.3f s",
             t.id,
-            "finished" if finished else "cancelled",
+            how,
             len(t.prompt.ids),
             t.ids,
             t.frames,
@@ -374,8 +383,8 @@ class PipelineEngine:
             self._stats.update(message.values)
             return
         t = self._tickets.get(message.request)  # type: ignore[union-attr]
-        if t is None or t.over:
-            return  # cancelled, and this was on its way
+        if t is None or t.over or t.failed:
+            return  # it ended here, and this was on its way
         t.progressed = time.monotonic()
         match message:
             case Text(ids=ids):
@@ -463,7 +472,9 @@ class PipelineEngine:
         )
 
     def _fail(self, t: Ticket, error: StrettoError) -> None:
-        self._counts["failed"] += 1
+        if t.failed:
+            return  # one death may be told by several: the host's channel, its links
+        t.failed = True
         t.events.put_nowait(error)
         t.pipeline.send(t.stages, Cancel(t.id))
 
@@ -475,21 +486,29 @@ class PipelineEngine:
     # -- time
 
     async def _watch(self) -> None:
-        """Look for requests that make no progress, and ask hosts for their numbers."""
+        """Look for requests that make no progress and hosts that do not answer, and ask hosts for their numbers."""
+        before = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
+            before, late = time.monotonic(), time.monotonic() - before > LATE_S
+            if late:
+                continue  # we stood still ourselves: what the hosts said meanwhile has not been read yet
             for t in list(self._tickets.values()):
-                if not t.over and not t.throttled and now - t.progressed > self.config.stall_s:
-                    t.progressed = now
-                    waiting = sorted(set(t.stages) - set(t.ended))
-                    silent = f"{t.id}: no progress for {self.config.stall_s:g} s in {', '.join(waiting)}"
-                    if t.events.empty():
-                        self._fail(t, StageDead(silent))
+                self._look(t)
             self._pings += 1
-            if self._pings % 4 == 0:
-                for p in self._pipelines:
-                    p.send(STAGES, Ping(self._pings))
+            for p in self._pipelines:
+                p.end_silent(self.config.stall_s)
+                if self._pings % PING_EVERY == 0:
+                    p.ping(self._pings)
+
+    def _look(self, t: Ticket) -> None:
+        now = time.monotonic()
+        if t.over or t.throttled or now - t.progressed <= self.config.stall_s:
+            return
+        t.progressed = now
+        if t.events.empty():  # else its consumer is at rest, not the stages
+            waiting = sorted(set(t.stages) - set(t.ended))
+            self._fail(t, StageDead(f"{t.id}: no progress for {self.config.stall_s:g} s in {', '.join(waiting)}"))
 
     async def drain(self, timeout: float) -> None:
         self._draining = True

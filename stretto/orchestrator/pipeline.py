@@ -2,7 +2,8 @@
 
 Hosts start in parallel. A link is made by asking the receiving host to listen and handing what it answers to the
 sending host. When a host dies, or a link goes down, the requests that it touched are failed at once by the engine; the
-host is started again and its links are made anew under a higher generation. Requests that need none of it go on."""
+host is started again and its links are made anew under a higher generation. Requests that need none of it go on. A host
+that does not answer is killed, and then is a dead one."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 LINKS = (("thinker", "talker"), ("talker", "code2wav"))
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
+LINK_DELAYS = (0.05, 0.2, 0.5, 1.0)
+"""Pauses between tries to make a link."""
 
 
 class Pipeline:
@@ -51,10 +54,15 @@ class Pipeline:
         self._stages: dict[str, int] = {s: i for i, host in enumerate(config.placement) for s in host}
         self._links: dict[str, bool] = {f"{a}>{b}": False for a, b in LINKS}
         self._generation = 0
+        self._joining = asyncio.Lock()
+        self._making: str | None = None  # the link that is being made
+        self._refused: str | None = None  # why it could not be
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = [0] * len(config.placement)
         self._closing = False
+        self._started = False
+        self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
         self.progress: dict[str, str] = dict.fromkeys(STAGES, "starting")
         self.broken: str | None = None  # why it will not come up at all
         self.active = 0  # requests, counted by the engine
@@ -64,8 +72,10 @@ class Pipeline:
     async def start(self) -> None:
         self._hosts = [self._host(i) for i in range(len(self.config.placement))]
         await asyncio.gather(*(self._launch(h, i) for i, h in enumerate(self._hosts)))
-        await self._wait(lambda: all(h.state == "ready" for h in self._hosts))
-        await self._join(list(LINKS))
+        while not self.ready(speak=True):  # again, if a host died between its start and its links
+            await self._wait(lambda: all(h.state == "ready" for h in self._hosts))
+            await self._join()
+        self._started = True
 
     async def close(self) -> None:
         self._closing = True
@@ -88,6 +98,14 @@ class Pipeline:
     def hosts_of(self, stages: Sequence[str]) -> list[tuple[str, ...]]:
         return [self.config.placement[i] for i in sorted({self._stages[s] for s in stages})]
 
+    def ping(self, number: int) -> None:
+        for host in self._hosts:
+            host.ping(number)
+
+    def end_silent(self, seconds: float) -> None:
+        for host in self._hosts:
+            host.end_if_silent(seconds)
+
     @property
     def pids(self) -> list[int | None]:
         return [h.pid for h in self._hosts]
@@ -105,21 +123,23 @@ class Pipeline:
         match message:
             case Loading(stage=stage, what=what):
                 self.progress[stage] = what
-            case Ready(stages=stages):
+            case Ready(stages=stages, memory=memory):
                 host.state = "ready"
+                self.memory.update(memory)
                 for stage in stages:
                     self.progress[stage] = "ready"
                 self._notify()
             case Broken(kind=kind, message=text):
                 host.reason = f"{kind}: {text}"
-                if host.state == "starting":
-                    self.broken = host.reason
+                if host.state == "starting" and not self._started:
+                    self.broken = host.reason  # later on it is tried again: what it lacked may come back
             case Listening(link=link, endpoint=endpoint):
                 a, _ = link.split(">")
                 self._hosts[self._stages[a]].send(Connect(link, self._connector(link), endpoint, self._generation))
             case Linked(link=link):
-                self._links[link] = True
-                self._notify()
+                if link == self._making:
+                    self._links[link] = True
+                    self._notify()
             case LinkDown(link=link, message=text):
                 self._link_down(link, text)
             case _:
@@ -133,24 +153,36 @@ class Pipeline:
             self.progress[stage] = "dead"
         log.warning("%s", host.death())
         self._notify()
-        lost = frozenset(stages)
+        # What was on its way from here is lost too: a stage behind it waits for it, also where this one had ended.
+        lost = set(stages)
         for a, b in LINKS:
-            if a in lost or b in lost:
+            if a in stages or b in stages:
                 self._links[f"{a}>{b}"] = False
-        self._on_loss(self, lost, host.death())
+            if a in stages:
+                lost.add(b)
+        self._on_loss(self, frozenset(lost), host.death())
         if self.config.restart and self.broken is None:
             self._task(self._restart(index))
+        elif not self._started and self.broken is None:
+            self.broken = str(host.death())
 
     async def _restart(self, index: int) -> None:
         """Start a host again and make its links anew. Waits a little longer each time it died young."""
         await asyncio.sleep(RESTART_DELAYS[min(self._deaths[index], len(RESTART_DELAYS) - 1)])
         self._deaths[index] += 1
         host = self._hosts[index] = self._host(index)
-        await self._launch(host, index)
-        await self._wait(lambda: host.state == "ready")
-        stages = self.config.placement[index]
-        await self._join([(a, b) for a, b in LINKS if a in stages or b in stages])
-        self._deaths[index] = 0
+        try:
+            await self._launch(host, index)
+            await self._wait(lambda: host.state != "starting")
+            await self._join()
+        except OSError as e:  # no process to be had
+            host.state, host.reason = "dead", str(e)
+            self._died(host, index)
+        except StageDead:
+            host.kill()  # its death begins the next try
+            raise
+        if host.state == "ready":
+            self._deaths[index] = 0
 
     # -- links
 
@@ -160,31 +192,54 @@ class Pipeline:
             return "local"
         return self.config.connector or "shm"
 
-    async def _join(self, links: Sequence[tuple[str, str]]) -> None:
-        """Make links, the last first, so that a stage has somewhere to send before it is sent anything."""
+    async def _join(self) -> None:
+        """Make the links that are down and whose hosts are up, the last first, so that a stage has somewhere to send
+        before it is sent anything. One at a time: two restarts that made the same link would undo each other's."""
+        async with self._joining:
+            for a, b in reversed(LINKS):
+                for delay in LINK_DELAYS:
+                    if self._links[f"{a}>{b}"] or not self._up(a, b):
+                        break
+                    if not await self._make(a, b):
+                        log.warning("link %s>%s: %s", a, b, self._refused)
+                        await asyncio.sleep(delay)
+                else:
+                    raise StageDead(f"link {a}>{b} cannot be made: {self._refused}")
+
+    async def _make(self, a: str, b: str) -> bool:
+        """One try. True: the link is up, or one of its hosts has died, whose restart makes it."""
+        name = f"{a}>{b}"
         self._generation += 1
-        for a, b in reversed(list(links)):
-            name = f"{a}>{b}"
-            self._links[name] = False
-            for stage in (a, b):
-                self._hosts[self._stages[stage]].send(Unlink(name))
-            self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generation))
-            await self._wait(lambda name=name: self._links[name])  # type: ignore[misc]
+        self._making, self._refused = name, None
+        for stage in (a, b):
+            self._hosts[self._stages[stage]].send(Unlink(name))
+        self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generation))
+        try:
+            await self._wait(lambda: self._links[name] or self._refused is not None or not self._up(a, b))
+        finally:
+            self._making = None
+        return self._refused is None
+
+    def _up(self, a: str, b: str) -> bool:
+        return all(self._hosts[self._stages[s]].state == "ready" for s in (a, b))
 
     def _link_down(self, link: str, text: str) -> None:
-        if self._closing or not self._links[link]:
-            return  # already known, or not up yet: whoever makes it will see
+        if self._closing:
+            return
+        if not self._links[link]:  # known already, or being made
+            if link == self._making:
+                self._refused = text
+                self._notify()
+            return
         self._links[link] = False
-        a, b = link.split(">")
+        _, b = link.split(">")
         self._on_loss(self, frozenset({b}), StageDead(f"link {link} is down: {text}"))
-        self._task(self._mend(a, b))
+        self._task(self._mend())
 
-    async def _mend(self, a: str, b: str) -> None:
+    async def _mend(self) -> None:
         """A link broke though both ends may live. If one died, its restart makes the link; else we do."""
-        await asyncio.sleep(0.05)
-        hosts = {self._hosts[self._stages[s]] for s in (a, b)}
-        if all(h.state == "ready" for h in hosts) and not self._links[f"{a}>{b}"]:
-            await self._join([(a, b)])
+        await asyncio.sleep(LINK_DELAYS[0])
+        await self._join()
 
     # -- waiting
 

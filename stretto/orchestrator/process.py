@@ -7,12 +7,13 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
 from stretto.errors import StageDead, WireError
-from stretto.orchestrator.messages import PREFIX, FromHost, Quit, ToHost, decode_from_host, encode, lengths
+from stretto.orchestrator.messages import PREFIX, FromHost, Ping, Quit, ToHost, decode_from_host, encode, lengths
 
 State = Literal["starting", "ready", "dead"]
 
@@ -29,6 +30,7 @@ class HostProcess:
         self.name = name
         self.state: State = "starting"
         self.reason = "it ended"  # why it died, as far as we were told
+        self.asked: float | None = None  # when it was asked for a sign of life, if none has come since
         self._on_message, self._on_death = on_message, on_death
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -62,6 +64,17 @@ class HostProcess:
         if blob:
             self._writer.write(blob)
 
+    def ping(self, number: int) -> None:
+        self.send(Ping(number))
+        if self.asked is None:
+            self.asked = time.monotonic()
+
+    def end_if_silent(self, seconds: float) -> None:
+        """Kill it if it has not said a word for so long after it was asked to: it hangs, or was stopped."""
+        if self.state == "ready" and self.asked is not None and time.monotonic() - self.asked > seconds:
+            self.reason = f"it stalled: no answer for {seconds:g} s"
+            self.kill()
+
     async def stop(self, timeout: float = 5.0) -> None:
         """End it, politely first."""
         self.send(Quit())
@@ -91,6 +104,7 @@ class HostProcess:
                 header_size, blob_size = lengths(await reader.readexactly(PREFIX.size))
                 header = await reader.readexactly(header_size)
                 blob = await reader.readexactly(blob_size) if blob_size else b""
+                self.asked = None
                 self._on_message(self, decode_from_host(header), blob)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -100,6 +114,8 @@ class HostProcess:
             if self.state != "dead":
                 self.state = "dead"
                 self.kill()
+                if self._writer is not None:
+                    self._writer.close()  # else its descriptor would stay until this object is collected
                 self._on_death(self)
 
     def death(self) -> StageDead:

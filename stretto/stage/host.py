@@ -414,6 +414,8 @@ def serve(sock: socket.socket) -> int:
         return 1
     memory = {"allocated": torch.cuda.memory_allocated()} if host.device.type == "cuda" else {}
     channel.send(Ready(configure.stages, time.perf_counter() - start, memory))
+    # Wakes the reader below, so that the orchestrator learns of it now and not with its next message.
+    host.loop.on_failure = lambda: sock.shutdown(socket.SHUT_RD)
     host.loop.start()
     while (item := channel.read()) is not None:
         message, blob = item

@@ -50,6 +50,7 @@ class Loop:
         self.bell = bell or Bell()
         self.max_messages = max_messages
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None  # called last on the loop thread, if it dies
         self._messages: deque[Message] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -87,6 +88,7 @@ class Loop:
             # The boundary of the stage's world: whoever started the loop must learn of it.
             self.failure, self._stopping = e, True
             log.exception("the stage loop died")
+            self.on_failure()
             raise
 
     def round(self) -> bool:

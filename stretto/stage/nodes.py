@@ -54,6 +54,7 @@ class Link(Generic[P]):
         self.kind = kind
         self.out: OutLink | None = None
         self.boxes: dict[RequestId, Outbox[P]] = {}
+        self._slow: set[RequestId] = set()  # whose listener does not keep up
 
     def open(self, id: RequestId, policy: ChunkPolicy) -> None:
         self.boxes[id] = Outbox(self.kind, id, policy, self._offer)
@@ -71,9 +72,21 @@ class Link(Generic[P]):
             self.out.wake_when_sent()
         return freed
 
+    def throttle(self, id: RequestId, on: bool) -> None:
+        if on and id in self.boxes:
+            self._slow.add(id)
+        else:
+            self._slow.discard(id)
+
+    def blocked(self, id: RequestId) -> bool:
+        """A request rests while its listener is slow or its chunks find no room: each may end before the other."""
+        box = self.boxes.get(id)
+        return id in self._slow or (box is not None and box.waiting > 0)
+
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         box = self.boxes.get(id)
+        self._slow.discard(id)
         if box is None:
             return
         if not purge and box.waiting:
@@ -86,6 +99,7 @@ class Link(Generic[P]):
     def sweep(self) -> None:
         for id in [id for id, box in self.boxes.items() if box.ended and not box.waiting]:
             del self.boxes[id]
+            self._slow.discard(id)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,12 +185,16 @@ class ThinkerNode:
         self.report(journal.ended(id, self.name, Reason.STOP), b"")
 
     def throttle(self, id: RequestId, on: bool) -> None:
+        self.link.throttle(id, on)
+        self._settle(id)
+
+    def _settle(self, id: RequestId) -> None:
         if id in self.stage.scheduler:
-            self.stage.scheduler.set_blocked(id, on)
+            self.stage.scheduler.set_blocked(id, self.link.blocked(id))
 
     def turn(self) -> bool:
         for id in self.link.flush():
-            self.throttle(id, False)
+            self._settle(id)
         did = self.stage.turn()
         self.link.sweep()
         return did
@@ -215,7 +233,7 @@ class ThinkerNode:
             box.add(ThinkerRows(Span(start, ready), ids, runs, hidden), event=o.media.event if o.media else None)
         mark = Mark.REQUEST_END if o.reason is not None else Mark.MORE
         if not box.send(Confirmed(ready), mark) and o.reason is None:
-            self.throttle(o.request.id, True)
+            self._settle(o.request.id)
 
     def _media(self, o: Output, start: int, stop: int) -> tuple[tuple[Span, ...], torch.Tensor]:
         if o.media is None:
@@ -281,8 +299,12 @@ class TalkerNode:
         self._close(id, purge=True)
 
     def throttle(self, id: RequestId, on: bool) -> None:
+        self.link.throttle(id, on)
+        self._settle(id)
+
+    def _settle(self, id: RequestId) -> None:
         if id in self.stage.scheduler:
-            self.stage.scheduler.set_blocked(id, on)
+            self.stage.scheduler.set_blocked(id, self.link.blocked(id))
 
     def turn(self) -> bool:
         did = False
@@ -295,7 +317,7 @@ class TalkerNode:
             except StrettoError as e:
                 self._fail(id, e)
         for id in self.link.flush():
-            self.throttle(id, False)
+            self._settle(id)
         did = self.stage.turn() or did
         self.link.sweep()
         return did
@@ -369,7 +391,7 @@ class TalkerNode:
                 self.report(Codes(id, n), np.array(o.row, dtype=np.int32).tobytes())
         mark = Mark.REQUEST_END if o.reason is not None else Mark.MORE
         if not box.send(Confirmed(box.added), mark) and o.reason is None:
-            self.throttle(id, True)
+            self._settle(id)
         if o.reason is not None:
             self.report(journal.ended(id, self.name, o.reason), b"")
             self._close(id, purge=False)
