@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.orchestrator.common import CHATS, Answer, expected, picture, say, sound  # noqa: E402
 
 POLL_S = 0.02
-MOST_POLLS = 1500
+MOST_REPORTS = 10
 
 QUESTIONS: dict[str, list[dict[str, Any]]] = {
     **CHATS,
@@ -125,14 +125,19 @@ def held(values: dict[str, float]) -> list[str]:
                 free = values[f"stretto_stage_{what}_available{label}"]
                 if free != values[f"stretto_stage_{what}{label}"]:
                     found.append(f"{stage}: {what} available {free}")
-    found += [f"{name}: {v}" for name, v in values.items() if name.startswith("stretto_link_held") and v]
+    boxes = ("stretto_stage_outboxes", "stretto_stage_inboxes", "stretto_stage_waiting")
+    found += [f"{name}: {v}" for name, v in values.items() if name.startswith(boxes) and v]
+    # All slots of a ring are free when both its ends say so.
+    credits = {v for name, v in values.items() if name.startswith("stretto_link_credits")}
+    if len(credits) != 1:
+        found.append(f"credits of the links: {sorted(credits)}")
     return found
 
 
 async def settle(engine: PipelineEngine) -> list[str]:
     """Wait for fresh reports that say that nothing is held; what is, if it does not come to that."""
     left = ["no report"]
-    for _ in range(MOST_POLLS):
+    for _ in range(MOST_REPORTS):
         engine._stats.clear()  # so that only what is said from now on counts
         while len([k for k in engine._stats if k.startswith("stretto_stage_requests")]) < 3:
             await asyncio.sleep(POLL_S)

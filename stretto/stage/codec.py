@@ -169,6 +169,11 @@ class CodecStage:
         return len(self._steps)
 
     @property
+    def num_free(self) -> int:
+        """Slots that no stream holds."""
+        return len(self._free)
+
+    @property
     def idle(self) -> bool:
         return not self._steps and not self._streams and len(self._free) == self.config.slots
 

@@ -129,9 +129,9 @@ class Channel:
 @dataclass(slots=True, eq=False)
 class _LinkEnd:
     receiver: Receiver | None = None
+    sender: Sender | None = None
     incoming: InLink | None = None
     outgoing: OutLink | None = None
-    connected: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -304,6 +304,7 @@ class Host:
         endpoint = msgspec.msgpack.decode(m.endpoint, type=Endpoint)
         sender: Sender = connector.connect(endpoint, self._options(m.generation, m.secret))
         end = self.links.setdefault(m.link, _LinkEnd())
+        end.sender = sender
         node = self.nodes[LINKS[m.link][0]]
         assert not isinstance(node, Code2WavNode)
         if connector.inline:
@@ -350,14 +351,21 @@ class Host:
                 values[f'stretto_stage_blocks{{stage="{name}"}}'] = pool.num_blocks
             else:
                 values[f'stretto_stage_frames_total{{stage="{name}"}}'] = stage.stats.frames
+                values[f'stretto_stage_slots_available{{stage="{name}"}}'] = stage.num_free
+                values[f'stretto_stage_slots{{stage="{name}"}}'] = stage.config.slots
+            if not isinstance(node, Code2WavNode):
+                values[f'stretto_stage_outboxes{{stage="{name}"}}'] = len(node.link.boxes)
+            if not isinstance(node, ThinkerNode):
+                values[f'stretto_stage_inboxes{{stage="{name}"}}'] = len(list(node.inboxes)) + node.inboxes.num_early
         for name, end in self.links.items():
-            for way, link in (("out", end.outgoing), ("in", end.incoming)):
-                if link is not None:
+            for way, link, ring in (("out", end.outgoing, end.sender), ("in", end.incoming, end.receiver)):
+                if link is not None and ring is not None:
                     m = link.metrics
                     label = f'{{link="{name}",end="{way}"}}'
                     values[f"stretto_link_chunks_total{label}"] = m.chunks
                     values[f"stretto_link_bytes_total{label}"] = m.bytes
                     values[f"stretto_link_stalls_total{label}"] = m.stalls
+                    values[f"stretto_link_credits{label}"] = ring.credits()
         return values
 
     def close(self) -> None:
