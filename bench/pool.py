@@ -20,7 +20,7 @@ from stretto.orchestrator.engine import PipelineEngine
 from stretto.prompt.build import PromptBuilder
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.orchestrator.common import CHATS, Answer, expected, picture, say, sound  # noqa: E402
+from tests.orchestrator.common import CHATS, Answer, expected, picture, say, sound
 
 POLL_S = 0.02
 MOST_REPORTS = 10

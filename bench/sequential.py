@@ -30,7 +30,8 @@ class FixedSolo(Solo):
 
     def __init__(self, models: Models) -> None:
         super().__init__(models)
-        models.talker.suppress[models.config.talker.codec.eos] = True
+        with torch.inference_mode():
+            models.talker.suppress[models.config.talker.codec.eos] = True
 
     def _pick_text(self, voices: list[ThinkerVoice], hidden: torch.Tensor) -> list[int]:
         tokens = super()._pick_text(voices, hidden)

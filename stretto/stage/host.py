@@ -63,6 +63,7 @@ from stretto.stage.loop import Loop
 from stretto.stage.nodes import Code2WavNode, Node, TalkerNode, ThinkerNode, failed
 from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.payload.schema import ThinkerRows
+from stretto.stage.plan import RESERVE, check, free_memory, plan
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner, decode_step
 from stretto.stage.runner.talker import TalkerLane
@@ -147,9 +148,10 @@ class Host:
     loop: Loop = field(init=False)
     registry: Registry = field(init=False, default_factory=Registry)
     waiters: list[Waiter] = field(init=False, default_factory=list)
+    memory: dict[str, int] = field(init=False, default_factory=dict)  # bytes by stage
 
     def load(self) -> None:
-        """Build the stages, one after the other; says how far it is."""
+        """Build the stages, one after the other, if they fit; says how far it is."""
         s = self.settings
         self.device = torch.device(s.device)
         if self.device.type == "cpu":
@@ -162,6 +164,9 @@ class Host:
             s.load_format,
             progress=False,
         )
+        plans = plan(source.config, self.configure.stages, s, source.dtype)
+        check(plans, free_memory(self.device), RESERVE[self.device.type], str(self.device))
+        self.memory = {p.stage: p.kept for p in plans}
         embedding = None
         for name in self.configure.stages:
             self.report(Loading(name, "loading"), b"")
@@ -420,8 +425,9 @@ def serve(sock: socket.socket) -> int:
         channel.send(Broken(type(e).__name__, str(e)))
         channel.flush()
         return 1
-    memory = {"allocated": torch.cuda.memory_allocated()} if host.device.type == "cuda" else {}
-    channel.send(Ready(configure.stages, time.perf_counter() - start, memory))
+    if host.device.type == "cuda":
+        host.memory["allocated"] = torch.cuda.memory_allocated(host.device)
+    channel.send(Ready(configure.stages, time.perf_counter() - start, host.memory))
     # Wakes the reader below, so that the orchestrator learns of it now and not with its next message.
     host.loop.on_failure = lambda: sock.shutdown(socket.SHUT_RD)
     host.loop.start()

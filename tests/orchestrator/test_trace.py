@@ -1,0 +1,135 @@
+"""The overlap of the stages, seen in the order of events of one request. No time is asserted, only what came first."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto.models.qwen3_omni.bridge import talker_prompt
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Models
+from stretto.orchestrator.api import Params, TimelineSpan
+from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.messages import (
+    Admit,
+    Configure,
+    Connect,
+    Ended,
+    Failed,
+    FromHost,
+    Listen,
+    Listening,
+    Pcm,
+    Sampling,
+    Text,
+    media_digest,
+    pack_prompt,
+)
+from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.orchestrator.timeline import trace
+from stretto.prompt.build import PromptBuilder
+from stretto.stage.host import LINKS, Host
+from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from tests.orchestrator.common import CHATS, collect, expected, run, say, sound
+
+
+def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
+    params = Params(max_text_tokens=40, ignore_eos=True, min_frames=44, max_frames=44, greedy_speech=True)
+
+    async def work() -> tuple[TimelineSpan, ...]:
+        async with PipelineEngine.open(tiny_dir) as engine:
+            got = await collect(engine.generate(CHATS["text"], params=params))
+            assert got.end is not None
+            return got.end.timeline
+
+    spans = run(work())
+    lanes = {lane: sorted(s.stop for s in spans if s.lane == lane) for lane in (*STAGES, "packets")}
+    assert [len(lanes[lane]) for lane in ("thinker", "talker")] == [40, 44]
+    # The first output of each stage comes after the one before it in the pipeline ...
+    first = [lanes[lane][0] for lane in (*STAGES, "packets")]
+    assert first == sorted(first)
+    # ... and all of them come before the thinker's last token: three stages were at work at once.
+    assert lanes["packets"][0] < lanes["thinker"][-1]
+    heard = [t for t in lanes["packets"] if t < lanes["thinker"][-1]]
+    assert len(heard) > 10
+
+    events = trace([("request", spans)])["traceEvents"]
+    drawn = {e["cat"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
+    assert set(drawn) == {*STAGES, "packets"}
+    assert drawn["packets"] < 1e6 * lanes["thinker"][-1]
+
+
+class HandDriven:
+    """A host in this process, driven by hand, that notes which rows each stage launches."""
+
+    def __init__(self, model: Path, settings: HostSettings) -> None:
+        self.reports: list[tuple[FromHost, bytes]] = []
+        self.launched: list[tuple[str, int, int]] = []  # stage, rows [start, stop) of the request's sequence
+        configure = Configure(str(model), STAGES, settings.as_dict())
+        self.host = Host(configure, settings, lambda message, blob: self.reports.append((message, blob)))
+        self.host.load()
+        for link in reversed(LINKS):
+            self.host.handle(Listen(link, "local", 1), b"")
+            told = next(m for m, _ in reversed(self.reports) if isinstance(m, Listening))
+            self.host.handle(Connect(link, "local", told.endpoint, 1), b"")
+        for name in ("thinker", "talker"):
+            self._watch(name, self.host.nodes[name].stage.runner)
+
+    def _watch(self, name: str, runner: Any) -> None:
+        launch = runner.launch
+
+        def watched(batch: Any, find: Any) -> Any:
+            self.launched += [(name, s.start, s.stop) for s in batch.spans]
+            return launch(batch, find)
+
+        runner.launch = watched
+
+    def answer(self, admit: Admit, blob: bytes) -> None:
+        self.host.handle(admit, blob)
+        while sum(isinstance(m, Ended) for m, _ in self.reports) < len(STAGES):
+            assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
+            assert self.host.loop.round(), "nothing to do, but the answer is not complete"
+
+
+def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, models: Models) -> None:
+    """Twenty seconds of sound: each chunk of rows that the thinker has done goes into the talker's prompt while the
+    thinker is at the next."""
+    # A step's limit, since `prefill_chunk` cuts a prompt only while another request is answering.
+    chunk, config = 48, OmniConfig.read(tiny_dir)
+    builder = PromptBuilder.open(tiny_dir, config)
+    messages = [{"role": "user", "content": [sound(seconds=20.0), say("What was that?")]}]
+    prompt, plan = builder.build(messages), talker_prompt(builder.build(messages), config, None)
+    users = np.flatnonzero(plan.is_media)
+    assert len(prompt.ids) > 4 * chunk
+    params = Params(max_text_tokens=6, max_frames=7, greedy_speech=True)
+    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    meta, blob = pack_prompt(prompt, features=True)
+    driven = HandDriven(tiny_dir, HostSettings(max_step_tokens=chunk))
+    try:
+        driven.answer(
+            Admit(RequestId("r"), meta, True, None, *greedy, 6, 7, media=media_digest(prompt)),
+            blob,
+        )
+    finally:
+        driven.host.close()
+
+    order = driven.launched
+    last = next(i for i, (stage, _, stop) in enumerate(order) if stage == "thinker" and stop == len(prompt.ids))
+    before = [(start, stop) for stage, start, stop in order[:last] if stage == "talker"]
+    thinking = [(start, stop) for stage, start, stop in order[: last + 1] if stage == "thinker"]
+    assert len(thinking) > 4, "the thinker's prompt must come in chunks"
+    assert max(stop for _, stop in before) > users[0] + chunk, "media rows go on before the prompt is complete"
+    # No row of the talker's runs before the thinker has launched the row that it is made of.
+    done = 0
+    for stage, start, stop in order:
+        if stage == "thinker":
+            done = max(done, stop)
+        else:
+            rows = users[(users >= start) & (users < stop)]
+            assert all(plan.places[r] < done for r in rows)
+    # And the overlap changes nothing in the answer.
+    want = expected(models, builder, messages, params)
+    assert [i for m, _ in driven.reports if isinstance(m, Text) for i in m.ids] == want.ids
+    pcm = b"".join(blob for m, blob in driven.reports if isinstance(m, Pcm))
+    np.testing.assert_allclose(np.frombuffer(pcm, np.float32), want.samples, atol=1e-5)
