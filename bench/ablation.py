@@ -1,8 +1,9 @@
 """What each overlap brings: one workload with each of them off in turn, and stage by stage as the baseline.
 
-Every variant is measured against its base within the same run, as a ratio of medians: above 1 means that switching it
-off costs time. On a CPU both engines stay open and take turns, so that a noisy machine disturbs both alike; a model
-that fills a GPU is opened once per variant, and the base is measured again at the end to show the drift.
+Every variant is measured against its base within the same run, as a ratio of medians (in brackets the middle half of
+the ratios of single requests): above 1 means that switching it off costs time. On a CPU both engines stay open and
+take turns, so that a noisy machine disturbs both alike; a model that fills a GPU is opened once per variant, and the
+base is measured again at the end to show the drift.
 
 `stage by stage` lets the thinker finish, then the talker, then the vocoder decodes all at once. It is measured twice:
 through the engine (a silent answer, then a text of that length read aloud in one packet) and in the plain driver (the
@@ -220,19 +221,35 @@ def ratios(found: Found) -> dict[str, float]:
     return {m: middle(found.samples, m) / middle(found.base_samples, m) for m in MEASURES}
 
 
+def spread(found: Found) -> dict[str, tuple[float, float]]:
+    """The middle half of the ratios of samples that were taken side by side: how far to trust the ratio."""
+    out = {}
+    for name, measure in MEASURES.items():
+        pairs = [(measure(a), measure(b)) for a, b in zip(found.samples, found.base_samples, strict=False)]
+        each = sorted(a / b for a, b in pairs if a is not None and b is not None)
+        out[name] = (percentile(each, 0.25), percentile(each, 0.75))
+    return out
+
+
 def line(found: Found) -> str:
-    cells = "".join(f"{r:>13.2f}" for r in ratios(found).values())
+    middles, halves = ratios(found), spread(found)
+    cells = "".join(f"{middles[m]:>8.2f} ({halves[m][0]:5.2f} -{halves[m][1]:5.2f})" for m in MEASURES)
     return f"{found.variant:<30}{found.base:<14}{cells}"
 
 
 def head() -> str:
-    names = "".join(f"{m.replace('_', ' '):>13}" for m in MEASURES)
+    names = "".join(f"{m.replace('_', ' '):>23}" for m in MEASURES)
     return f"{'':<30}{'times':<14}{names}"
 
 
 def told(found: Found, absolute: bool) -> dict[str, Any]:
     """Ratios always; medians in seconds only where they say something about the machine (`absolute`)."""
-    out: dict[str, Any] = {"variant": found.variant, "base": found.base, "ratios": ratios(found)}
+    out: dict[str, Any] = {
+        "variant": found.variant,
+        "base": found.base,
+        "ratios": ratios(found),
+        "spread": spread(found),
+    }
     if absolute:
         out["seconds"] = {m: middle(found.samples, m) for m in MEASURES}
         out["base_seconds"] = {m: middle(found.base_samples, m) for m in MEASURES}

@@ -44,7 +44,7 @@ class Kill:
     victim: str
     moment: int  # events seen before it
     second: str | None = None
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     seconds_to_last_error: float | None = None
     seconds_to_ready: float = 0.0
@@ -92,9 +92,9 @@ async def kill_once(engine: PipelineEngine, pool: list[Case], index: int, total:
     batch.at, batch.act = kill.moment, strike
     tasks = [asyncio.create_task(batch.one(case)) for case in pool[:IN_FLIGHT]]
     _, late = await asyncio.wait(tasks, timeout=deadline)
+    outcomes: Counter[str] = Counter(late=len(late)) if late else Counter()
     for task in late:
         task.cancel()
-        kill.outcomes["late"] += 1
     if not killed_at:  # fewer events than in the dry run: an idle engine loses its host
         strike()
     last = killed_at
@@ -102,12 +102,13 @@ async def kill_once(engine: PipelineEngine, pool: list[Case], index: int, total:
         if task in late:
             continue
         what, when = task.result()
-        kill.outcomes[what if what == "exact" or what.isidentifier() else "wrong"] += 1
+        outcomes[what if what == "exact" or what.isidentifier() else "wrong"] += 1
         if what.isidentifier() and what != "exact":
             last = max(last, when)
             kill.seconds_to_last_error = last - killed_at
         elif what != "exact":
             kill.wrong.append(what)
+    kill.outcomes = dict(outcomes)
     if index % SECOND_EVERY == SECOND_EVERY - 1:
         await second(engine, kill, rng)
     while not engine._pipelines[0].ready(speak=True) or engine.pids[victim] in (pid, None):
@@ -159,11 +160,11 @@ async def matrix(model: Path, kills: int, deadline: float) -> dict[str, Any]:
 def problems(kill: Kill) -> list[str]:
     found = kill.wrong + kill.held
     found += [] if kill.probe_exact else ["the request after the restart was not exact"]
-    return found + ([f"{kill.outcomes['late']} callers past the deadline"] if kill.outcomes["late"] else [])
+    return found + (["callers past the deadline"] if "late" in kill.outcomes else [])
 
 
 def report(records: list[Kill], events: int, census: dict[str, Census]) -> dict[str, Any]:
-    total: Counter[str] = sum((k.outcomes for k in records), Counter())
+    total: Counter[str] = sum((Counter(k.outcomes) for k in records), Counter())
     errors = [k.seconds_to_last_error for k in records if k.seconds_to_last_error is not None]
     ready = [k.seconds_to_ready for k in records]
     return {

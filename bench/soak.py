@@ -37,7 +37,7 @@ LENGTHS = [(4, 6), (6, 4), (2, 5), (5, 6), (3, 3), (6, 6), (4, 2), (2, 6), (6, 5
 SILENT = 3
 KINDS = {"whole": 55, "closed": 12, "cancelled": 13, "slow": 20}  # of a hundred
 BUFFERED_S = 0.1  # sound that may wait for a slow listener: little more than a frame
-REST_S = 0.02
+REST_S = 0.1
 
 
 @dataclass(slots=True)
@@ -96,6 +96,7 @@ def sample(engine: PipelineEngine, done: int) -> dict[str, int]:
 def growth(samples: list[dict[str, int]]) -> dict[str, dict[str, float]]:
     """MiB at the start, in the middle and at the end, and the slope over the second half in KiB per request."""
     half = samples[len(samples) // 2 :]
+    assert half[0]["requests"] < half[-1]["requests"], "too few requests to tell"
     found = {}
     for name in samples[0]:
         if name != "requests":

@@ -65,6 +65,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.25
 LATE_S = WATCH_S + 0.5
 PING_EVERY = 4  # looks
+MOST_USED = 16384  # ids remembered: more than a stage's fences are
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +73,7 @@ class Ticket:
     """One request, from admission to its last event."""
 
     id: RequestId
+    given: RequestId | None  # by the caller
     pipeline: Pipeline
     stages: tuple[str, ...]
     prompt: Prompt
@@ -115,6 +117,7 @@ class PipelineEngine:
             Pipeline(f"p{i}", str(model), config, self._message, self._loss) for i in range(config.replicas)
         ]
         self._tickets: dict[RequestId, Ticket] = {}
+        self._used: dict[RequestId, int] = {}  # how often an id was given, the oldest first
         self._stats: dict[str, float] = {}
         self._counts = {"requests": 0, "finished": 0, "failed": 0, "cancelled": 0, "refused": 0}
         self._watcher: asyncio.Task[None] | None = None
@@ -275,21 +278,31 @@ class PipelineEngine:
         if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
             raise Invalid(f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias")
         pipeline = self._choose(speak)
-        id = request_id or RequestId(f"r-{secrets.token_hex(8)}")
-        if id in self._tickets:
-            raise Invalid(f"request {id} is running already", "request_id")
+        id = self._name(request_id)
         stages = STAGES if speak and spoken is None else STAGES[1:] if speak else STAGES[:1]
         seed = params.seed if params.seed is not None else secrets.randbits(53)  # exact in any language
         now = time.monotonic()
-        ticket = Ticket(
-            id, pipeline, stages, prompt, params, seed, TextStream(self._builder.tokenizer), arrived, progressed=now
-        )
+        words = TextStream(self._builder.tokenizer)
+        ticket = Ticket(id, request_id, pipeline, stages, prompt, params, seed, words, arrived, progressed=now)
         self._tickets[id] = ticket
         self._idle.clear()
         self._counts["requests"] += 1
         pipeline.active += 1
         self._announce(ticket, speak, voice, spoken)
         return ticket
+
+    def _name(self, given: RequestId | None) -> RequestId:
+        """The id that all stages know the request by. An id that was used before gets a number: stages remember the
+        ids of requests that are over, and ignore what comes for them."""
+        if given is None:
+            return RequestId(f"r-{secrets.token_hex(8)}")
+        if any(t.given == given for t in self._tickets.values()):
+            raise Invalid(f"request {given} is running already", "request_id")
+        times = self._used.pop(given, 0)
+        self._used[given] = times + 1  # last in order now
+        if len(self._used) > MOST_USED:
+            del self._used[next(iter(self._used))]
+        return RequestId(f"{given}.{times}") if times else given
 
     def _choose(self, speak: bool) -> Pipeline:
         """The least loaded pipeline that is up and keeps pace."""

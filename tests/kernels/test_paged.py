@@ -28,9 +28,7 @@ def test_any_cut_of_ragged_sequences_equals_dense_attention(seed: int) -> None:
     while any(d < n for d, n in zip(done, lengths, strict=True)):
         # a random chunk of each open sequence; those of one row go first, as the contract says
         cuts = {
-            i: int(torch.randint(1, n - d + 1, (), generator=g))
-            for i, (d, n) in enumerate(zip(done, lengths))
-            if d < n
+            i: int(torch.randint(1, n - d + 1, (), generator=g)) for i, (d, n) in enumerate(zip(done, lengths)) if d < n
         }
         order = sorted(cuts, key=lambda i: cuts[i] != 1)
         paging = cache.page([(tables[i], done[i], cuts[i]) for i in order])

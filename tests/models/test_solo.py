@@ -111,7 +111,7 @@ def test_batched_equals_alone(size: int, models: Models) -> None:
     options = [
         replace(
             Options().seeded(i) if i % 2 else Options().greedy(),
-            text=SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, seed=i, repetition_penalty=[1.0, 1.1, 1.2][i % 3]),
+            text=SamplingParams(0.8 * (i % 2), top_p=0.9, seed=i, repetition_penalty=[1.0, 1.1, 1.2][i % 3]),
             max_text_tokens=4 + 2 * i, max_frames=6 + 3 * (i % 4), prefill_chunk=[None, 5, 11][i % 3], speak=i != 2,
         )
         for i in range(size)
@@ -184,9 +184,7 @@ def test_an_empty_answer_is_silent(models: Models) -> None:
 
 def test_an_immediate_codec_end_is_silent(models: Models) -> None:
     options = replace(LIMITS.greedy(), code0=HOT)
-    events = list(
-        Solo(models, noise=force(models.config.talker.codec.eos)).run(make("text", models.config), options)
-    )
+    events = list(Solo(models, noise=force(models.config.talker.codec.eos)).run(make("text", models.config), options))
     assert len(texts(events)) > 1
     assert len(codes(events)) == len(wave(events)) == 0
     assert done(events).audio == "stop"

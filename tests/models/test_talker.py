@@ -46,9 +46,7 @@ def test_prompt_rows_and_positions(kind: str, models: Models, runs: dict[str, Or
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_codec_logits_with_teacher_forcing(
-    kind: str, chunk: int, models: Models, runs: dict[str, OracleRun]
-) -> None:
+def test_codec_logits_with_teacher_forcing(kind: str, chunk: int, models: Models, runs: dict[str, OracleRun]) -> None:
     """The reference's codes are fed back; inputs of each step and logits must match, also from a chunked prompt."""
     talker, run, t = models.talker, runs[kind], models.config.tokens
     rows, positions, first_decode = prompt_rows(models, kind, run)
@@ -67,9 +65,7 @@ def test_codec_logits_with_teacher_forcing(
         text = spoken[j] if j < len(spoken) else t.tts_eos if j == len(spoken) else t.tts_pad
         table_rows = [talker.codec_rows(torch.tensor(frame[0], device=rows.device))]
         for g, code in enumerate(frame[1:]):
-            table_rows.append(
-                talker.code_predictor.model.codec_embedding[g](torch.tensor(code, device=rows.device))
-            )
+            table_rows.append(talker.code_predictor.model.codec_embedding[g](torch.tensor(code, device=rows.device)))
         x = torch.stack(table_rows).sum(0) + talker.text_rows(torch.tensor(text, device=rows.device))
         torch.testing.assert_close(x.cpu(), run.talker_inputs[j - 1], atol=3e-6, rtol=1e-5)
         at = torch.full((3, 1), first_decode + j - 1, device=rows.device)
@@ -110,9 +106,7 @@ def test_frame_rows_are_independent(models: Models) -> None:
     talker, device = models.talker, models.talker.device
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(8, models.config.talker.text.hidden_size, generator=g).to(device)
-    params = [
-        SamplingParams(temperature=0.9 * (i % 2), top_k=50, repetition_penalty=1.05, seed=i) for i in range(8)
-    ]
+    params = [SamplingParams(temperature=0.9 * (i % 2), top_k=50, repetition_penalty=1.05, seed=i) for i in range(8)]
 
     def frame(rows: list[int]) -> torch.Tensor:
         pick = [params[i] for i in rows]
