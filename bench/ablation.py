@@ -55,6 +55,7 @@ class Variant:
     packets: ChunkSizes | None = None  # None: the workload's
     how: How = sender
     needs_cuda: bool = False  # without a GPU it changes nothing
+    control: bool = False  # differs from its base in nothing: an engine of its own shows what chance does
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ def variants(config: EngineConfig, frames: int) -> list[Variant]:
         return replace(split, host=replace(host, switches={**host.switches, switch: False}))
 
     return [
+        Variant("the same again", DEFAULT, one, control=True),
         Variant("depth 1", DEFAULT, replace(one, host=replace(host, overlap_depth=1))),
         Variant("no prefix cache", DEFAULT, replace(one, host=replace(host, prefix_cache=False))),
         Variant("no graphs", DEFAULT, replace(one, host=replace(host, graphs=False)), needs_cuda=True),
@@ -153,7 +155,8 @@ async def in_turns(stand: Stand, all: list[Variant], config: EngineConfig) -> li
             await stand.round(base)  # warm
             for v in mine:
                 async with AsyncExitStack() as inner:
-                    engine = base_engine if v.config == base_config else await stand.open(inner, v.config)
+                    alone = v.control or v.config != base_config
+                    engine = await stand.open(inner, v.config) if alone else base_engine
                     bench, result = stand.bench(engine, v.packets, v.how), Found(v.name, v.base)
                     await stand.round(bench)  # warm
                     for i in range(stand.rounds):
@@ -262,7 +265,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     config, workload = engine_config(args), read(args.workload)
     cuda = config.host.device != "cpu"
     every = variants(config, workload.frames)
-    chosen = [v for v in every if (cuda or not v.needs_cuda) and (not args.only or v.name in args.only)]
+    # One by one, the base is measured again anyway.
+    possible = [v for v in every if (not v.control if cuda else not v.needs_cuda)]
+    chosen = [v for v in possible if not args.only or v.name in args.only]
     with checkpoint(args.model) as directory:
         stand = Stand(directory, workload, Tokenizer.open(directory), args.concurrency, args.rounds)
         print(head())

@@ -65,6 +65,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.25
 LATE_S = WATCH_S + 0.5
 PING_EVERY = 4  # looks
+PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that others hold
 MOST_USED = 16384  # ids remembered: more than a stage's fences are
 
 
@@ -516,12 +517,21 @@ class PipelineEngine:
 
     def _look(self, t: Ticket) -> None:
         now = time.monotonic()
-        if t.over or t.throttled or now - t.progressed <= self.config.stall_s:
+        rest = now - t.progressed
+        if t.over or t.failed or t.throttled or rest <= self.config.stall_s * (PATIENCE if self._in_line(t) else 1):
             return
-        t.progressed = now
         if t.events.empty():  # else its consumer is at rest, not the stages
             waiting = sorted(set(t.stages) - set(t.ended))
-            self._fail(t, StageDead(f"{t.id}: no progress for {self.config.stall_s:g} s in {', '.join(waiting)}"))
+            self._fail(t, StageDead(f"{t.id}: no progress for {rest:.1f} s in {', '.join(waiting)}"))
+        else:
+            t.progressed = now
+
+    def _in_line(self, t: Ticket) -> bool:
+        """Has it not had its turn yet in the last of its stages, while others get on? Then it may wait longer."""
+        if t.samples if len(t.stages) > 1 else t.ids:
+            return False
+        newest = max(o.progressed for o in self._tickets.values() if o.pipeline is t.pipeline)
+        return time.monotonic() - newest <= self.config.stall_s
 
     async def drain(self, timeout: float) -> None:
         self._draining = True

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
-from stretto.errors import StageDead, WireError
+from stretto.errors import StageDead, StrettoError
 from stretto.orchestrator.messages import PREFIX, FromHost, Ping, Quit, ToHost, decode_from_host, encode, lengths
 
 State = Literal["starting", "ready", "dead"]
@@ -76,7 +76,9 @@ class HostProcess:
             self.kill()
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """End it, politely first."""
+        """End it, politely first. (One that is still loading does not listen, and has nothing to lose.)"""
+        if self.state == "starting":
+            self.kill()
         self.send(Quit())
         if self._process is not None:
             try:
@@ -108,8 +110,8 @@ class HostProcess:
                 self._on_message(self, decode_from_host(header), blob)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except WireError as e:
-            self.reason = str(e)
+        except (StrettoError, LookupError, ValueError) as e:  # nonsense: no frame, or a message that fits nothing here
+            self.reason = f"it cannot be understood: {e}"
         finally:
             if self.state != "dead":
                 self.state = "dead"

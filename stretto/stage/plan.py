@@ -113,7 +113,8 @@ def _talker(config: OmniConfig, s: HostSettings, dtype: torch.dtype, alone: bool
 
 def _code2wav(config: OmniConfig, s: HostSettings, dtype: torch.dtype) -> StagePlan:
     model = build(lambda: Code2Wav(config.code2wav), "meta", dtype)
-    model.prepare()
+    # Not by `prepare`: its constants are a few KiB, and arithmetic on the meta device costs seconds of imports.
+    model.ready = True
     state = model.state(s.max_rows, max(CodecConfig().frame_sizes))
     return StagePlan("code2wav", _weights(model), state.window.nbytes + state.tails.nbytes, knobs="max_rows")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from stretto.connector.contract import (
 )
 from stretto.errors import StrettoError, WireError
 from stretto.types import Mark, RequestId, Span
-from tests.contract.links import LONG_S, SECRET, Kit, check_numbered, numbered, pattern, take
+from tests.contract.links import LONG_S, SECRET, Footprint, Kit, check_numbered, numbered, pattern, take
 
 SHORT_S = 0.02  # for what must not happen
 
@@ -577,3 +579,18 @@ def test_payloads_are_not_kept_in_common(ends: tuple[Sender, Receiver], kit: Kit
     assert sender.put(wire.chunk(RequestId("r"), Span(1, 2), Mark.MORE, {"rows": mine}, seq=1), LONG_S)
     mine.zero_()
     check_numbered(take(receiver), 1, 60_000)
+
+
+def test_links_one_after_the_other_leave_nothing(kit: Kit) -> None:
+    """Thirty links, each used and closed: whatever a library keeps for a while must not add up."""
+    before = Footprint.now()
+    for i in range(30):
+        sender, receiver = kit.pair()
+        assert sender.put(numbered(i), LONG_S)
+        take(receiver).release()
+        sender.close()
+        receiver.close()
+    deadline = time.monotonic() + LONG_S
+    while (leaked := Footprint.now().beyond(before, 4)) and time.monotonic() < deadline:
+        gc.collect()
+    assert not leaked

@@ -1,0 +1,306 @@
+"""What goes wrong outside: hosts that stop, die together or talk nonsense, clients that go, memory that is not there.
+Each is a typed error at the caller, leaves nothing behind, and the engine works again afterwards."""
+
+import asyncio
+import os
+import signal
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StageDead, StrettoError
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Models
+from stretto.orchestrator.api import Params
+from stretto.orchestrator.engine import PipelineEngine, Ticket
+from stretto.orchestrator.messages import Configure, Loading, encode
+from stretto.orchestrator.pipeline import Pipeline
+from stretto.orchestrator.process import HostProcess
+from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig, HostSettings
+from stretto.prompt.build import PromptBuilder
+from stretto.types import RequestId
+from tests.orchestrator.common import CHATS, Answer, collect, expected, run, same
+
+PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
+LONG = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=30, max_frames=30)
+
+
+@pytest.fixture(scope="module")
+def want(tiny_dir: Path, models: Models) -> Answer:
+    return expected(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)), CHATS["text"], PARAMS)
+
+
+async def until(fulfilled, turns: int = 6000) -> None:
+    for _ in range(turns):
+        if fulfilled():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to that")
+
+
+async def nothing_held(engine: PipelineEngine) -> None:
+    """All stages say, asked now, that they hold no request, and all blocks and slots are free."""
+
+    def free() -> bool:
+        values = engine._stats
+        stages = [k for k in values if k.startswith("stretto_stage_requests")]
+        if len(stages) < 3:
+            return False
+        done = not any(values[k] for k in values if "_requests" in k or "_outboxes" in k or "_inboxes" in k)
+        available = [k for k in values if "_available" in k]
+        if done and all(values[k] == values[k.replace("_available", "")] for k in available):
+            return True
+        ask()
+        return False
+
+    def ask() -> None:
+        engine._stats.clear()
+        engine._pipelines[0].ping(0)
+
+    ask()
+    await until(free)
+
+
+async def speaking(engine: PipelineEngine, count: int = 2) -> list[asyncio.Task[Answer]]:
+    """Requests of which at least one is in the middle of its sound."""
+    tasks = [asyncio.create_task(collect(engine.generate(CHATS["text"], params=LONG))) for _ in range(count)]
+    await until(lambda: any(t.frames for t in engine._tickets.values()))
+    return tasks
+
+
+async def back(engine: PipelineEngine, want: Answer) -> None:
+    """It works again."""
+    await until(lambda: engine._pipelines[0].ready(speak=True))
+    same(await collect(engine.generate(CHATS["text"], params=PARAMS)), want)
+    await nothing_held(engine)
+
+
+def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, want: Answer) -> None:
+    async def work() -> None:
+        async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES, stall_s=2.0)) as engine:
+            pid = engine.pids[2]
+            assert pid is not None
+            # A short rest is nobody's business: the answer is whole.
+            tasks = await speaking(engine)
+            os.kill(pid, signal.SIGSTOP)
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+            os.kill(pid, signal.SIGCONT)
+            assert [len(a.codes) for a in await asyncio.gather(*tasks)] == [30, 30]
+            assert engine.pids[2] == pid
+
+            # A long one fails what needs the vocoder; text goes on. The host is killed and comes back.
+            tasks = await speaking(engine)
+            os.kill(pid, signal.SIGSTOP)
+            silent = await collect(engine.generate(CHATS["text"], modalities=["text"], params=LONG))
+            assert len(silent.ids) == 24
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(e, StageDead) for e in errors), errors
+            await until(lambda: engine.pids[2] not in (pid, None))
+            await back(engine, want)
+
+    run(work())
+
+
+def test_a_client_that_goes_frees_everything(tiny_dir: Path, want: Answer) -> None:
+    async def work() -> None:
+        async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES)) as engine:
+            for task in await speaking(engine, 4):
+                task.cancel()
+            gone = asyncio.create_task(collect(engine.generate(CHATS["audio"], params=LONG)))
+            await asyncio.sleep(0)
+            gone.cancel()  # before it was admitted
+            await asyncio.gather(gone, return_exceptions=True)
+            await nothing_held(engine)
+            assert engine.metrics()["stretto_engine_cancelled_total"] == 4
+
+            # An id may be used again, though stages ignore late chunks of requests that are over.
+            for _ in range(2):
+                given = engine.generate(CHATS["text"], params=PARAMS, request_id=RequestId("mine"))
+                same(await collect(given), want)
+
+    run(work())
+
+
+def test_hosts_may_die_together_while_starting_and_from_within(tiny_dir: Path, want: Answer) -> None:
+    async def work() -> None:
+        config = EngineConfig(placement=PROCESSES)
+        async with PipelineEngine.open(tiny_dir, config) as engine:
+            pids = engine.pids
+            tasks = await speaking(engine)
+            for pid in pids[:2]:
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(e, StageDead) for e in errors), errors
+            await until(lambda: engine.pids[1] not in (pids[1], None))
+            again = engine.pids[1]
+            assert again is not None
+            os.kill(again, signal.SIGKILL)  # it has hardly begun to load
+            await until(lambda: engine.pids[1] not in (again, None))
+            await back(engine, want)
+
+            # A message that a host cannot take is a bug; it ends that host and no other.
+            pids = engine.pids
+            tasks = await speaking(engine)
+            engine._pipelines[0].send(("talker",), Configure("", (), {}))
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(e, StageDead) for e in errors), errors
+            await until(lambda: engine.pids[1] not in (pids[1], None))
+            await back(engine, want)
+            assert engine.pids[0] == pids[0]
+            assert engine.pids[2] == pids[2]
+
+    run(work())
+
+
+GOOD = encode(Loading("thinker", "loading"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<II", 0xFFFFFFFF, 0),
+        struct.pack("<II", 4, 0xFFFFFFFF),
+        struct.pack("<II", 4, 0) + b"\xc1\xff\x00\x01",
+        struct.pack("<II", 1, 0) + b"\x80",
+        GOOD[:-3],
+        b"",
+    ],
+    ids=["huge header", "huge blob", "no message", "no kind", "cut off", "gone"],
+)
+def test_a_host_that_talks_nonsense_is_a_dead_one(data: bytes) -> None:
+    heard, deaths = [], []
+
+    async def work() -> None:
+        host = HostProcess("h", lambda h, m, b: heard.append(m), deaths.append)
+        reader = asyncio.StreamReader()
+        reader.feed_data(GOOD + data)
+        reader.feed_eof()
+        await host._read(reader)
+        assert host.state == "dead"
+        assert deaths == [host]
+        assert isinstance(host.death(), StageDead)
+        host.send(Configure("", (), {}))  # swallowed
+
+    run(work())
+    assert heard == [Loading("thinker", "loading")]
+
+
+def test_a_message_that_fits_nothing_ends_its_host() -> None:
+    deaths = []
+
+    async def work() -> None:
+        host = HostProcess("h", lambda h, m, b: {}[m.stage], deaths.append)
+        reader = asyncio.StreamReader()
+        reader.feed_data(GOOD)
+        await host._read(reader)
+        assert deaths == [host]
+        assert "thinker" in str(host.death())
+
+    run(work())
+
+
+class Nowhere:
+    """A pipeline that swallows what it is sent."""
+
+    def send(self, *message: object) -> None:
+        pass
+
+
+def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) -> None:
+    """By their times of progress alone: the clock is theirs."""
+
+    async def work() -> None:
+        engine = PipelineEngine(tiny_dir, EngineConfig(stall_s=100.0))
+        now = asyncio.get_running_loop().time()  # the same monotonic clock
+        pipeline = Nowhere()
+
+        def ticket(name: str, rest: float, samples: int, pipeline: Nowhere = pipeline) -> Ticket:
+            t = Ticket(RequestId(name), None, pipeline, STAGES, None, PARAMS, 0, None, 0.0)  # type: ignore[arg-type]
+            t.progressed, t.samples = now - rest, samples
+            engine._tickets[t.id] = t
+            return t
+
+        lively = ticket("lively", 1, 100)
+        stopped = ticket("stopped", 150, 100)
+        in_line = ticket("in line", 150, 0)
+        too_long = ticket("in line too long", 450, 0)
+        alone = ticket("alone", 150, 0, Nowhere())
+        slow = ticket("slow listener", 500, 100)
+        slow.throttled = True
+        unread = ticket("unread", 500, 100)
+        unread.events.put_nowait(StageDead("any event"))
+        for t in list(engine._tickets.values()):
+            engine._look(t)
+        failed = {t.id for t in engine._tickets.values() if t.failed}
+        assert failed == {stopped.id, too_long.id, alone.id}
+        assert not lively.failed
+        assert not in_line.failed
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("index", "lost"), [(0, {"thinker", "talker"}), (1, {"talker", "code2wav"}), (2, {"code2wav"})]
+)
+def test_what_was_on_its_way_from_a_dead_host_is_lost_too(index: int, lost: set[str]) -> None:
+    """A stage that had ended may still have chunks in the link: the stage behind it must not wait for them."""
+    told: list[frozenset[str]] = []
+
+    async def work() -> None:
+        config = EngineConfig(placement=PROCESSES, restart=False)
+        pipeline = Pipeline("p", "", config, lambda m, b: None, lambda p, stages, e: told.append(stages))
+        pipeline._died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
+        await pipeline.close()
+
+    run(work())
+    assert told == [lost]
+
+
+PARENT = """
+import asyncio
+from stretto.orchestrator.process import HostProcess
+
+async def work():
+    host = HostProcess("h", lambda h, m, b: None, lambda h: None)
+    await host.start()
+    print(host.pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(work())
+"""
+
+
+def test_hosts_end_with_their_orchestrator() -> None:
+    def alive(pid: int) -> bool:
+        stat = Path(f"/proc/{pid}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+    async def work() -> None:
+        parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+        assert parent.stdout is not None
+        pid = int(await parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+        await parent.wait()
+        await until(lambda: not alive(pid))
+
+    run(work())
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(tiny_dir: Path) -> None:
+    async def work() -> None:
+        config = EngineConfig(host=HostSettings(thinker_blocks=10**9))
+        with pytest.raises(StrettoError, match=r"thinker .* GiB .*weights .*lower thinker_blocks") as e:
+            async with PipelineEngine.open(tiny_dir, config):
+                pass
+        assert isinstance(e.value, StageDead)
+        async with PipelineEngine.open(tiny_dir) as engine:
+            for stage in ("thinker", "talker", "code2wav"):
+                assert engine.metrics()[f'stretto_stage_memory_bytes{{stage="{stage}"}}'] > 0
+
+    run(work())

@@ -1,0 +1,69 @@
+"""The memory plan: its sizes are those of the stages that are then built, and what does not fit is refused readably."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import StageDead
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Source
+from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.stage.codec import CodecConfig, CodecStage
+from stretto.stage.plan import GIB, DoesNotFit, StagePlan, check, free_memory, group_free, needed, plan, size
+
+PLANS = [StagePlan("thinker", 60 * GIB, 10 * GIB, 0, "thinker_blocks"), StagePlan("talker", 6 * GIB, 4 * GIB, 2 * GIB)]
+
+
+def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> None:
+    s = HostSettings(max_rows=5, thinker_blocks=7, talker_blocks=9)
+    plans = {p.stage: p for p in plan(tiny_config, STAGES, s, torch.float32)}
+    source = Source.open(tiny_dir, progress=False)
+    thinker, talker, code2wav = source.thinker(), source.talker(), source.code2wav()
+    for model, p in ((thinker, plans["thinker"]), (code2wav, plans["code2wav"])):
+        built = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        assert 0 <= built - p.weights < 1 << 14  # but for constants of a few KiB
+    assert plans["talker"].weights >= sum(t.nbytes for t in talker.parameters()) + talker.text_table.nbytes
+    assert plans["thinker"].state == thinker.cache(8, s.block_size).data.nbytes
+    assert plans["talker"].state == talker.cache(10, s.block_size).data.nbytes
+    state = CodecStage(code2wav, lambda o: None, CodecConfig(slots=5)).state
+    assert plans["code2wav"].state == state.window.nbytes + state.tails.nbytes
+
+
+def test_a_talker_without_a_thinker_borrows_its_words(tiny_config: OmniConfig) -> None:
+    together = plan(tiny_config, ("thinker", "talker"), HostSettings(), torch.float32)[1]
+    alone = plan(tiny_config, ("talker",), HostSettings(), torch.float32)[0]
+    text = tiny_config.thinker.text
+    assert alone.passing - together.passing == text.vocab_size * text.hidden_size * 4
+    assert alone.kept == together.kept
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=4), st.integers(0, 100))
+def test_it_fits_exactly_if_the_highest_water_does(parts: list[tuple[int, int, int]], reserve: int) -> None:
+    plans = [StagePlan(f"s{i}", w, state, passing) for i, (w, state, passing) in enumerate(parts)]
+    level, highest = 0, 0
+    for w, state, passing in parts:  # load: weights and state come, what passes comes and goes
+        level += w + state
+        highest = max(highest, level + passing)
+    assert needed(plans) == highest
+    check(plans, highest + reserve, reserve, "here")
+    with pytest.raises(DoesNotFit):
+        check(plans, highest + reserve - 1, reserve, "here")
+
+
+def test_a_refusal_names_every_number_and_what_to_lower() -> None:
+    with pytest.raises(StageDead) as e:
+        check(PLANS, 79 * GIB, 2 * GIB, "cuda:0")
+    assert str(e.value) == (
+        "thinker 70.0 GiB (weights 60.0 GiB, state 10.0 GiB), talker 12.0 GiB (weights 6.0 GiB, state 4.0 GiB, while "
+        "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower thinker_blocks "
+        "(now 10.0 GiB), or place stages on different devices"
+    )
+    assert [size(n) for n in (1024, 5 << 20, 3 * GIB)] == ["1 KiB", "5.0 MiB", "3.0 GiB"]
+
+
+def test_free_memory_of_a_container() -> None:
+    assert free_memory(torch.device("cpu")) > 0
+    assert group_free(100, "90\n", "anon 50\nactive_file 10\ninactive_file 20\nother 5\n") == 40
