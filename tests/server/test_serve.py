@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import signal
@@ -11,7 +12,9 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -34,6 +37,7 @@ def test_serve_answers_cancels_and_ends(tiny_dir: Path) -> None:
                 assert line, "it ended before it was ready"
                 url = line.split()[1].rstrip("/") if line.strip().startswith("page") else url
             check(url, tiny_dir.name)
+            asyncio.run(check_together(url, tiny_dir.name))
             process.send_signal(signal.SIGTERM)
             process.stderr.read()
             assert process.wait(60) == 0
@@ -79,6 +83,29 @@ def check(url: str, model: str) -> None:
             break
         assert time.monotonic() < deadline
     assert number(metrics, "stretto_engine_cancelled_total") == 1
+
+
+async def check_together(url: str, model: str) -> None:
+    """32 streams at once, in shared batches of all stages: each is the answer that its question gets alone."""
+    options: Any = {"model": model, "max_tokens": 4, "modalities": ["text", "audio"], "stream": True}
+    options |= {"audio": {"voice": "ethan", "format": "pcm16"}, "extra_body": {"max_audio_frames": 3}}
+
+    async def one(client: openai.AsyncOpenAI, i: int) -> tuple[str, np.ndarray]:
+        question, text, data = [{"role": "user", "content": f"Question {i}: {'why ' * (i % 5)}?"}], "", ""
+        async for chunk in await client.chat.completions.create(messages=question, seed=i, **options):
+            audio = chunk.choices[0].delta.audio
+            if audio is not None:
+                text += audio.transcript or ""
+                data += audio.data or ""
+        return text, np.frombuffer(base64.b64decode(data), "<i2")
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        alone = [await one(client, i) for i in range(8)]
+        together = await asyncio.gather(*(one(client, i % 8) for i in range(32)))
+    for i, (text, pcm) in enumerate(together):
+        assert text == alone[i % 8][0]
+        # Sums in another order may round a sample to its neighbour; another code would be far off.
+        np.testing.assert_allclose(pcm, alone[i % 8][1], atol=1)
 
 
 def test_serve_says_why_it_cannot(tmp_path: Path) -> None:

@@ -163,11 +163,15 @@ class Runner:
         tokens = tokens.to(torch.int32)  # as links carry them
         if self.stream is None:
             return Step(batch, sampling, tokens, tokens, None, captured, None)
+        rows_at = None
+        if captured.rows:  # complete before the copy below: whoever takes them need not wait for it
+            rows_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            rows_at.record(self.stream)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self.stream)
-        return Step(batch, sampling, tokens, host, copied, captured, copied if captured.rows else None)
+        return Step(batch, sampling, tokens, host, copied, captured, rows_at)
 
 
 def decode_step(
