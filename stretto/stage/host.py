@@ -133,6 +133,8 @@ class _LinkEnd:
     sender: Sender | None = None
     incoming: InLink | None = None
     outgoing: OutLink | None = None
+    last: StrettoError | None = None  # fault
+    down: bool = False  # and reported so
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +145,7 @@ class Host:
     settings: HostSettings
     report: Callable[[FromHost, bytes], None]
     device: torch.device = field(init=False)
+    switches: OverlapSwitches = field(init=False)
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     links: dict[str, _LinkEnd] = field(init=False, default_factory=dict)
     loop: Loop = field(init=False)
@@ -154,6 +157,7 @@ class Host:
         """Build the stages, one after the other, if they fit; says how far it is."""
         s = self.settings
         self.device = torch.device(s.device)
+        self.switches = OverlapSwitches.read(s.switches, os.environ)
         if self.device.type == "cpu":
             torch.set_num_threads(s.threads)
         self.loop = Loop([])
@@ -279,7 +283,7 @@ class Host:
             slots=s.link_slots,
             slot_bytes=s.link_slot_bytes,
             generation=generation,
-            zero_copy=s.switches.get("zero_copy_encode", True),
+            zero_copy=self.switches.zero_copy_encode,
             secret=secret or None,
             host=host,
         )
@@ -294,10 +298,9 @@ class Host:
         if connector.inline:
             end.incoming = InlineIn(receiver, m.link, self.loop.bell.ring)  # type: ignore[arg-type]
         else:
-            switches = OverlapSwitches(**self.settings.switches)
             keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else frozenset()
             incoming = Incoming(
-                receiver, m.link, self.loop.bell.ring, uploader=HostToDevice(self.device, switches, keep)
+                receiver, m.link, self.loop.bell.ring, uploader=HostToDevice(self.device, self.switches, keep)
             )
             incoming.start()
             end.incoming = incoming
@@ -316,7 +319,7 @@ class Host:
             end.outgoing = InlineOut(sender, m.link, self.loop.bell.ring)
         else:
             stream = None
-            if self.device.type == "cuda" and self.settings.switches.get("payload_stream", True):
+            if self.device.type == "cuda" and self.switches.payload_stream:
                 stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             outgoing = Outgoing(sender, m.link, self.loop.bell.ring, stream=stream)
             outgoing.start()
@@ -382,7 +385,8 @@ class Host:
 
 
 class _Faults:
-    """Looks after the links' faults in each round: a fault that names a request fails it, others end the link."""
+    """Looks after the links in each round: a fault that names a request fails it, others end the link. A link that has
+    ended is reported whatever its faults named: else the next request would wait on it for ever."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -391,9 +395,15 @@ class _Faults:
         did = False
         for name, end in list(self.host.links.items()):
             for link in (end.incoming, end.outgoing):
-                for error in link.faults() if link is not None else ():
+                if link is None:
+                    continue
+                for error in link.faults():
                     did = True
+                    end.last = error
                     self._fault(name, error)
+                if link.ended and not end.down:  # not among the faults: a courier tells them before it ends
+                    did = end.down = True
+                    self.host.report(LinkDown(name, str(end.last or "it ended")), b"")
         return did
 
     def _fault(self, name: str, error: StrettoError) -> None:

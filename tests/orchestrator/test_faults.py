@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.orchestrator.api import Params
 from stretto.orchestrator.engine import PipelineEngine, Ticket
-from stretto.orchestrator.messages import Configure, Loading, encode
+from stretto.orchestrator.messages import Configure, Loading, Unlink, encode
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig, HostSettings
@@ -105,7 +105,7 @@ def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, 
     run(work())
 
 
-def test_a_client_that_goes_frees_everything(tiny_dir: Path, want: Answer) -> None:
+def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(tiny_dir: Path, want: Answer) -> None:
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES)) as engine:
             for task in await speaking(engine, 4):
@@ -121,6 +121,14 @@ def test_a_client_that_goes_frees_everything(tiny_dir: Path, want: Answer) -> No
             for _ in range(2):
                 given = engine.generate(CHATS["text"], params=PARAMS, request_id=RequestId("mine"))
                 same(await collect(given), want)
+
+            # A link that one end closes fails what needs it and is made again; no host is lost.
+            pids, tasks = engine.pids, await speaking(engine)
+            engine._pipelines[0].send(("code2wav",), Unlink("talker>code2wav"))
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(e, StageDead) for e in errors), errors
+            await back(engine, want)
+            assert engine.pids == pids
 
     run(work())
 
