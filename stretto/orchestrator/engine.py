@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,7 @@ from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.25
+MAX_SESSIONS = 4096  # whose last pipeline is remembered
 LATE_S = WATCH_S + 0.5
 PING_EVERY = 4  # looks
 PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that others hold
@@ -118,6 +120,7 @@ class PipelineEngine:
             Pipeline(f"p{i}", str(model), config, self._message, self._loss) for i in range(config.replicas)
         ]
         self._tickets: dict[RequestId, Ticket] = {}
+        self._sessions: OrderedDict[str, Pipeline] = OrderedDict()
         self._used: dict[RequestId, int] = {}  # how often an id was given, the oldest first
         self._stats: dict[str, float] = {}
         self._counts = {"requests": 0, "finished": 0, "failed": 0, "cancelled": 0, "refused": 0}
@@ -191,6 +194,7 @@ class PipelineEngine:
         params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
+        session: str | None = None,
         allow_paths: bool = False,
         use_audio_in_video: bool = False,
     ) -> AsyncIterator[Event]:
@@ -201,7 +205,7 @@ class PipelineEngine:
             declared = [dict(t) for t in tools] if tools else None
             return self._builder.build(given, declared, use_audio_in_video, allow_paths=allow_paths)
 
-        return self._run(build, speak, voice, params or Params(), request_id, None)
+        return self._run(build, speak, voice, params or Params(), request_id, None, session)
 
     def speak(
         self,
@@ -240,10 +244,11 @@ class PipelineEngine:
         params: Params,
         request_id: RequestId | None,
         spoken: tuple[int, ...] | None,
+        session: str | None = None,
     ) -> AsyncIterator[Event]:
         arrived = time.monotonic()
         prompt = await asyncio.to_thread(build)
-        ticket = self._admit(prompt, speak, voice, params, request_id, spoken, arrived)
+        ticket = self._admit(prompt, speak, voice, params, request_id, spoken, arrived, session)
         try:
             while not ticket.over:
                 event = await ticket.events.get()
@@ -266,6 +271,7 @@ class PipelineEngine:
         request_id: RequestId | None,
         spoken: tuple[int, ...] | None,
         arrived: float,
+        session: str | None = None,
     ) -> Ticket:
         limit = self._info.max_positions
         if spoken is None and len(prompt.ids) + params.max_text_tokens > limit:
@@ -278,7 +284,7 @@ class PipelineEngine:
         vocab = self.model.thinker.text.vocab_size
         if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
             raise Invalid(f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias")
-        pipeline = self._choose(speak)
+        pipeline = self._choose(speak, session)
         id = self._name(request_id)
         stages = STAGES if speak and spoken is None else STAGES[1:] if speak else STAGES[:1]
         seed = params.seed if params.seed is not None else secrets.randbits(53)  # exact in any language
@@ -305,8 +311,9 @@ class PipelineEngine:
             del self._used[next(iter(self._used))]
         return RequestId(f"{given}.{times}") if times else given
 
-    def _choose(self, speak: bool) -> Pipeline:
-        """The least loaded pipeline that is up and keeps pace."""
+    def _choose(self, speak: bool, session: str | None = None) -> Pipeline:
+        """Where the session was last, since its prompts are cached there; else the least loaded pipeline that is up
+        and keeps pace."""
         if len(self._tickets) >= self.config.max_requests:
             self._counts["refused"] += 1
             raise Busy(f"{self.config.max_requests} requests are running already")
@@ -318,7 +325,14 @@ class PipelineEngine:
             if not up:
                 self._counts["refused"] += 1
                 raise Busy("the running streams take all there is")
-        return min(up, key=lambda p: p.active)
+        known = self._sessions.get(session) if session is not None else None
+        chosen = known if known in up else min(up, key=lambda p: p.active)
+        if session is not None:
+            self._sessions[session] = chosen
+            self._sessions.move_to_end(session)
+            while len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return chosen
 
     def _pace(self, pipeline: Pipeline) -> float:
         """How fast the slowest stream of a pipeline is made, in times of real time."""

@@ -275,6 +275,7 @@ class Ended(Wire, frozen=True, tag="ended"):
     begun: float
     marks: tuple[float, ...] = ()
     cached: int = 0
+    chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
 
 
 class Failed(Wire, frozen=True, tag="failed"):

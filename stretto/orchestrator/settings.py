@@ -36,6 +36,7 @@ class HostSettings:
     max_context: int = 8192
     max_step_tokens: int = 4096
     prefill_chunk: int = 512
+    lone_prefill_chunk: int = 1024
     link_slots: int = 64
     link_slot_bytes: int = 1 << 20
     switches: Mapping[str, bool] = field(default_factory=dict)

@@ -22,7 +22,8 @@ def timeline(arrived: float, ended: Mapping[str, Ended], packets: Sequence[float
     for stage, e in ended.items():
         if not e.marks:
             continue
-        spans.append(TimelineSpan(stage, FIRST[stage], e.begun - arrived, e.marks[0] - arrived))
+        begun = thin([e.begun, *(c for c in e.chunks if c < e.marks[0]), e.marks[0]])
+        spans += [TimelineSpan(stage, FIRST[stage], a - arrived, b - arrived) for a, b in pairwise(begun)]
         marks = thin(e.marks)
         spans += [TimelineSpan(stage, NEXT[stage], a - arrived, b - arrived) for a, b in pairwise(marks)]
     spans += [TimelineSpan("packets", "packet", t - arrived, t - arrived) for t in thin(packets)]

@@ -232,6 +232,7 @@ class Host:
                 max_context=s.max_context,
                 max_step_tokens=s.max_step_tokens,
                 prefill_chunk=s.prefill_chunk,
+                lone_prefill_chunk=s.lone_prefill_chunk,
                 overlap_depth=s.overlap_depth,
                 prefix_cache=s.prefix_cache,
             ),

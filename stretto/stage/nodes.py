@@ -108,7 +108,12 @@ class Journal:
 
     begun: float
     marks: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)  # of the prompt
     cached: int = 0
+
+    def mark_chunk(self, now: float) -> None:
+        if len(self.chunks) < MAX_MARKS:
+            self.chunks.append(now)
 
     def mark(self, now: float) -> None:
         if len(self.marks) < MAX_MARKS:
@@ -119,7 +124,7 @@ class Journal:
         return self.marks[0] + FRAME_S * len(self.marks) if self.marks else None
 
     def ended(self, id: RequestId, stage: str, reason: Reason) -> Ended:
-        return Ended(id, stage, reason.value, self.begun, tuple(self.marks), self.cached)
+        return Ended(id, stage, reason.value, self.begun, tuple(self.marks), self.cached, tuple(self.chunks))
 
 
 class ThinkerNode:
@@ -211,6 +216,8 @@ class ThinkerNode:
             if o.reason is None:
                 self.stage.scheduler.set_deadline(id, journal.deadline())
             self.report(Text(id, (o.token,)), b"")
+        elif o.reason is None:
+            journal.mark_chunk(self.clock())
         box = self.link.boxes.get(id)
         if box is not None and o.error is None:
             self._forward(box, o)
@@ -381,6 +388,8 @@ class TalkerNode:
             self.report(failed(id, self.name, o.error), b"")
             return
         box = self.link.boxes[id]
+        if o.token is None and o.reason is None:
+            journal.mark_chunk(self.clock())
         if o.token is not None and o.reason is None:  # the pick that ends a request is not a frame
             journal.mark(self.clock())
             self.stage.scheduler.set_deadline(id, journal.deadline())

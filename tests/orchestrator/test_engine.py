@@ -306,3 +306,25 @@ def test_placements_are_checked() -> None:
     assert parse_placement("thinker,talker+code2wav") == TWO_HOSTS
     with pytest.raises(Invalid, match="placement"):
         EngineConfig(placement=(("thinker",), ("talker",)))
+
+
+def test_a_session_stays_where_its_prompts_are_cached(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least loaded first; a session goes back to where it was, unless that one is down."""
+
+    async def work() -> None:
+        engine = PipelineEngine(tiny_dir, EngineConfig(replicas=3))
+        a, b, c = engine._pipelines
+        down: set[object] = set()
+        monkeypatch.setattr(type(a), "ready", lambda self, speak: self not in down)
+        a.active, b.active, c.active = 2, 0, 1
+        assert engine._choose(True, "s") is b
+        b.active = 9
+        assert engine._choose(True, "s") is b
+        assert engine._choose(True, "other") is c
+        assert engine._choose(True) is c
+        down.add(b)
+        assert engine._choose(True, "s") is c
+        down.clear()
+        assert engine._choose(True, "s") is c
+
+    run(work())

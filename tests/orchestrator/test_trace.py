@@ -44,8 +44,9 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
             return got.end.timeline
 
     spans = run(work())
-    lanes = {lane: sorted(s.stop for s in spans if s.lane == lane) for lane in (*STAGES, "packets")}
-    assert [len(lanes[lane]) for lane in ("thinker", "talker")] == [40, 44]
+    outputs = [s for s in spans if s.name != "prompt"]
+    lanes = {lane: sorted(s.stop for s in outputs if s.lane == lane) for lane in (*STAGES, "packets")}
+    assert [len(lanes[lane]) for lane in ("thinker", "talker")] == [39, 43]  # the first is its prompt's last chunk
     # The first output of each stage comes after the one before it in the pipeline ...
     first = [lanes[lane][0] for lane in (*STAGES, "packets")]
     assert first == sorted(first)
@@ -95,7 +96,6 @@ class HandDriven:
 def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, models: Models) -> None:
     """Twenty seconds of sound: each chunk of rows that the thinker has done goes into the talker's prompt while the
     thinker is at the next."""
-    # A step's limit, since `prefill_chunk` cuts a prompt only while another request is answering.
     chunk, config = 48, OmniConfig.read(tiny_dir)
     builder = PromptBuilder.open(tiny_dir, config)
     messages = [{"role": "user", "content": [sound(seconds=20.0), say("What was that?")]}]
@@ -105,7 +105,7 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
     params = Params(max_text_tokens=6, max_frames=7, greedy_speech=True)
     greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
     meta, blob = pack_prompt(prompt, features=True)
-    driven = HandDriven(tiny_dir, HostSettings(max_step_tokens=chunk))
+    driven = HandDriven(tiny_dir, HostSettings(lone_prefill_chunk=chunk))
     try:
         driven.answer(
             Admit(RequestId("r"), meta, True, None, *greedy, 6, 7, media=media_digest(prompt)),
@@ -113,6 +113,11 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
         )
     finally:
         driven.host.close()
+
+    # The timeline shows it too: chunks of the talker's prompt lie between those of the thinker's.
+    ended = {m.stage: m for m, _ in driven.reports if isinstance(m, Ended)}
+    assert len(ended["thinker"].chunks) >= 4
+    assert any(t < ended["thinker"].marks[0] for t in ended["talker"].chunks[1:])
 
     order = driven.launched
     last = next(i for i, (stage, _, stop) in enumerate(order) if stage == "thinker" and stop == len(prompt.ids))

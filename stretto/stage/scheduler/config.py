@@ -16,6 +16,7 @@ class SchedulerConfig:
     max_context: int = 32768  # prompt and answer of one request, all segments together
     max_step_tokens: int = 8192  # rows computed by one step
     prefill_chunk: int = 512  # of those, prefill rows while any request is answering: keeps the decodes' cadence
+    lone_prefill_chunk: int = 1 << 30  # the same while none is: so that the next stage can follow a long prompt
     least_share: int = 64  # a prefill's share of a step is not cut below this for others' sake
     overlap_depth: int = 2  # steps in flight
     prefix_cache: bool = True
@@ -30,6 +31,7 @@ class SchedulerConfig:
             "max_waiting": (self.max_waiting, 1),
             "max_step_tokens": (self.max_step_tokens, 2),  # one for decodes and one for prefill: neither starves
             "prefill_chunk": (self.prefill_chunk, 1),
+            "lone_prefill_chunk": (self.lone_prefill_chunk, 1),
             "least_share": (self.least_share, 1),
             "overlap_depth": (self.overlap_depth, 1),
             "patience": (self.patience, 0),

@@ -229,7 +229,8 @@ class Scheduler:
         num_tokens = num_decodes
         if prefills:
             room = budget - num_decodes
-            self._place_prefills(prefills, min(room, self.config.prefill_chunk) if answering else room, spans, placed)
+            chunk = self.config.prefill_chunk if answering else self.config.lone_prefill_chunk
+            self._place_prefills(prefills, min(room, chunk), spans, placed)
             num_tokens += sum(span.stop - span.start for span in spans[num_decodes:])
         if not spans:
             return None
