@@ -72,7 +72,7 @@ async def speaking(engine: PipelineEngine, count: int = 2) -> list[asyncio.Task[
 
 
 async def back(engine: PipelineEngine, want: Answer) -> None:
-    """It works again. A request that comes between a fault and the news of it may still fail with it, so a few tries."""
+    """It works again. A request that comes between a fault and the news of it may fail too, so a few tries."""
     for _ in range(4):
         await until(lambda: engine._pipelines[0].ready(speak=True))
         try:
