@@ -7,6 +7,7 @@ import base64
 import io
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +16,11 @@ from PIL import Image
 
 from stretto.models.qwen3_omni.load import Models
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Params, TextDelta
+from stretto.orchestrator.messages import Admit, Configure, Connect, Ended, Failed, FromHost, Listen, Listening
+from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
 from stretto.solo import Audio, Done, Frame, Options, Solo, TextToken
+from stretto.stage.host import LINKS, Host
 from stretto.types import CODE0, RESIDUAL, SamplingParams
 
 T = TypeVar("T")
@@ -144,3 +148,35 @@ def same(got: Answer, want: Answer, codes: bool = True) -> None:
     assert got.finish == want.finish
     assert len(got.samples) == len(want.samples)
     np.testing.assert_allclose(got.samples, want.samples, atol=1e-5)
+
+
+class HandDriven:
+    """A host in this process, driven by hand, that notes which rows each stage launches."""
+
+    def __init__(self, model: Path, settings: HostSettings) -> None:
+        self.reports: list[tuple[FromHost, bytes]] = []
+        self.launched: list[tuple[str, int, int]] = []  # stage, rows [start, stop) of the request's sequence
+        configure = Configure(str(model), STAGES, settings.as_dict())
+        self.host = Host(configure, settings, lambda message, blob: self.reports.append((message, blob)))
+        self.host.load()
+        for link in reversed(LINKS):
+            self.host.handle(Listen(link, "local", 1), b"")
+            told = next(m for m, _ in reversed(self.reports) if isinstance(m, Listening))
+            self.host.handle(Connect(link, "local", told.endpoint, 1), b"")
+        for name in ("thinker", "talker"):
+            self._watch(name, self.host.nodes[name].stage.runner)
+
+    def _watch(self, name: str, runner: Any) -> None:
+        launch = runner.launch
+
+        def watched(batch: Any, find: Any) -> Any:
+            self.launched += [(name, s.start, s.stop) for s in batch.spans]
+            return launch(batch, find)
+
+        runner.launch = watched
+
+    def answer(self, admit: Admit, blob: bytes) -> None:
+        self.host.handle(admit, blob)
+        while sum(isinstance(m, Ended) for m, _ in self.reports) < len(STAGES):
+            assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
+            assert self.host.loop.round(), "nothing to do, but the answer is not complete"

@@ -11,18 +11,31 @@ from pathlib import Path
 
 import pytest
 
+from stretto.connector.contract import PutFailed
+from stretto.connector.inline import InlineOut
 from stretto.errors import StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.orchestrator.api import Params
 from stretto.orchestrator.engine import PipelineEngine, Ticket
-from stretto.orchestrator.messages import Configure, Loading, Unlink, encode
+from stretto.orchestrator.messages import (
+    Admit,
+    Configure,
+    Ended,
+    Failed,
+    LinkDown,
+    Loading,
+    Sampling,
+    Unlink,
+    encode,
+    pack_prompt,
+)
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig, HostSettings
 from stretto.prompt.build import PromptBuilder
-from stretto.types import RequestId
-from tests.orchestrator.common import CHATS, Answer, collect, expected, run, same
+from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, run, same
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 LONG = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=30, max_frames=30)
@@ -320,3 +333,28 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tiny_dir: Path) -> Non
                 assert engine.metrics()[f'stretto_stage_memory_bytes{{stage="{stage}"}}'] > 0
 
     run(work())
+
+
+def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Path) -> None:
+    """A failed put is a fault of the link that names its request: told at once, freed everywhere; the link lives."""
+    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+    meta, blob = pack_prompt(builder.build(CHATS["text"]), features=True)
+    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    driven = HandDriven(tiny_dir, HostSettings())
+    try:
+        for name in ("doomed", "other"):
+            driven.host.handle(Admit(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
+        driven.host.loop.round()
+        link = driven.host.links["talker>code2wav"].outgoing
+        assert isinstance(link, InlineOut)
+        link._faults.add(PutFailed("injected", link="talker>code2wav", request=RequestId("doomed")))
+        while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):
+            assert driven.host.loop.round(), "nothing to do, but the other answer is not complete"
+        failed = [m for m, _ in driven.reports if isinstance(m, Failed)]
+        assert [m.request for m in failed] == ["doomed"]
+        assert failed[0].kind == "PutFailed"
+        assert {m.request for m, _ in driven.reports if isinstance(m, Ended)} == {"other"}
+        assert not any(isinstance(m, LinkDown) for m, _ in driven.reports)
+        assert all(len(node.stage) == 0 for node in driven.host.nodes.values())
+    finally:
+        driven.host.close()

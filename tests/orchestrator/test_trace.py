@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,13 +12,7 @@ from stretto.orchestrator.api import Params, TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.messages import (
     Admit,
-    Configure,
-    Connect,
     Ended,
-    Failed,
-    FromHost,
-    Listen,
-    Listening,
     Pcm,
     Sampling,
     Text,
@@ -29,9 +22,8 @@ from stretto.orchestrator.messages import (
 from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.orchestrator.timeline import trace
 from stretto.prompt.build import PromptBuilder
-from stretto.stage.host import LINKS, Host
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
-from tests.orchestrator.common import CHATS, collect, expected, run, say, sound
+from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
 
 
 def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
@@ -59,38 +51,6 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
     drawn = {e["cat"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
     assert set(drawn) == {*STAGES, "packets"}
     assert drawn["packets"] < 1e6 * lanes["thinker"][-1]
-
-
-class HandDriven:
-    """A host in this process, driven by hand, that notes which rows each stage launches."""
-
-    def __init__(self, model: Path, settings: HostSettings) -> None:
-        self.reports: list[tuple[FromHost, bytes]] = []
-        self.launched: list[tuple[str, int, int]] = []  # stage, rows [start, stop) of the request's sequence
-        configure = Configure(str(model), STAGES, settings.as_dict())
-        self.host = Host(configure, settings, lambda message, blob: self.reports.append((message, blob)))
-        self.host.load()
-        for link in reversed(LINKS):
-            self.host.handle(Listen(link, "local", 1), b"")
-            told = next(m for m, _ in reversed(self.reports) if isinstance(m, Listening))
-            self.host.handle(Connect(link, "local", told.endpoint, 1), b"")
-        for name in ("thinker", "talker"):
-            self._watch(name, self.host.nodes[name].stage.runner)
-
-    def _watch(self, name: str, runner: Any) -> None:
-        launch = runner.launch
-
-        def watched(batch: Any, find: Any) -> Any:
-            self.launched += [(name, s.start, s.stop) for s in batch.spans]
-            return launch(batch, find)
-
-        runner.launch = watched
-
-    def answer(self, admit: Admit, blob: bytes) -> None:
-        self.host.handle(admit, blob)
-        while sum(isinstance(m, Ended) for m, _ in self.reports) < len(STAGES):
-            assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
-            assert self.host.loop.round(), "nothing to do, but the answer is not complete"
 
 
 def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, models: Models) -> None:
