@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -24,7 +25,7 @@ def describe() -> dict[str, Any]:
         "gpu": None if gpu is None else {"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)},
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "command": " ".join(sys.argv),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
