@@ -31,7 +31,7 @@ from stretto.stage.payload.ring import Ring
 from stretto.stage.request import RequestSpec
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
-from stretto.stage.runner.runner import Runner, decode_step
+from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.talker import TalkerInput, TalkerLane
 from stretto.stage.runner.thinker import ThinkerInput, ThinkerLane
 from stretto.stage.runner.waiter import Waiter
@@ -79,7 +79,7 @@ def measure(
     cache = model.cache(blocks + 1, block)
     lane = (ThinkerLane if kind == "thinker" else TalkerLane)(model, cache, batch, context)
     ways = [How(False, False)] if kind == "thinker" else [How(True, True)]
-    graphs = TimedGraphs(lane, lambda r, p, v, how: decode_step(lane, r, p, v, how), sizes=(batch,), ways=ways)
+    graphs = TimedGraphs(lane, sizes=(batch,), ways=ways)
     runner = Runner(lane, graphs)
     assert runner.stream is not None
     graphs.capture(runner.stream, kind, progress=False)

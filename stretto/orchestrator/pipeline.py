@@ -28,11 +28,10 @@ from stretto.orchestrator.messages import (
     Unlink,
 )
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import STAGES, EngineConfig
+from stretto.orchestrator.settings import LINKS, STAGES, EngineConfig
 
 log = logging.getLogger(__name__)
 
-LINKS = (("thinker", "talker"), ("talker", "code2wav"))
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
 LINK_DELAYS = (0.05, 0.2, 0.5, 1.0)
 """Pauses between tries to make a link."""
@@ -52,7 +51,7 @@ class Pipeline:
         self._on_message, self._on_loss = on_message, on_loss
         self._hosts: list[HostProcess] = []
         self._stages: dict[str, int] = {s: i for i, host in enumerate(config.placement) for s in host}
-        self._links: dict[str, bool] = {f"{a}>{b}": False for a, b in LINKS}
+        self._links: dict[str, bool] = dict.fromkeys(LINKS, False)
         self._generation = 0
         self._joining = asyncio.Lock()
         self._making: str | None = None  # the link that is being made
@@ -155,7 +154,7 @@ class Pipeline:
         self._notify()
         # What was on its way from here is lost too: a stage behind it waits for it, also where this one had ended.
         lost = set(stages)
-        for a, b in LINKS:
+        for a, b in LINKS.values():
             if a in stages or b in stages:
                 self._links[f"{a}>{b}"] = False
             if a in stages:
@@ -196,7 +195,7 @@ class Pipeline:
         """Make the links that are down and whose hosts are up, the last first, so that a stage has somewhere to send
         before it is sent anything. One at a time: two restarts that made the same link would undo each other's."""
         async with self._joining:
-            for a, b in reversed(LINKS):
+            for a, b in reversed(LINKS.values()):
                 for delay in LINK_DELAYS:
                     if self._links[f"{a}>{b}"] or not self._up(a, b):
                         break

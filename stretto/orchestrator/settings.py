@@ -9,6 +9,8 @@ from typing import Any, Literal
 from stretto.errors import Invalid
 
 STAGES = ("thinker", "talker", "code2wav")
+LINKS = {"thinker>talker": ("thinker", "talker"), "talker>code2wav": ("talker", "code2wav")}
+"""Name of each link: the stages that it joins, in the order of the data's way."""
 Placement = tuple[tuple[str, ...], ...]
 """Stages by host, e.g. (("thinker",), ("talker", "code2wav"))."""
 

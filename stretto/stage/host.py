@@ -56,7 +56,7 @@ from stretto.orchestrator.messages import (
     lengths,
     unpack_prompt,
 )
-from stretto.orchestrator.settings import HostSettings
+from stretto.orchestrator.settings import LINKS, HostSettings
 from stretto.prompt.prompt import Prompt
 from stretto.stage.codec import CodecConfig, CodecStage
 from stretto.stage.loop import Loop
@@ -64,8 +64,8 @@ from stretto.stage.nodes import Code2WavNode, Node, TalkerNode, ThinkerNode, fai
 from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.payload.schema import ThinkerRows
 from stretto.stage.plan import RESERVE, check, free_memory, plan
-from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.runner import Runner, decode_step
+from stretto.stage.runner.graphs import SIZES, DecodeGraphs
+from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.talker import TalkerLane
 from stretto.stage.runner.thinker import ThinkerLane
 from stretto.stage.runner.waiter import Waiter
@@ -75,7 +75,6 @@ from stretto.stage.stage import PayloadStore, Stage
 from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
-LINKS = {"thinker>talker": ("thinker", "talker"), "talker>code2wav": ("talker", "code2wav")}
 
 
 class Channel:
@@ -216,8 +215,7 @@ class Host:
         s = self.settings
         graphs = None
         if self.device.type == "cuda" and s.graphs:
-            sizes = [n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128) if n <= s.max_rows]
-            graphs = DecodeGraphs(lane, lambda r, p, v, how: decode_step(lane, r, p, v, how), sizes)
+            graphs = DecodeGraphs(lane, [n for n in SIZES if n <= s.max_rows])
         runner = Runner(lane, graphs)
         if graphs is not None and runner.stream is not None:
             self.report(Loading(name, "capturing graphs"), b"")
@@ -305,7 +303,7 @@ class Host:
             )
             incoming.start()
             end.incoming = incoming
-        node.inlink = end.incoming
+        node.intake.link = end.incoming
         self.report(Listening(m.link, msgspec.msgpack.encode(receiver.endpoint)), b"")
 
     def _connect(self, m: Connect) -> None:
@@ -341,7 +339,7 @@ class Host:
         if end.incoming is not None:
             node = self.nodes[receiver]
             assert not isinstance(node, ThinkerNode)
-            node.inlink = None
+            node.intake.link = None
             end.incoming.close()
 
     def stats(self) -> dict[str, float]:
@@ -365,7 +363,9 @@ class Host:
             if not isinstance(node, Code2WavNode):
                 values[f'stretto_stage_outboxes{{stage="{name}"}}'] = len(node.link.boxes)
             if not isinstance(node, ThinkerNode):
-                values[f'stretto_stage_inboxes{{stage="{name}"}}'] = len(list(node.inboxes)) + node.inboxes.num_early
+                values[f'stretto_stage_inboxes{{stage="{name}"}}'] = (
+                    len(list(node.intake.boxes)) + node.intake.boxes.num_early
+                )
         for name, end in self.links.items():
             for way, link, ring in (("out", end.outgoing, end.sender), ("in", end.incoming, end.receiver)):
                 if link is not None and ring is not None:

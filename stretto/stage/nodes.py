@@ -33,6 +33,7 @@ from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt
 from stretto.stage.runner.talker import TalkerInput
 from stretto.stage.runner.thinker import Edit, ThinkerInput
 from stretto.stage.scheduler.blocks import prefix_key
+from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, Stage
 from stretto.types import Mark, RequestId, Span
 
@@ -83,6 +84,11 @@ class Link(Generic[P]):
         box = self.boxes.get(id)
         return id in self._slow or (box is not None and box.waiting > 0)
 
+    def settle(self, id: RequestId, scheduler: Scheduler) -> None:
+        """Tell the scheduler whether the request rests."""
+        if id in scheduler:
+            scheduler.set_blocked(id, self.blocked(id))
+
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         box = self.boxes.get(id)
@@ -100,6 +106,55 @@ class Link(Generic[P]):
         for id in [id for id, box in self.boxes.items() if box.ended and not box.waiting]:
             del self.boxes[id]
             self._slow.discard(id)
+
+
+class Intake:
+    """The node's side of the link it receives on: inboxes of the requests that were announced. `read` is given each
+    chunk in order and must not keep it; `fail` is told what went wrong with a request."""
+
+    def __init__(
+        self, read: Callable[[RequestId, Chunk], None], fail: Callable[[RequestId, StrettoError], None]
+    ) -> None:
+        self.link: InLink | None = None
+        self.boxes = Inboxes()
+        self._read, self._fail = read, fail
+
+    def open(self, id: RequestId) -> None:
+        """Announce a request, and take what came for it early."""
+        self.boxes.announce(id)
+        self._take(id)
+
+    def turn(self) -> bool:
+        """Take what has arrived. True: something had."""
+        did = False
+        while self.link is not None and (chunk := self.link.poll()) is not None:
+            did = True
+            id = chunk.header.request
+            try:
+                self.boxes.push(chunk)
+                self._take(id)
+            except StrettoError as e:
+                self._fail(id, e)
+        return did
+
+    def close(self, id: RequestId, purge: bool) -> None:
+        """The request is over. With `purge`, so is what is on its way."""
+        self.boxes.forget(id)
+        if purge and self.link is not None:
+            self.link.purge(id, EVERY_EPOCH)
+
+    def _take(self, id: RequestId) -> None:
+        if id not in self.boxes:
+            return
+        inbox = self.boxes[id]
+        while (chunk := inbox.pop()) is not None:
+            try:
+                self._read(id, chunk)
+            finally:
+                chunk.release()
+            if inbox.ended and not len(inbox):
+                self.boxes.forget(id)
+                return
 
 
 @dataclass(slots=True, eq=False)
@@ -191,15 +246,11 @@ class ThinkerNode:
 
     def throttle(self, id: RequestId, on: bool) -> None:
         self.link.throttle(id, on)
-        self._settle(id)
-
-    def _settle(self, id: RequestId) -> None:
-        if id in self.stage.scheduler:
-            self.stage.scheduler.set_blocked(id, self.link.blocked(id))
+        self.link.settle(id, self.stage.scheduler)
 
     def turn(self) -> bool:
         for id in self.link.flush():
-            self._settle(id)
+            self.link.settle(id, self.stage.scheduler)
         did = self.stage.turn()
         self.link.sweep()
         return did
@@ -240,7 +291,7 @@ class ThinkerNode:
             box.add(ThinkerRows(Span(start, ready), ids, runs, hidden), event=o.media.event if o.media else None)
         mark = Mark.REQUEST_END if o.reason is not None else Mark.MORE
         if not box.send(Confirmed(ready), mark) and o.reason is None:
-            self._settle(o.request.id)
+            self.link.settle(o.request.id, self.stage.scheduler)
 
     def _media(self, o: Output, start: int, stop: int) -> tuple[tuple[Span, ...], torch.Tensor]:
         if o.media is None:
@@ -254,8 +305,7 @@ class TalkerNode:
     def __init__(self, stage: Stage, model: Talker, report: Report, clock: Clock = time.monotonic) -> None:
         self.stage, self.model, self.report, self.clock = stage, model, report, clock
         self.config = model.config
-        self.inlink: InLink | None = None
-        self.inboxes = Inboxes()
+        self.intake = Intake(self._read, self._fail)
         self.link: Link[CodecFrames] = Link(CodecFrames)
         self.admits: dict[RequestId, Admit] = {}
         self.journals: dict[RequestId, Journal] = {}
@@ -287,8 +337,7 @@ class TalkerNode:
                 self._text(id, given, token)
             self._end_text(id, given)
         else:
-            self.inboxes.announce(id)
-            self._take(id)
+            self.intake.open(id)
 
     def _salts(self, a: Admit, prompt: Prompt, plan: TalkerPrompt) -> list[Salt]:
         """What tells media rows apart: the thinker's whole prefix up to their end, which they depend on though the
@@ -307,40 +356,15 @@ class TalkerNode:
 
     def throttle(self, id: RequestId, on: bool) -> None:
         self.link.throttle(id, on)
-        self._settle(id)
-
-    def _settle(self, id: RequestId) -> None:
-        if id in self.stage.scheduler:
-            self.stage.scheduler.set_blocked(id, self.link.blocked(id))
+        self.link.settle(id, self.stage.scheduler)
 
     def turn(self) -> bool:
-        did = False
-        while self.inlink is not None and (chunk := self.inlink.poll()) is not None:
-            did = True
-            id = chunk.header.request
-            try:
-                self.inboxes.push(chunk)
-                self._take(id)
-            except StrettoError as e:
-                self._fail(id, e)
+        did = self.intake.turn()
         for id in self.link.flush():
-            self._settle(id)
+            self.link.settle(id, self.stage.scheduler)
         did = self.stage.turn() or did
         self.link.sweep()
         return did
-
-    def _take(self, id: RequestId) -> None:
-        if id not in self.inboxes:
-            return
-        inbox = self.inboxes[id]
-        while (chunk := inbox.pop()) is not None:
-            try:
-                self._read(id, chunk)
-            finally:
-                chunk.release()
-            if inbox.ended and not len(inbox):
-                self.inboxes.forget(id)
-                return
 
     def _read(self, id: RequestId, chunk: Chunk) -> None:
         given: TalkerInput = self.stage.runner.lane.inputs[id]
@@ -400,7 +424,7 @@ class TalkerNode:
                 self.report(Codes(id, n), np.array(o.row, dtype=np.int32).tobytes())
         mark = Mark.REQUEST_END if o.reason is not None else Mark.MORE
         if not box.send(Confirmed(box.added), mark) and o.reason is None:
-            self._settle(id)
+            self.link.settle(id, self.stage.scheduler)
         if o.reason is not None:
             self.report(journal.ended(id, self.name, o.reason), b"")
             self._close(id, purge=False)
@@ -412,9 +436,7 @@ class TalkerNode:
             self.report(failed(id, self.name, error), b"")
 
     def _close(self, id: RequestId, purge: bool) -> None:
-        self.inboxes.forget(id)
-        if purge and self.inlink is not None:
-            self.inlink.purge(id, EVERY_EPOCH)
+        self.intake.close(id, purge)
         self.link.close(id, purge)
         self.admits.pop(id, None)
         self.journals.pop(id, None)
@@ -425,8 +447,7 @@ class Code2WavNode:
 
     def __init__(self, stage: CodecStage, report: Report, clock: Clock = time.monotonic) -> None:
         self.stage, self.report, self.clock = stage, report, clock
-        self.inlink: InLink | None = None
-        self.inboxes = Inboxes()
+        self.intake = Intake(self._read, self._fail)
         self.journals: dict[RequestId, Journal] = {}
         stage.emit = self._emit
 
@@ -435,8 +456,7 @@ class Code2WavNode:
             return
         self.stage.open(a.request)
         self.journals[a.request] = Journal(self.clock())
-        self.inboxes.announce(a.request)
-        self._take(a.request)
+        self.intake.open(a.request)
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)
@@ -446,34 +466,22 @@ class Code2WavNode:
         pass  # upstream stops; what is here is bounded
 
     def turn(self) -> bool:
-        did = False
-        while self.inlink is not None and (chunk := self.inlink.poll()) is not None:
-            did = True
-            id = chunk.header.request
-            try:
-                self.inboxes.push(chunk)
-                self._take(id)
-            except StrettoError as e:
-                if id in self.journals:
-                    self.stage.cancel(id)
-                    self._close(id, purge=True)
-                    self.report(failed(id, self.name, e), b"")
+        did = self.intake.turn()
         return self.stage.turn() or did
 
-    def _take(self, id: RequestId) -> None:
-        if id not in self.inboxes:
-            return
-        inbox = self.inboxes[id]
-        while (chunk := inbox.pop()) is not None:
-            try:
-                frames = unpack(CodecFrames, chunk)
-                with self.stage.on_stream():
-                    adopt(chunk)
-                codes = frames.codes if frames is not None else torch.empty(0, 0)
-                last = Reason.STOP if chunk.header.mark is not Mark.MORE else None
-                self.stage.push(id, codes, last)
-            finally:
-                chunk.release()
+    def _read(self, id: RequestId, chunk: Chunk) -> None:
+        frames = unpack(CodecFrames, chunk)
+        with self.stage.on_stream():
+            adopt(chunk)
+        codes = frames.codes if frames is not None else torch.empty(0, 0)
+        last = Reason.STOP if chunk.header.mark is not Mark.MORE else None
+        self.stage.push(id, codes, last)
+
+    def _fail(self, id: RequestId, error: StrettoError) -> None:
+        if id in self.journals:
+            self.stage.cancel(id)
+            self._close(id, purge=True)
+            self.report(failed(id, self.name, error), b"")
 
     def _emit(self, o: AudioOutput) -> None:
         id = o.request
@@ -496,9 +504,7 @@ class Code2WavNode:
             self._close(id, purge=False)
 
     def _close(self, id: RequestId, purge: bool) -> None:
-        self.inboxes.forget(id)
-        if purge and self.inlink is not None:
-            self.inlink.purge(id, EVERY_EPOCH)
+        self.intake.close(id, purge)
         self.journals.pop(id, None)
 
 

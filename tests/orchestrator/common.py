@@ -17,10 +17,10 @@ from PIL import Image
 from stretto.models.qwen3_omni.load import Models
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Params, TextDelta
 from stretto.orchestrator.messages import Admit, Configure, Connect, Ended, Failed, FromHost, Listen, Listening
-from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
 from stretto.solo import Audio, Done, Frame, Options, Solo, TextToken
-from stretto.stage.host import LINKS, Host
+from stretto.stage.host import Host
 from stretto.types import CODE0, RESIDUAL, SamplingParams
 
 T = TypeVar("T")

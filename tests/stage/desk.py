@@ -15,7 +15,7 @@ from stretto.prompt.prompt import Prompt
 from stretto.solo import Options
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.runner import Runner, decode_step
+from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.talker import TalkerInput, TalkerLane
 from stretto.stage.runner.thinker import Edit, ThinkerInput, ThinkerLane
 from stretto.stage.scheduler.config import SchedulerConfig
@@ -37,7 +37,7 @@ class Desk:
         self.lane = lane
         captured = None
         if graphs:
-            captured = DecodeGraphs(lane, lambda r, p, v, how: decode_step(lane, r, p, v, how), sizes=(1, 2, 4, 8, 16))
+            captured = DecodeGraphs(lane, sizes=(1, 2, 4, 8, 16))
         runner = Runner(lane, captured)
         if captured is not None:
             assert runner.stream is not None

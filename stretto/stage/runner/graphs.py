@@ -6,26 +6,23 @@ first so that the smaller ones reuse its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from stretto.stage.runner.lane import Lane
+from stretto.stage.runner.lane import Lane, decode_step
 from stretto.stage.runner.rows import How
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 STAGED = 8
-Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor]
 
 
 class DecodeGraphs:
-    def __init__(
-        self, lane: Lane[Any], decode: Decode, sizes: Sequence[int] = SIZES, ways: Sequence[How] | None = None
-    ) -> None:
-        self.lane, self.decode = lane, decode
+    def __init__(self, lane: Lane[Any], sizes: Sequence[int] = SIZES, ways: Sequence[How] | None = None) -> None:
+        self.lane = lane
         limit = lane.rows.num_rows
         self.sizes = sorted({min(s, limit) for s in sizes})
         # One way for batches without chance or penalty, one that serves all others.
@@ -45,10 +42,10 @@ class DecodeGraphs:
                 inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
                 inputs[0] = self.lane.rows.sink
                 for _ in range(2):  # warm-up: libraries choose their kernels and workspaces outside of the capture
-                    self.decode(inputs[0], inputs[1], inputs[2], how)
+                    decode_step(self.lane, inputs[0], inputs[1], inputs[2], how)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                tokens = self.decode(inputs[0], inputs[1], inputs[2], how)
+                tokens = decode_step(self.lane, inputs[0], inputs[1], inputs[2], how)
             pool = pool or graph.pool()
             self._graphs[size, how] = graph, inputs, tokens
         for size in self.sizes:

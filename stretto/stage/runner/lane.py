@@ -91,3 +91,18 @@ class Lane(Protocol[E]):
         """Pick for rows at `positions` (their last computed ones) and leave the pick in their device rows. `edits`:
         rows whose requests change their logits on the host."""
         ...
+
+
+def decode_step(
+    lane: Lane[Any],
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    how: How,
+    width: int | None = None,
+    edits: list[tuple[int, StageRequest]] | None = None,
+) -> torch.Tensor:
+    """One decode step for rows whose inputs are on the device. Without `edits` it can be captured."""
+    x, rope = lane.device_input(rows, positions, values)
+    hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
+    return lane.pick(rows, positions, hidden, how, edits or []).tokens

@@ -19,7 +19,7 @@ from stretto.errors import Bug, StageDead, StrettoError
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.lane import Captured, Lane
+from stretto.stage.runner.lane import Captured, Lane, decode_step
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
@@ -172,18 +172,3 @@ class Runner:
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self.stream)
         return Step(batch, sampling, tokens, host, copied, captured, rows_at)
-
-
-def decode_step(
-    lane: Lane[Any],
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    values: torch.Tensor,
-    how: How,
-    width: int | None = None,
-    edits: list[tuple[int, StageRequest]] | None = None,
-) -> torch.Tensor:
-    """One decode step for rows whose inputs are on the device. Without `edits` it can be captured."""
-    x, rope = lane.device_input(rows, positions, values)
-    hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
-    return lane.pick(rows, positions, hidden, how, edits or []).tokens
