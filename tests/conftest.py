@@ -40,6 +40,16 @@ def device() -> torch.device:
     return torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))
 
 
+EVEN = {
+    "talker_config": {
+        "text_config": {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+        "code_predictor_config": {"hidden_size": 64},
+    }
+}
+"""Sizes that the GPU kernels take. With STRETTO_TEST_SIZES=even STRETTO_KERNELS=force STRETTO_TEST_DEVICE=cuda, tests
+of models and stages run through the kernels, in float32, against the same oracles."""
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint of seed 0, written once per run and shared by all workers."""
@@ -50,7 +60,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(base / "tiny-checkpoint.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (directory / "config.json").exists():  # written last
-            write_tiny(directory)
+            write_tiny(directory, changes=EVEN if os.environ.get("STRETTO_TEST_SIZES") == "even" else None)
     return directory
 
 

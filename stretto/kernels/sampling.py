@@ -77,7 +77,7 @@ def sample(
 def _truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep the top_k best (and ties with the last of them), then the smallest set that holds top_p of the rest."""
     size = scores.shape[-1]
-    rising, order = scores.sort(-1)
+    rising, order = scores.sort(dim=-1, stable=True)  # among ties, the first go first
     kept = torch.where(top_k == 0, size, top_k.clamp(max=size))
     floor = rising.gather(-1, (size - kept)[:, None])
     rising = rising.masked_fill(rising < floor, float("-inf"))
@@ -92,7 +92,8 @@ def counter_noise(seed: torch.Tensor, draw: torch.Tensor, size: int) -> torch.Te
     """Exponential noise [rows, size] as a hash of seed, draw number and index."""
     start = _mix(_mix(seed) + draw * _GOLDEN)[:, None]
     bits = _mix(start + torch.arange(size, device=seed.device) * _GOLDEN)
-    uniform = ((bits >> 40) & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)  # 24 bits, never 0 or 1
+    uniform = ((bits >> 40) & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)
+    uniform.clamp_(max=1 - 2.0**-24)  # the largest rounds up to 1: no noise at all, and 0 / 0 for a dropped token
     return uniform.log_().neg_()
 
 

@@ -6,11 +6,12 @@ made anew for each pass: the paged cache for thinker and talker, a small static 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
+from stretto.kernels.fast import usable
 from stretto.kernels.norm import rms_norm
 from stretto.kernels.paged import KVCache, Paging, paged_attention, write_kv
 from stretto.kernels.rope import rotate
@@ -19,12 +20,18 @@ from stretto.layers.linear import FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.targets import frozen
 
+if TYPE_CHECKING:
+    from stretto.layers.fused import FusedLayers
+
 
 class Attention(Protocol):
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's shape."""
         ...
 
+
+MAX_FUSED = 128
+"""Rows of a decode step that fused kernels take."""
 
 AfterLayer = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer index, residual stream after it) -> the residual stream to go on with."""
@@ -40,6 +47,10 @@ class PagedPass:
         kv = self.cache.data[layer]
         write_kv(kv, k, v, self.paging.slots)
         return paged_attention(q, kv, self.paging)
+
+    def decodes(self, rows: int) -> bool:
+        """Every row is the one query of its sequence, and there are few."""
+        return self.paging.num_decode == rows <= MAX_FUSED
 
 
 class RMSNorm(nn.Module):
@@ -129,12 +140,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_eps)
         self.rope = Rope(c.head_dim, c.rope_theta, c.mrope_section)
+        self.fused: FusedLayers | None = None  # where kernels can be used, and for few rows
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, after: AfterLayer | None = None
     ) -> torch.Tensor:
         """Input rows x [rows, hidden] -> final-normed hidden rows."""
         cos, sin = self.rope(positions, x.dtype)
+        if self.fused is not None and isinstance(attention, PagedPass) and attention.decodes(len(x)):
+            return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention)
             if after is not None:
@@ -142,8 +156,36 @@ class Decoder(nn.Module):
         out: torch.Tensor = self.norm(x)
         return out
 
+    def fused_step(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        values: torch.Tensor,
+        words: torch.Tensor,
+        own: torch.Tensor,
+        tables: torch.Tensor,
+        offset: torch.Tensor,
+        cache: KVCache,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One decode step of rows of persistent state, from row numbers and positions alone: input rows as
+        `kernels.fast.begin` makes them, then all layers. -> final-normed rows (in `out`, if it is given)."""
+        from stretto.kernels.fast.begin import begin
+
+        assert self.fused is not None
+        assert self.rope.inv_freq is not None
+        b = begin(rows, positions, values, words, own, tables, offset, self.rope.inv_freq, cache.block_size)
+        paging = Paging(b.slots, tables, b.lengths, rows.shape[0])
+        return self.fused.paged(b.x, b.cos, b.sin, cache, paging, owners=rows, out=out)
+
     def prepare(self, device: torch.device) -> None:
+        """Once, after the weights are in place."""
         self.rope.prepare(device)
+        if usable(self.norm.weight):
+            from stretto.layers.fused import FusedLayers, fits
+
+            if fits(self.config):
+                self.fused = FusedLayers(self, device)
 
     def cache(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         c = self.config

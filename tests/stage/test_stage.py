@@ -242,15 +242,19 @@ def test_logits_edits_and_stop_rules_wait_only_for_themselves(models: Models, pr
 
 def test_a_step_that_raises_fails_its_requests_and_the_stage_goes_on(models: Models, prompts, alone) -> None:
     desk = Desk(models, "thinker")
-    forward, calls = desk.lane.forward, []
+    calls = []
 
-    def broken(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("injected")
-        return forward(*args)
+    def breaking(run):
+        def broken(*args):
+            calls.append(1)
+            if len(calls) == 3:
+                raise RuntimeError("injected")
+            return run(*args)
 
-    desk.lane.forward = broken
+        return broken
+
+    desk.lane.forward = breaking(desk.lane.forward)
+    desk.lane.fused_step = breaking(desk.lane.fused_step)
     desk.think("0", prompts[0], options(0))
     desk.think("1", prompts[1], options(1))
     desk.run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from stretto.layers.linear import Linear
 from stretto.models.qwen3_omni.config import AudioConfig, conv_length
 from stretto.prompt.mel import RANGE, normalise
 from stretto.prompt.prompt import Array
+
+if TYPE_CHECKING:
+    from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 
 # Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks peak near
 # 400 MB with the activation's copy; 32 windows are 3,328 tokens, enough to fill a device.
@@ -88,6 +92,7 @@ class AudioEncoder(nn.Module):
         self.ln_post = nn.LayerNorm(hidden)
         self.proj1 = Linear(hidden, hidden, bias=True)
         self.proj2 = Linear(hidden, config.output_size, bias=True)
+        self.graphs: WindowGraphs | None = None  # set where there are any, when the weights are in place
         self.requires_grad_(False)
 
     def convolve(self, chunks: torch.Tensor) -> torch.Tensor:
@@ -129,6 +134,9 @@ class AudioEncoder(nn.Module):
 
     def windows(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Several windows in one launch, of any lengths and from any requests."""
+        captured = None if self.graphs is None else self.graphs.run(rows)
+        if captured is not None:
+            return captured
         lengths = [len(r) for r in rows]
         if len(set(lengths)) == 1:
             return list(self.transform(torch.stack(list(rows))))

@@ -68,6 +68,7 @@ class CodePredictor(nn.Module):
     def prepare(self, device: torch.device) -> None:
         self.model.prepare(device)
         self.positions = torch.arange(self.num_groups, dtype=torch.float32, device=device)
+        self.angles = self.model.rope(self.positions, self.model.norm.weight.dtype)  # of every position of a frame
 
     def cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> FrameCache:
         return FrameCache(self.model.config, rows, self.num_groups, device, dtype)

@@ -173,11 +173,12 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def write_tiny(directory: str | Path, seed: int = 0, shards: int = 3) -> None:
-    """Write the tiny checkpoint into `directory`. The same seed gives the same bytes."""
+def write_tiny(directory: str | Path, seed: int = 0, shards: int = 3, changes: dict[str, Any] | None = None) -> None:
+    """Write the tiny checkpoint into `directory`. The same seed gives the same bytes. `changes` to its config make
+    another one."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    config = tiny_config()
+    config = _merged(tiny_config(), changes or {})
     _write_weights(folder, tiny_weights(parse(config, "the tiny config"), seed), shards)
 
     _write_json(folder / "generation_config.json", GENERATION)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stretto.kernels.fast import usable
 from stretto.layers.linear import Embedding, Linear
 from stretto.models.qwen3_omni.config import VisionConfig
 
@@ -56,8 +57,15 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: Rope, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
         """x [patches, hidden]; `runs`: how many frames of how many patches follow each other."""
-        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
-        q, k = rotate(q, rope), rotate(k, rope)
+        qkv = self.qkv(x).view(len(x), 3, self.num_heads, -1)
+        if usable(x):
+            from stretto.kernels.fast.vision import rotate_qk
+
+            rotate_qk(qkv, *rope)
+            q, k, v = qkv.unbind(1)
+        else:
+            q, k, v = qkv.unbind(1)
+            q, k = rotate(q, rope), rotate(k, rope)
         mixed, at = [], 0
         for frames, n in runs:
             run = slice(at, at + frames * n)

@@ -25,8 +25,10 @@ class DecodeGraphs:
         self.lane = lane
         limit = lane.rows.num_rows
         self.sizes = sorted({min(s, limit) for s in sizes})
-        # One way for batches without chance or penalty, one that serves all others.
-        self.ways = list(ways) if ways is not None else [How(False, False), How(True, True)]
+        # One way for batches without chance or penalty, one that serves all others. Fused steps have one for all.
+        self.ways = list(ways) if ways is not None else [How(True, True)]
+        if ways is None and not lane.fused:
+            self.ways.insert(0, How(False, False))
         self._graphs: dict[tuple[int, How], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         # Inputs on their way to the device. A slot comes up again only after STAGED more steps, when the step that
         # read it has long been retired (there are never that many in flight).

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from stretto.kernels.paged import KVCache, Paging
+from stretto.layers.decoder import MAX_FUSED
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.rows import DeviceRows, How
 from stretto.stage.scheduler.batch import RowJoin
@@ -49,6 +50,7 @@ class Lane(Protocol[E]):
     cache: KVCache
     inputs: dict[RequestId, Any]  # what each request brought; the stage adds and removes
     columns: int  # of `Picked.tokens`
+    fused: bool  # there is a `fused_step`, which serves rows of any sampling parameters
 
     def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]: ...
 
@@ -92,6 +94,10 @@ class Lane(Protocol[E]):
         rows whose requests change their logits on the host."""
         ...
 
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """All of a decode step (`device_input`, `forward`, `pick`) as fused kernels; returns the tokens."""
+        ...
+
 
 def decode_step(
     lane: Lane[Any],
@@ -103,6 +109,8 @@ def decode_step(
     edits: list[tuple[int, StageRequest]] | None = None,
 ) -> torch.Tensor:
     """One decode step for rows whose inputs are on the device. Without `edits` it can be captured."""
+    if lane.fused and not edits and rows.shape[0] <= MAX_FUSED:
+        return lane.fused_step(rows, positions, values)
     x, rope = lane.device_input(rows, positions, values)
     hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
     return lane.pick(rows, positions, hidden, how, edits or []).tokens

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from stretto.errors import Bug
 from stretto.kernels.paged import KVCache, Paging
+from stretto.layers.decoder import MAX_FUSED
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, first_text_row, opening_rows, user_rows
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
@@ -22,6 +24,9 @@ from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.runner.thinker import guarded
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import RequestId, SamplingParams
+
+if TYPE_CHECKING:
+    from stretto.models.qwen3_omni.fused_frame import FusedFrame
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +65,18 @@ class TalkerLane:
         self.code0 = SamplingColumns(num_rows + 1, model.device)
         self.residual = SamplingColumns(num_rows + 1, model.device)
         self.embedding = torch.zeros(num_rows + 1, c.text.hidden_size, device=model.device, dtype=model.dtype)
+        with torch.inference_mode():
+            self._begin = model.codec_rows(torch.tensor([c.codec.bos], device=model.device))[0]
         self.frame_cache = model.frame_cache(num_rows + 1)
+        self._frame: FusedFrame | None = None
+        layers = model.code_predictor.model.fused
+        if layers is not None:
+            from stretto.kernels.fast.sampling import Columns
+            from stretto.models.qwen3_omni.fused_frame import FusedFrame
+
+            code0, rest = (Columns(c.floats, c.ints) for c in (self.code0, self.residual))
+            self._frame = FusedFrame(model, layers, self.rows.seen, self.rows.floor, code0, rest)
+        self.fused = self._frame is not None and model.model.fused is not None
         self.inputs: dict[RequestId, TalkerInput] = {}
 
     def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
@@ -76,6 +92,8 @@ class TalkerLane:
         self.residual.write(join.row, given.residual)
         if given.frames:  # back after a pause or preemption: the next input needs the last frame
             self.embedding[join.row] = self._frame_rows(given.frames[-1:])[0]
+        else:  # the prompt's last row runs as a decode: the codec's begin mark stands for the frame before it
+            self.embedding[join.row] = self._begin
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         self.inputs[request.id].frames.append(list(row))
@@ -143,6 +161,9 @@ class TalkerLane:
         how: How,
         edits: list[tuple[int, StageRequest]],
     ) -> Picked:
+        if self._frame is not None and len(hidden) <= MAX_FUSED:
+            pair = torch.stack((hidden, hidden), 1)  # the second place is for code 0
+            return Picked(self._frame(pair, rows, positions, self.frame_cache, self.embedding))
         state = FrameRows(
             code0=self.code0.pick(rows, how),
             residual=self.residual.pick(rows, how),
@@ -158,3 +179,19 @@ class TalkerLane:
         self.rows.seen[rows] = state.seen
         self.embedding[rows] = step.embedding
         return Picked(guarded(step.codes, step.hidden))
+
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        assert self._frame is not None
+        pair = self.embedding.new_empty(rows.shape[0], 2, self.embedding.shape[1])
+        self.model.model.fused_step(
+            rows,
+            positions,
+            values,
+            self.model.text_table,
+            self.embedding,
+            self.rows.tables,
+            self.rows.offset,
+            self.cache,
+            out=pair[:, 0],
+        )
+        return self._frame(pair, rows, positions, self.frame_cache, self.embedding)

@@ -11,6 +11,7 @@ import torch
 
 from stretto.kernels.paged import KVCache, Paging
 from stretto.kernels.sampling import sample
+from stretto.layers.decoder import MAX_FUSED
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
@@ -53,6 +54,7 @@ class ThinkerLane:
         self.params = SamplingColumns(num_rows + 1, model.device)
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
+        self.fused = model.model.fused is not None
         self.inputs: dict[RequestId, ThinkerInput] = {}
 
     def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
@@ -114,6 +116,8 @@ class ThinkerLane:
         how: How,
         edits: list[tuple[int, StageRequest]],
     ) -> Picked:
+        if self.fused and not edits and len(hidden) <= MAX_FUSED:
+            return Picked(self._fused_pick(rows, positions, hidden))
         logits = self.model.logits(hidden)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
         for i, request in edits:
@@ -126,6 +130,29 @@ class ThinkerLane:
         if how.penalty:
             self.rows.seen.index_put_((rows, tokens), self.true)
         return Picked(guarded(tokens[:, None], logits))
+
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        model = self.model.model
+        hidden = model.fused_step(
+            rows,
+            positions,
+            values,
+            model.embed_tokens.weight,
+            self.next,
+            self.rows.tables,
+            self.rows.offset,
+            self.cache,
+        )
+        return self._fused_pick(rows, positions, hidden)
+
+    def _fused_pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        from stretto.kernels.fast.linear import project
+        from stretto.kernels.fast.sampling import Answer, Columns, pick_text
+
+        answer = Answer(self.rows.seen, self.rows.floor, self.model.config.tokens.im_end)
+        params = Columns(self.params.floats, self.params.ints)
+        logits = project(hidden, self.model.lm_head.weight)
+        return pick_text(logits, rows, positions, params, answer, self.next)[:, None]
 
 
 def rope_rows(given: ThinkerInput, start: int, stop: int) -> npt.NDArray[np.float32]:

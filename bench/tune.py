@@ -1,0 +1,329 @@
+"""Finds launch parameters for the decode kernels on this machine's GPU and keeps them on disk.
+
+    python -m bench.tune [--out FILE] [--only vector,matrix,...] [--jobs 12]
+
+Each candidate runs as a chain over several copies of its weights (more than the cache holds), captured in a graph, as
+it runs in a decode step; the time is the median over replays. Candidates are compiled by several processes first.
+Without --out the results go to the file that `stretto.kernels.fast.tuning` reads."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.env import describe
+from stretto.kernels.fast import attention, experts
+from stretto.kernels.fast.linear import MANY, Gained, project
+from stretto.kernels.fast.tuning import name_of, own_file, save
+
+Tuned = dict[str, int]
+CHAIN = 24
+
+LINEARS = [  # rows of w, inputs, norm, add, glu
+    (5120, 2048, True, False, False),  # thinker: qkv, o, head
+    (2048, 4096, False, True, False),
+    (152064, 2048, False, False, False),
+    (2560, 1024, True, False, False),  # talker: qkv, o (also the predictor's), head
+    (1024, 2048, False, True, False),
+    (3072, 1024, False, False, False),
+    (4096, 1024, True, False, False),  # predictor: qkv, gate and up, down, head
+    (6144, 1024, True, False, True),
+    (1024, 3072, False, True, False),
+    (2048, 1024, True, False, False),
+]
+MIXTURES = {"thinker": (2048, 128, 768, 8, 0), "talker": (1024, 128, 384, 6, 2)}
+ATTENTIONS = {"thinker": (32, 4), "talker": (16, 2)}
+
+
+@dataclass(slots=True)
+class Case:
+    kernel: str
+    key: tuple[int, ...]
+    candidates: list[Tuned]
+    make: Callable[[], Callable[[Tuned, int], Any]]  # -> run(candidate, index in the chain)
+    bytes: float  # read per launch
+
+
+def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+
+
+def copies(nbytes: float) -> int:
+    """Enough copies of the weights that each is cold again when its turn comes, within reason."""
+    return max(2, min(CHAIN, int(400e6 / nbytes) + 1))
+
+
+def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu: bool, kind: str) -> Case:
+    nbytes = outputs * inputs * 2.0
+
+    def make() -> Callable[[Tuned, int], Any]:
+        ws = [rand(outputs, inputs, scale=0.02) for _ in range(copies(nbytes))]
+        x, gain = rand(rows, inputs), rand(inputs)
+        residual = rand(rows, outputs) if add else None
+
+        gained = Gained(x, torch.ones(64, rows, device="cuda"), 1e-6)
+
+        def run(c: Tuned, i: int) -> Any:
+            w = ws[i % len(ws)]
+            if norm and rows > 1:
+                return project(gained, w, glu=glu, tuned=c)
+            return project(x, w, norm=(gain, 1e-6) if norm else None, add=residual, glu=glu, tuned=c)
+
+        return run
+
+    found: list[Tuned] = []
+    if kind == "vector":
+        chunks = [c for c in (4096, 2048, 1024) if inputs % c == 0][:2]
+        for bn, bk, warps in itertools.product((2, 4, 8, 16), chunks, (2, 4, 8)):
+            per_thread = bn * bk * 2 * (2 if glu else 1) / (warps * 32)
+            if 32 <= per_thread <= 256:
+                found.append({"BN": bn, "BK": bk, "warps": warps})
+        return Case("vector", (outputs, inputs), found, make, nbytes)
+    tile = max(16, 1 << (rows - 1).bit_length())
+    if outputs >= MANY:
+        for bn, bk, warps, stages in (
+            (64, 128, 4, 4),
+            (64, 64, 4, 5),
+            (128, 64, 4, 4),
+            (128, 64, 8, 4),
+            (32, 128, 4, 4),
+        ):
+            if stages * bk * 2 * (bn + tile) < 210_000:
+                found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
+        return Case("wide", (tile, outputs, inputs), found, make, nbytes)
+    for bn, (bk, sides, warps) in itertools.product(
+        (16, 32), ((64, 4, 4), (128, 4, 4), (256, 4, 4), (64, 8, 8), (128, 8, 8), (256, 8, 8), (128, 8, 4), (64, 16, 8))
+    ):
+        per_thread = sides * bk * (bn * (2 if glu else 1) + tile) / (warps * 32)  # bf16 values held at once
+        if inputs % (bk * sides) == 0 and per_thread <= 320:
+            found.append({"BN": bn, "BK": bk, "S": sides, "warps": warps})
+    return Case("matrix", (tile, outputs, inputs), found, make, nbytes)
+
+
+def weights_of(model: str, count: int) -> list[experts.ExpertWeights]:
+    hidden, num, size, top_k, pieces = MIXTURES[model]
+
+    def one() -> experts.ExpertWeights:
+        return experts.ExpertWeights(
+            rand(hidden), 1e-6, rand(num, hidden, scale=0.02), rand(num, 2 * size, hidden, scale=0.02),
+            rand(num, hidden, size, scale=0.02), top_k, True,
+            *((rand(1, hidden), rand(2 * pieces * size, hidden), rand(hidden, pieces * size)) if pieces else ()),
+        )  # fmt: skip
+
+    return [one() for _ in range(count)]
+
+
+def mixture_case(model: str, rows: int, part: str) -> Case:
+    hidden, num, size, top_k, pieces = MIXTURES[model]
+    tile = max(16, 1 << (rows - 1).bit_length())
+    distinct = top_k if rows == 1 else num * (1 - (1 - top_k / num) ** rows)
+    nbytes = (distinct + pieces) * size * hidden * 2.0 * (2 if part == "up" else 1)
+
+    def make() -> Callable[[Tuned, int], Any]:
+        ws = weights_of(model, 4)
+        x = rand(rows, hidden)
+        picks = []
+        for _ in range(8):
+            chosen = torch.stack([torch.randperm(num, device="cuda")[:top_k] for _ in range(rows)])
+            extra = torch.arange(num, num + pieces, device="cuda").expand(rows, -1)
+            picks.append(torch.cat((chosen, extra), 1).to(torch.int32).contiguous())
+        h = rand(rows, top_k + pieces, size)
+        weights = torch.rand(rows, top_k + pieces, device="cuda")
+        counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+        one = [(ids[0].contiguous(), weights[0].contiguous()) for ids in picks]
+
+        def run(c: Tuned, i: int) -> Any:
+            w, ids = ws[i % 4], picks[i % 8]
+            if part == "route":
+                return experts.route_one(x, w, counter, tuned=c)
+            if rows == 1 and part == "up":
+                return experts.up_one(x, w, one[i % 8][0], tuned=c)
+            if rows == 1:
+                return experts.down_one(h[0], w, *one[i % 8], x, tuned=c)
+            if part == "up":
+                return experts.up(x, w, ids, c)
+            return experts.down(h, w, ids, weights, x, tuned=c)
+
+        return run
+
+    found: list[Tuned] = []
+    if part == "route":
+        found = [{"BE": be, "warps": w} for be, w in ((1, 2), (1, 4), (2, 4), (4, 4), (4, 8), (8, 8))]
+        return Case("route", (num, hidden), found, make, num * hidden * 2.0)
+    if rows == 1 and part == "up":
+        for bn, warps in itertools.product((2, 4, 8, 16), (2, 4, 8)):
+            if 64 <= bn * hidden * 4 / (warps * 32) <= 512:
+                found.append({"BN": bn, "warps": warps})
+        return Case("up_vector", (size, hidden), found, make, nbytes)
+    if rows == 1:
+        for bn, bk, warps in itertools.product((1, 2, 4, 8), (128, 256), (2, 4, 8)):
+            if size % bk == 0 and 32 <= bn * bk * 8 * 2 / (warps * 32) <= 256:
+                found.append({"BN": bn, "BK": bk, "warps": warps})
+        return Case("down_vector", (hidden, size), found, make, nbytes)
+    inner = hidden if part == "up" else size
+    for bn, bk, warps, stages in (
+        (16, 128, 4, 4), (32, 64, 4, 5), (32, 128, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (32, 128, 8, 4),
+        (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 3),
+    ):  # fmt: skip
+        width = size if part == "up" else hidden
+        shared = stages * bk * 2 * (bn * (2 if part == "up" else 1) + tile)
+        if inner % bk == 0 and width % bn == 0 and shared < 200_000:
+            found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
+    return Case(f"{part}_matrix", (tile, *((size, hidden) if part == "up" else (hidden, size))), found, make, nbytes)
+
+
+def attention_case(model: str, rows: int, context: int = 1024) -> Case:
+    heads, kv_heads = ATTENTIONS[model]
+    width = context // 16 + 1
+
+    def make() -> Callable[[Tuned, int], Any]:
+        count = min(12, max(2, int(400e6 / (rows * width * 16 * kv_heads * 512))))
+        caches = [rand(2, rows * width + 1, kv_heads, 16, 128) for _ in range(count)]
+        tables = (torch.randperm(rows * width, device="cuda").to(torch.int32) + 1).view(rows, width)
+        owners = torch.arange(rows, device="cuda")
+        lengths = torch.full((rows,), context, dtype=torch.int32, device="cuda")
+        slots = tables[:, (context - 1) // 16].long() * 16 + (context - 1) % 16
+        qkv, gain, turn = rand(rows, (heads + 2 * kv_heads) * 128), rand(128), rand(rows, 128)
+        counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device="cuda")
+
+        def run(c: Tuned, i: int) -> Any:
+            cache = caches[i % count]
+            return attention.decode(
+                qkv, (gain, gain, 1e-6), turn, turn, cache, slots, tables, owners, lengths, counters, heads, tuned=c
+            )
+
+        return run
+
+    found = []
+    for block, splits, warps in itertools.product((16, 32, 64, 128), (1, 2, 4, 8, 16, 32), (2, 4, 8)):
+        programs = rows * kv_heads * splits
+        fits = 32 <= programs <= 1024 or (programs > 1024 and splits == 1)
+        if fits and splits * block <= context and 8 <= block * 4 / warps <= 128:
+            found.append({"BLOCK": block, "SPLITS": splits, "warps": warps})
+    key = (1 << (rows - 1).bit_length(), heads, kv_heads)
+    return Case("decode", key, found, make, rows * context * kv_heads * 512.0)
+
+
+def cases(only: list[str], batches: list[int]) -> Iterator[Case]:
+    if "vector" in only:
+        for linear in LINEARS:
+            yield linear_case(1, *linear, kind="vector")
+        for model in MIXTURES:
+            for part in ("route", "up", "down"):
+                yield mixture_case(model, 1, part)
+        for model in ATTENTIONS:
+            yield attention_case(model, 1)
+    if "matrix" in only:
+        for rows in batches:
+            for linear in LINEARS:
+                yield linear_case(rows, *linear, kind="matrix")
+            for model in MIXTURES:
+                for part in ("up", "down"):
+                    yield mixture_case(model, rows, part)
+            for model in ATTENTIONS:
+                yield attention_case(model, rows)
+
+
+def compile_some(only: list[str], batches: list[int], share: int, jobs: int) -> None:
+    """Run every candidate of this share once, so that the compiled kernels are on disk."""
+    with torch.inference_mode():
+        for number, case in enumerate(cases(only, batches)):
+            run: Callable[[Tuned, int], Any] | None = None
+            for i, c in enumerate(case.candidates):
+                if (number * 7 + i) % jobs == share:
+                    try:
+                        run = run or case.make()
+                        run(c, 0)
+                    except Exception as e:  # noqa: BLE001 - a candidate that cannot run is reported when timed
+                        _ = e
+            del run
+            torch.cuda.empty_cache()
+
+
+def time_one(run: Callable[[Tuned, int], Any], c: Tuned, replays: int = 12) -> float:
+    """Median microseconds per launch."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(3):
+            run(c, i)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(CHAIN):
+                run(c, i)
+        times = []
+        for _ in range(replays):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3 / CHAIN)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, help="where the tuned parameters go")
+    p.add_argument("--report", type=Path, help="all times as JSON")
+    p.add_argument("--only", default="vector,matrix")
+    p.add_argument("--batches", default="8,32", help="rows for the matrix kernels")
+    p.add_argument("--jobs", type=int, default=12, help="processes that compile")
+    p.add_argument("--limit", type=float, default=400.0, help="seconds after which no further case is timed")
+    args = p.parse_args()
+    only, batches = args.only.split(","), [int(b) for b in args.batches.split(",")]
+    begin = time.perf_counter()
+    if args.jobs:
+        context = multiprocessing.get_context("spawn")
+        workers = [context.Process(target=compile_some, args=(only, batches, i, args.jobs)) for i in range(args.jobs)]
+        for w in workers:
+            w.start()
+        for w in workers:
+            w.join()
+        print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    best: dict[str, Tuned] = {}
+    report: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for case in cases(only, batches):
+            if time.perf_counter() - begin > args.limit:
+                print("out of time", flush=True)
+                break
+            run = case.make()
+            times = []
+            for c in case.candidates:
+                try:
+                    times.append((time_one(run, c), c))
+                except Exception as e:  # noqa: BLE001 - too much shared memory, for one: not a candidate here
+                    report.append({"kernel": case.kernel, "key": case.key, "config": c, "error": str(e)[:200]})
+            times.sort(key=lambda t: t[0])
+            del run
+            torch.cuda.empty_cache()
+            if not times:
+                print(f"{name_of(case.kernel, case.key)}: nothing ran", flush=True)
+                continue
+            best[name_of(case.kernel, case.key)] = times[0][1]
+            report += [{"kernel": case.kernel, "key": case.key, "config": c, "us": t} for t, c in times]
+            rate = case.bytes / times[0][0] / 1e6
+            print(
+                f"{name_of(case.kernel, case.key):34} {times[0][0]:7.2f} us {rate:5.2f} TB/s  {times[0][1]}"
+                f"   (worst {times[-1][0]:.1f}, of {len(times)})",
+                flush=True,
+            )
+    save(args.out or own_file(), best)
+    if args.report is not None:
+        args.report.write_text(json.dumps({"about": describe(), "times": report}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Triton kernels for the sizes of the real model, in bfloat16 on a CUDA device.
+
+Each has its plain PyTorch reference in the package above; which of the two runs is decided by `usable`, per call. This
+module imports no triton, so that a machine without it never misses it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+
+
+@cache
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Types that kernels are used for. STRETTO_KERNELS: "off" for none, "force" for float32 too (to compare with an
+    oracle; slower than the plain way)."""
+    mode = os.environ.get("STRETTO_KERNELS", "on").lower()
+    if mode == "off" or importlib.util.find_spec("triton") is None:
+        return ()
+    return (torch.bfloat16, torch.float32) if mode == "force" else (torch.bfloat16,)
+
+
+def usable(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in dtypes()

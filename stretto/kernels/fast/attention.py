@@ -1,0 +1,242 @@
+"""Attention of a decode step: norm and rotation of the new query and key, the cache write, and the attention itself.
+
+`decode` works on the paged cache, one query per row: the keys of a row are split over several programs, and the last
+of them to finish adds their parts up. What was in the cache before this step is asked for while the kernel before this
+one still runs; the new key and value come from registers. `frame` does the same for the code predictor, whose rows all
+stand at one position of a small cache. Launch protocol as in `linear`. Reference: `stretto.kernels.paged` and
+`stretto.models.qwen3_omni.code_predictor.FramePass`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from stretto.kernels.fast.linear import dot, pdl
+from stretto.kernels.fast.tuning import config
+
+MAX_SPLITS = 32  # programs per row and key head
+
+
+@triton.jit
+def _turned(at, gain, cos, sin, rows, D: tl.constexpr, eps):
+    """Heads [rows, D] at pointers `at` (of their first element), normalised and rotated, in float32."""
+    d = tl.arange(0, D)
+    half: tl.constexpr = D // 2
+    other = (d + half) % D
+    x = tl.load(at[:, None] + d[None, :], mask=rows[:, None], other=0.0).to(tl.float32)
+    y = tl.load(at[:, None] + other[None, :], mask=rows[:, None], other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    x = x * scale * tl.load(gain + d).to(tl.float32)[None, :]
+    y = y * scale * tl.load(gain + other).to(tl.float32)[None, :]
+    y = tl.where((d < half)[None, :], -y, y)
+    return x * tl.load(cos + d).to(tl.float32)[None, :] + y * tl.load(sin + d).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _decode(
+    qkv, q_gain, k_gain, cos, sin, cache, slots, tables, owners, lengths, out, parts, maxima, sums, counters,
+    eps, scale, num_blocks, width,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of the keys of one row and key head. Split 0 also has the new key, which it writes."""
+    m, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Before the wait, nothing may come from the first-level cache: it could be older than this step.
+    past = tl.load(lengths + m, cache_modifier=".cg") - 1  # keys in the cache before this step
+    table = tables + tl.load(owners + m, cache_modifier=".cg") * width
+    tiles = (past + BLOCK - 1) // BLOCK
+    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)  # tiles per split
+    used = tl.maximum((tiles + each - 1) // each, 1)  # splits with work
+    if split < used:
+        g = tl.arange(0, GP)
+        heads = g < GROUP
+        d = tl.arange(0, D)
+        plane = num_blocks.to(tl.int64) * (HK * BS * D)  # from keys to values
+        layer = cache + head * (BS * D)
+        first = split * each * BLOCK
+        key = first + tl.arange(0, BLOCK)
+        seen = key < past
+        block = tl.load(table + key // BS, mask=seen, other=0, cache_modifier=".cg").to(tl.int64)
+        at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + d[None, :]
+        k = tl.load(at, mask=seen[:, None], other=0.0, cache_modifier=".cg")
+        v = tl.load(at + plane, mask=seen[:, None], other=0.0, cache_modifier=".cg")
+        if PDL:
+            gdc_wait()
+        row = qkv + m * ((HQ + 2 * HK) * D)
+        turn = m * D
+        q = _turned(row + (head * GROUP + g) * D, q_gain, cos + turn, sin + turn, heads, D, eps)
+        q = (q * scale).to(k.dtype)
+        acc = tl.zeros([GP, D], tl.float32)
+        top = tl.zeros([GP], tl.float32) + float("-inf")
+        total = tl.zeros([GP], tl.float32)
+        if split == 0:
+            one = tl.arange(0, 1)
+            new_k = _turned(row + (HQ + head) * D + one, k_gain, cos + turn, sin + turn, one < 1, D, eps)
+            new_k = tl.reshape(new_k, [D]).to(k.dtype)
+            new_v = tl.load(row + (HQ + HK + head) * D + d)
+            slot = tl.load(slots + m)
+            to = layer + (slot // BS) * (HK * BS * D) + (slot % BS) * D + d
+            tl.store(to, new_k)
+            tl.store(to + plane, new_v)
+            top = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
+            total += 1.0
+            acc += new_v.to(tl.float32)[None, :]
+        t = 0
+        while t < each:
+            scores = dot(q, k.T, tl.zeros([GP, BLOCK], tl.float32), PDL)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            high = tl.maximum(top, tl.max(scores, 1))
+            safe = tl.where(high == float("-inf"), 0.0, high)
+            p = tl.exp(scores - safe[:, None])
+            fade = tl.exp(top - safe)
+            total = total * fade + tl.sum(p, 1)
+            acc = dot(p.to(v.dtype), v, acc * fade[:, None], PDL)
+            top = high
+            t += 1
+            key += BLOCK
+            seen = (key < past) & (t < each)
+            block = tl.load(table + key // BS, mask=seen, other=0).to(tl.int64)
+            at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + d[None, :]
+            k = tl.load(at, mask=seen[:, None], other=0.0)
+            v = tl.load(at + plane, mask=seen[:, None], other=0.0)
+        if PDL:  # not earlier: the next kernel's weights would stand in the way of what was read here
+            gdc_launch_dependents()
+        mine = m * HQ + head * GROUP + g
+        if used == 1:
+            tl.store(
+                out + mine[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), heads[:, None]
+            )
+        else:
+            tl.store(maxima + mine * SPLITS + split, top, heads)
+            tl.store(sums + mine * SPLITS + split, total, heads)
+            tl.store(parts + (mine * SPLITS + split)[:, None] * D + d[None, :], acc, heads[:, None])
+            tl.debug_barrier()
+            if tl.atomic_add(counters + m * HK + head, 1, sem="acq_rel") == used - 1:
+                tl.store(counters + m * HK + head, 0)
+                s = tl.arange(0, SPLITS)
+                there = heads[:, None] & (s < used)[None, :]
+                where = mine[:, None] * SPLITS + s[None, :]
+                tops = tl.load(maxima + where, mask=there, other=float("-inf"), volatile=True)
+                high = tl.max(tl.where(heads[:, None], tops, 0.0), 1)
+                share = tl.exp(tops - high[:, None])
+                total = tl.sum(share * tl.load(sums + where, mask=there, other=0.0, volatile=True), 1)
+                acc = tl.zeros([GP, D], tl.float32)
+                for i in tl.static_range(SPLITS):
+                    mask = heads & (i < used)
+                    weight = tl.exp(
+                        tl.load(maxima + mine * SPLITS + i, mask=mask, other=float("-inf"), volatile=True) - high
+                    )
+                    part = tl.load(
+                        parts + (mine * SPLITS + i)[:, None] * D + d[None, :],
+                        mask=mask[:, None], other=0.0, volatile=True,
+                    )  # fmt: skip
+                    acc += part * weight[:, None]
+                total = tl.where(heads, total, 1.0)
+                tl.store(
+                    out + mine[:, None] * D + d[None, :],
+                    (acc / total[:, None]).to(out.dtype.element_ty),
+                    heads[:, None],
+                )
+
+
+@triton.jit(do_not_specialize=["start"])
+def _frame(
+    qkv, q_gain, k_gain, cos, sin, cache, out, eps, scale, start, plane, row_stride,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row and key head of the code predictor: positions [start, start + QUERIES), keys in [rows, HK, P, D]."""
+    m, head = tl.program_id(0), tl.program_id(1)
+    d, g, p, one = tl.arange(0, D), tl.arange(0, GROUP), tl.arange(0, P), tl.arange(0, 1)
+    at = cache + m * row_stride + head * (P * D) + p[:, None] * D + d[None, :]
+    past = (p < start)[:, None]
+    k = tl.load(at, mask=past, other=0.0).to(tl.float32)
+    v = tl.load(at + plane, mask=past, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for i in tl.static_range(QUERIES):
+        here = start + i
+        row = qkv + (m * QUERIES + i) * ((HQ + 2 * HK) * D)
+        turn = here * D
+        new_k = _turned(row + (HQ + head) * D + one, k_gain, cos + turn, sin + turn, one < 1, D, eps)
+        new_k = tl.reshape(new_k, [D]).to(cache.dtype.element_ty)
+        new_v = tl.load(row + (HQ + HK + head) * D + d)
+        to = cache + m * row_stride + head * (P * D) + here * D + d
+        tl.store(to, new_k)
+        tl.store(to + plane, new_v)
+        k = tl.where((p == here)[:, None], new_k.to(tl.float32)[None, :], k)
+        v = tl.where((p == here)[:, None], new_v.to(tl.float32)[None, :], v)
+        q = _turned(row + (head * GROUP + g) * D, q_gain, cos + turn, sin + turn, g < GROUP, D, eps)
+        q = q.to(cache.dtype.element_ty).to(tl.float32) * scale
+        scores = tl.sum(q[:, None, :] * k[None, :, :], 2)
+        scores = tl.where((p <= here)[None, :], scores, float("-inf"))
+        share = tl.exp(scores - tl.max(scores, 1)[:, None])
+        share = share / tl.sum(share, 1)[:, None]
+        value = tl.sum(share[:, :, None] * v[None, :, :], 1)
+        to_out = out + (m * QUERIES + i) * (HQ * D) + (head * GROUP + g)[:, None] * D + d[None, :]
+        tl.store(to_out, value.to(out.dtype.element_ty))
+
+
+def decode(
+    qkv: torch.Tensor,
+    gains: tuple[torch.Tensor, torch.Tensor, float],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    owners: torch.Tensor,
+    lengths: torch.Tensor,
+    counters: torch.Tensor,
+    heads: int,
+    tuned: dict[str, int] | None = None,
+) -> torch.Tensor:
+    """qkv [rows, (heads + 2 kv heads) * dim] of one layer -> attention output [rows, heads * dim].
+
+    `gains`: weights of the query and key norms, and their epsilon. `cache` is the layer's, [2, blocks, kv heads, block
+    size, dim]; `owners` [rows] int64 says which row of `tables` is whose; `counters` [rows * kv heads] int32 are 0
+    between calls."""
+    rows = qkv.shape[0]
+    _, blocks, kv_heads, block_size, dim = cache.shape
+    group = heads // kv_heads
+    splits = triton.next_power_of_2(max(1, min(MAX_SPLITS // 2, 512 // (rows * kv_heads))))
+    default = {"BLOCK": 64, "SPLITS": splits, "warps": 4}
+    c = config("decode", (triton.next_power_of_2(rows), heads, kv_heads), default) if tuned is None else tuned
+    splits = c["SPLITS"]
+    out = qkv.new_empty(rows, heads * dim)
+    parts = qkv.new_empty(rows, heads, splits, dim, dtype=torch.float32)
+    scores = qkv.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    _decode[(rows, kv_heads, splits)](
+        qkv, gains[0], gains[1], cos, sin, cache, slots, tables, owners, lengths, out, parts, scores[0], scores[1],
+        counters, gains[2], dim**-0.5, blocks, tables.stride(0),
+        HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
+        BLOCK=c["BLOCK"], SPLITS=splits, PDL=pdl(qkv), num_warps=c["warps"],
+        **({"launch_pdl": True} if pdl(qkv) else {}),
+    )  # fmt: skip
+    return out
+
+
+def frame(
+    qkv: torch.Tensor,
+    gains: tuple[torch.Tensor, torch.Tensor, float],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    start: int,
+    queries: int,
+    heads: int,
+) -> torch.Tensor:
+    """The code predictor's attention: qkv [rows * queries, ...] at positions from `start` on, `cos` and `sin` of all
+    positions [positions, dim], one layer's cache [2, rows or more, kv heads, positions, dim]."""
+    rows = qkv.shape[0] // queries
+    _, _, kv_heads, positions, dim = cache.shape
+    out = qkv.new_empty(qkv.shape[0], heads * dim)
+    _frame[(rows, kv_heads)](
+        qkv, gains[0], gains[1], cos, sin, cache, out, gains[2], dim**-0.5, start, cache.stride(0), cache.stride(1),
+        HQ=heads, HK=kv_heads, D=dim, P=positions, GROUP=heads // kv_heads, QUERIES=queries, PDL=pdl(qkv),
+        num_warps=4, **({"launch_pdl": True} if pdl(qkv) else {}),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,451 @@
+"""The mixture of experts for a few rows: router, expert projections, weighted sum. Reads each chosen expert once.
+
+One row is routed by `route_one`, where the last program to finish chooses, and then runs `up_one` and `down_one` as
+matrix-vector products over its experts. With more rows, `route` makes the choice for `up` and `down`, whose grids go
+over all experts: a program whose expert nobody chose leaves at once, the others put the rows that chose it through the
+matrix units; a last kernel adds each row's results in order, so that the sum never depends on which program came first.
+
+A shared expert (all rows, weighted by a sigmoid gate) is split into pieces as wide as the others and joins them as
+further experts. Launch protocol as in `linear`. Reference: `stretto.kernels.moe` and `stretto.layers.mlp.MoeMLP`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from stretto.kernels.fast.linear import Gained, dot, fetch, pdl, project, tile_rows
+from stretto.kernels.fast.tuning import config
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """One layer's experts as they lie in memory, and the norm in front of them."""
+
+    gain: torch.Tensor
+    eps: float
+    router: torch.Tensor  # [experts, hidden]
+    gate_up: torch.Tensor  # [experts, 2 * size, hidden]
+    down: torch.Tensor  # [experts, hidden, size]
+    top_k: int
+    norm_topk: bool
+    shared_gate: torch.Tensor | None = None  # [1, hidden]
+    shared_gate_up: torch.Tensor | None = None  # [2 * shared size, hidden]
+    shared_down: torch.Tensor | None = None  # [hidden, shared size]
+
+    @property
+    def pieces(self) -> int:
+        """Experts that the shared one counts for."""
+        return 0 if self.shared_down is None else self.shared_down.shape[1] // self.down.shape[2]
+
+    @property
+    def slots(self) -> int:
+        """Expert results per row."""
+        return self.top_k + self.pieces
+
+
+@triton.jit
+def _choose(
+    logits, like, ids, weights, shared,
+    E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, RENORM: tl.constexpr,
+):  # fmt: skip
+    """Experts of one row by its logits [E]: ids and weights [SLOTS], the weights rounded to the type of `like`, as the
+    reference does. An expert's rank is how many go before it (ties: the lower number does), so all are placed at once.
+    Slots from TOP on are the shared pieces E, E + 1, ..."""
+    e = tl.arange(0, E)
+    scores = tl.load(logits + e, volatile=True).to(tl.float32)
+    before = (scores[None, :] > scores[:, None]) | ((scores[None, :] == scores[:, None]) & (e[None, :] < e[:, None]))
+    rank = tl.sum(before.to(tl.int32), 1)
+    parts = tl.exp(scores - tl.max(scores, 0))
+    if RENORM:
+        total = tl.sum(tl.where(rank < TOP, parts, 0.0), 0)
+    else:
+        total = tl.sum(parts, 0)
+    tl.store(ids + rank, e, mask=rank < TOP)
+    tl.store(weights + rank, (parts / total).to(like.dtype.element_ty).to(tl.float32), mask=rank < TOP)
+    if SLOTS > TOP:
+        piece = tl.arange(0, triton.next_power_of_2(SLOTS - TOP))
+        tl.store(ids + TOP + piece, E + piece, mask=piece < SLOTS - TOP)
+        tl.store(weights + TOP + piece, shared + piece * 0.0, mask=piece < SLOTS - TOP)
+
+
+@triton.jit
+def _top(
+    x, gain, shared_gate, logits, ids, weights, normed, eps,
+    K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, RENORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Picks for one row of a batch, by its logits [rows, E]; also its gate of the shared expert, and norm(x)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    m = tl.program_id(0)
+    k = tl.arange(0, K)
+    xs = tl.load(x + m * K + k).to(tl.float32)
+    xs = xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps) * tl.load(gain + k).to(tl.float32)
+    tl.store(normed + m * K + k, xs.to(normed.dtype.element_ty))
+    shared = 0.0
+    if SLOTS > TOP:
+        shared = tl.sigmoid(tl.sum(xs * tl.load(shared_gate + k).to(tl.float32), 0))
+    _choose(logits + m * E, gain, ids + m * SLOTS, weights + m * SLOTS, shared, E, TOP, SLOTS, RENORM)
+
+
+@triton.jit
+def _route(
+    x, gain, router, shared_gate, logits, ids, weights, counter, eps,
+    K: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr,
+    RENORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: logits of BE experts (the program after the last: the shared expert's gate). The last program to finish
+    chooses: ids and weights [SLOTS]."""
+    if PDL:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    e = pid * BE + tl.arange(0, BE)
+    k = tl.arange(0, K)
+    inside = e < E
+    at = router + e[:, None] * K + k[None, :]
+    if SLOTS > TOP:
+        if pid * BE >= E:  # its logit is kept in column E
+            inside = e == E
+            at = shared_gate + e[:, None] * 0 + k[None, :]
+    w = tl.load(at, mask=inside[:, None], other=0.0)
+    g = tl.load(gain + k).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    xs = tl.load(x + k).to(tl.float32)
+    acc = tl.sum(w.to(tl.float32) * (xs * g)[None, :], 1) * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)
+    # rounded as the reference's router rounds: close calls must fall the same way
+    tl.store(logits + e, acc.to(router.dtype.element_ty).to(tl.float32), mask=inside)
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counter, 0)
+        shared = 0.0
+        if SLOTS > TOP:
+            shared = tl.sigmoid(tl.load(logits + E, volatile=True))
+        _choose(logits, gain, ids, weights, shared, E, TOP, SLOTS, RENORM)
+
+
+@triton.jit
+def _up_vector(
+    x, gain, gate_up, shared_gate_up, ids, out, ahead, eps, lines, each,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    BN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row through BN columns of one of its experts: silu(gate) * up. While the router still decides whose weights
+    to read, memory stands idle: the first programs ask for `lines` cache lines at `ahead`, needed next."""
+    slot = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, K)
+    g = tl.load(gain + k).to(tl.float32)
+    if AHEAD:
+        first = (slot * tl.num_programs(0) + tl.program_id(0)) * each
+        if first < lines:
+            line = first + tl.arange(0, AHEAD)
+            fetch(ahead + tl.minimum(line, lines - 1).to(tl.int64) * 64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # after the wait: `down` may read the ids before its own
+    e = tl.load(ids + slot)
+    base = gate_up + e.to(tl.int64) * (2 * SIZE * K)
+    apart = SIZE * K  # from a gate row to its up row
+    if PIECES > 0:
+        if e >= E:
+            base = shared_gate_up + (e - E).to(tl.int64) * (SIZE * K)
+            apart = PIECES * SIZE * K
+    gate = base + n[:, None] * K + k[None, :]
+    wg = tl.load(gate, eviction_policy="evict_first")
+    wu = tl.load(gate + apart, eviction_policy="evict_first")
+    xs = tl.load(x + k).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)
+    xs = xs * g
+    a = tl.sum(wg.to(tl.float32) * xs[None, :], 1) * scale
+    b = tl.sum(wu.to(tl.float32) * xs[None, :], 1) * scale
+    tl.store(out + slot * SIZE + n, (a * tl.sigmoid(a) * b).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _down_vector(
+    h, down, shared_down, ids, weights, x,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BN columns of the weighted sum over a row's experts, added to the residual stream x in place. All slots are asked
+    for at once: one tile [slots, BN, BK] per piece of the experts' width."""
+    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
+    there = slot < SLOTS
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    # Written before any program of the kernel in front let this one start. (Past the first-level cache, as before
+    # every wait: it may be older.)
+    e = tl.load(ids + slot, mask=there, other=0, cache_modifier=".cg")
+    base = down + e.to(tl.int64) * (H * SIZE)
+    width = slot * 0 + SIZE
+    if PIECES > 0:
+        base = tl.where(e >= E, shared_down + (e - E) * SIZE, base)
+        width = tl.where(e >= E, PIECES * SIZE, SIZE)
+    at = base[:, None, None] + n[None, :, None] * width[:, None, None] + k[None, None, :]
+    mask = there[:, None, None]
+    first = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    weight = tl.load(weights + slot, mask=there, other=0.0)
+    from_h = h + slot[:, None] * SIZE + k[None, :]
+    hi = tl.load(from_h, mask=there[:, None], other=0.0).to(tl.float32) * weight[:, None]
+    acc = first.to(tl.float32) * hi[:, None, :]
+    for i in tl.static_range(1, SIZE // BK):
+        wi = tl.load(at + i * BK, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        hi = tl.load(from_h + i * BK, mask=there[:, None], other=0.0).to(tl.float32) * weight[:, None]
+        acc += wi * hi[:, None, :]
+    total = tl.sum(tl.sum(acc, 2), 0) + tl.load(x + n).to(tl.float32)
+    tl.store(x + n, total.to(x.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _up_matrix(
+    x, gate_up, shared_gate_up, ids, out, M,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The (normed) rows that chose one expert through BN of its columns; results to their slots [rows, SLOTS, SIZE]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    e = tl.program_id(1)
+    m = tl.arange(0, BM)
+    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
+    there = (m < M)[:, None] & (slot < SLOTS)[None, :]
+    mine = (tl.load(ids + m[:, None] * SLOTS + slot[None, :], mask=there, other=-1) == e).to(tl.int32)
+    rows = tl.sum(mine, 1) > 0
+    if tl.sum(rows.to(tl.int32), 0) > 0:
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        base = gate_up + e.to(tl.int64) * (2 * SIZE * K)
+        apart = SIZE * K
+        if PIECES > 0:
+            if e >= E:
+                base = shared_gate_up + (e - E).to(tl.int64) * (SIZE * K)
+                apart = PIECES * SIZE * K
+        gate = base + n[:, None] * K + k[None, :]
+        from_x = x + m[:, None] * K + k[None, :]
+        a = tl.zeros([BM, BN], tl.float32)
+        b = tl.zeros([BM, BN], tl.float32)
+        for i in range(0, K, BK):
+            xi = tl.load(from_x + i, mask=rows[:, None], other=0.0)
+            a = dot(xi, tl.load(gate + i).T, a, PDL)
+            b = dot(xi, tl.load(gate + apart + i).T, b, PDL)
+        h = a * tl.sigmoid(a) * b
+        where = tl.sum(mine * slot[None, :], 1) + m * SLOTS
+        tl.store(out + where[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=rows[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _down_matrix(
+    h, down, shared_down, ids, weights, out, M,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The weighted results of one expert for the rows that chose it, to their slots [rows, SLOTS, H], float32."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    e = tl.program_id(1)
+    m = tl.arange(0, BM)
+    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
+    there = (m < M)[:, None] & (slot < SLOTS)[None, :]
+    mine = (tl.load(ids + m[:, None] * SLOTS + slot[None, :], mask=there, other=-1) == e).to(tl.int32)
+    rows = tl.sum(mine, 1) > 0
+    if tl.sum(rows.to(tl.int32), 0) > 0:
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        base = down + e.to(tl.int64) * (H * SIZE)
+        width = SIZE
+        if PIECES > 0:
+            if e >= E:
+                base = shared_down + (e - E) * SIZE
+                width = PIECES * SIZE
+        at = base + n[:, None] * width + k[None, :]
+        where = tl.sum(mine * slot[None, :], 1) + m * SLOTS
+        from_h = h + where[:, None] * SIZE + k[None, :]
+        acc = tl.zeros([BM, BN], tl.float32)
+        for i in range(0, SIZE, BK):
+            hi = tl.load(from_h + i, mask=rows[:, None], other=0.0)
+            acc = dot(hi, tl.load(at + i).T, acc, PDL)
+        acc *= tl.load(weights + where, mask=rows, other=0.0)[:, None]
+        tl.store(out + where[:, None] * H + n[None, :], acc, mask=rows[:, None])
+
+
+@triton.jit
+def _add_slots(
+    parts, x, next_gain, gained, squares,
+    H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x += the sum of a row's slots, in order. EMIT: also as `Gained`."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    m = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.load(x + m * H + n).to(tl.float32)
+    for s in tl.static_range(SLOTS):
+        acc += tl.load(parts + (m * SLOTS + s) * H + n)
+    rounded = acc.to(x.dtype.element_ty)
+    tl.store(x + m * H + n, rounded)
+    if EMIT:
+        value = rounded.to(tl.float32)
+        tl.store(gained + m * H + n, (value * tl.load(next_gain + n).to(tl.float32)).to(gained.dtype.element_ty))
+        tl.store(squares + tl.program_id(0) * tl.num_programs(1) + m, tl.sum(value * value, 0))
+
+
+def _chunk(size: int, most: int) -> int:
+    """The largest power of two that divides `size`, up to `most`."""
+    return min(size & -size, most)
+
+
+FETCHERS = 1024  # programs of `_up_vector` that are there while the router decides, about
+MOST_AHEAD = 24 << 20  # bytes: about half of the cache
+
+
+def _common(x: torch.Tensor, w: ExpertWeights) -> dict[str, int | bool]:
+    launch = {"launch_pdl": True} if pdl(x) else {}
+    return {"E": w.router.shape[0], "SIZE": w.down.shape[2], "PIECES": w.pieces, "PDL": pdl(x), **launch}
+
+
+def route_one(
+    x: torch.Tensor, w: ExpertWeights, counter: torch.Tensor, tuned: dict[str, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts one row x [1, hidden] of the residual stream goes to, and with which weights: [slots] each.
+    `counter` [1] int32 is 0 between calls, and nobody else's."""
+    hidden, experts = x.shape[1], w.router.shape[0]
+    c = config("route", (experts, hidden), {"BE": 4, "warps": 8}) if tuned is None else tuned
+    ids = x.new_empty(w.slots, dtype=torch.int32)
+    weights = x.new_empty(w.slots, dtype=torch.float32)
+    logits = x.new_empty(experts + 1, dtype=torch.float32)
+    _route[(triton.cdiv(experts, c["BE"]) + (w.pieces > 0),)](
+        x, w.gain, w.router, x if w.shared_gate is None else w.shared_gate, logits, ids, weights, counter, w.eps,
+        K=hidden, E=experts, BE=c["BE"], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk, PDL=pdl(x),
+        num_warps=c["warps"], **({"launch_pdl": True} if pdl(x) else {}),
+    )  # fmt: skip
+    return ids, weights
+
+
+def up_one(
+    x: torch.Tensor,
+    w: ExpertWeights,
+    ids: torch.Tensor,
+    ahead: torch.Tensor | None = None,
+    tuned: dict[str, int] | None = None,
+) -> torch.Tensor:
+    """For one row x [1, hidden] of the residual stream: silu(gate) * up of its experts [slots, expert size]. `ahead`:
+    weights (bfloat16, contiguous) of what comes after this layer, to get on their way."""
+    hidden, size = x.shape[1], w.down.shape[2]
+    c = config("up_vector", (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
+    h = x.new_empty(w.slots, size)
+    lines = 0 if ahead is None or not pdl(x) else min(ahead.nbytes, MOST_AHEAD) // 128
+    each = triton.cdiv(lines, min(FETCHERS, size // c["BN"] * w.slots))
+    _up_vector[(size // c["BN"], w.slots)](
+        x, w.gain, w.gate_up, w.gate_up if w.shared_gate_up is None else w.shared_gate_up,
+        ids, h, x if ahead is None else ahead, w.eps, lines, each,
+        K=hidden, BN=c["BN"], AHEAD=triton.next_power_of_2(each) if lines else 0, num_warps=c["warps"],
+        **_common(x, w),
+    )  # fmt: skip
+    return h
+
+
+def down_one(
+    h: torch.Tensor,
+    w: ExpertWeights,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    x: torch.Tensor,
+    tuned: dict[str, int] | None = None,
+) -> None:
+    """x += the weighted sum of the row's experts, in place. Comes right after `up_one`, which its first reads rely
+    on."""
+    hidden, size = x.shape[1], w.down.shape[2]
+    default = {"BN": 4, "BK": _chunk(size, 128), "warps": 4}
+    c = config("down_vector", (hidden, size), default) if tuned is None else tuned
+    _down_vector[(hidden // c["BN"],)](
+        h, w.down, w.down if w.shared_down is None else w.shared_down, ids, weights, x,
+        H=hidden, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], **_common(x, w),
+    )  # fmt: skip
+
+
+def route(x: torch.Tensor, gained: Gained, w: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which experts each row of the residual stream goes to, with which weights ([rows, slots] each), and norm(x).
+    `gained` is x for the norm in front of the experts."""
+    rows, hidden = x.shape
+    ids = x.new_empty(rows, w.slots, dtype=torch.int32)
+    weights = x.new_empty(rows, w.slots, dtype=torch.float32)
+    normed = torch.empty_like(x)
+    logits = project(gained, w.router)
+    _top[(rows,)](
+        x, w.gain, x if w.shared_gate is None else w.shared_gate, logits, ids, weights, normed, w.eps,
+        K=hidden, E=w.router.shape[0], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk, PDL=pdl(x), num_warps=4,
+        **({"launch_pdl": True} if pdl(x) else {}),
+    )  # fmt: skip
+    return ids, weights, normed
+
+
+def up(normed: torch.Tensor, w: ExpertWeights, ids: torch.Tensor, tuned: dict[str, int] | None = None) -> torch.Tensor:
+    """silu(gate) * up of each row's experts: [rows, slots, expert size]."""
+    rows, hidden = normed.shape
+    size, tile = w.down.shape[2], tile_rows(rows)
+    default = {"BN": 32, "BK": _chunk(hidden, 256 if tile <= 16 else 128), "warps": 4, "stages": 3}
+    c = config("up_matrix", (tile, size, hidden), default) if tuned is None else tuned
+    h = normed.new_empty(rows, w.slots, size)
+    _up_matrix[(size // c["BN"], w.router.shape[0] + w.pieces)](
+        normed, w.gate_up, w.gate_up if w.shared_gate_up is None else w.shared_gate_up, ids, h, rows,
+        K=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], num_stages=c["stages"],
+        **_common(normed, w),
+    )  # fmt: skip
+    return h
+
+
+def down(
+    h: torch.Tensor,
+    w: ExpertWeights,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    x: torch.Tensor,
+    following: tuple[torch.Tensor, float] | None = None,
+    tuned: dict[str, int] | None = None,
+) -> Gained | None:
+    """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
+    (its weight and epsilon)."""
+    rows, hidden = x.shape
+    size, tile = w.down.shape[2], tile_rows(rows)
+    default = {"BN": 64, "BK": _chunk(size, 128), "warps": 4, "stages": 3}
+    c = config("down_matrix", (tile, hidden, size), default) if tuned is None else tuned
+    parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
+    _down_matrix[(hidden // c["BN"], w.router.shape[0] + w.pieces)](
+        h, w.down, w.down if w.shared_down is None else w.shared_down, ids, weights, parts, rows,
+        H=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], num_stages=c["stages"],
+        **_common(x, w),
+    )  # fmt: skip
+    block = _chunk(hidden, 512)
+    gained = None if following is None else Gained.empty(x, hidden // block, following[1])
+    _add_slots[(hidden // block, rows)](
+        parts, x, x if following is None else following[0], x if gained is None else gained.x,
+        x if gained is None else gained.squares,
+        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, PDL=pdl(x), num_warps=4,
+        **({"launch_pdl": True} if pdl(x) else {}),
+    )  # fmt: skip
+    return gained
+
+
+def mixture_one(x: torch.Tensor, w: ExpertWeights, counter: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
+    """x += experts(norm(x)), in place, for one row of the residual stream; `counter` and `ahead` as above."""
+    ids, weights = route_one(x, w, counter)
+    down_one(up_one(x, w, ids, ahead), w, ids, weights, x)
+
+
+def mixture(
+    x: torch.Tensor, gained: Gained, w: ExpertWeights, following: tuple[torch.Tensor, float] | None = None
+) -> Gained | None:
+    """The same for several rows; `gained` is x for the norm in front of the experts, `following` as in `down`."""
+    ids, weights, normed = route(x, gained, w)
+    return down(up(normed, w, ids), w, ids, weights, x, following)

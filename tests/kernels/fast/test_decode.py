@@ -1,0 +1,186 @@
+"""Decode kernels against the plain versions: projections, experts, attention. Fresh random inputs, relative error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stretto.kernels import moe
+from stretto.kernels.norm import rms_norm
+from stretto.kernels.paged import KVCache, paged_attention, write_kv
+from stretto.kernels.rope import rotate
+from stretto.layers.config import DecoderConfig
+from stretto.models.qwen3_omni.code_predictor import FrameCache, FramePass
+
+fast_linear = pytest.importorskip("stretto.kernels.fast.linear")
+fast_experts = pytest.importorskip("stretto.kernels.fast.experts")
+fast_attention = pytest.importorskip("stretto.kernels.fast.attention")
+
+EPS = 1e-6
+# The interpreter cuts float32 down to bfloat16 where the device rounds.
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if torch.cuda.is_available() else 2e-2}
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+
+
+class Random:
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, self.dtype)
+
+    def gain(self, size: int) -> torch.Tensor:
+        return (1.0 + 0.1 * torch.randn(size, generator=self.generator)).to(self.device, self.dtype)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@both
+@pytest.mark.parametrize("rows", [1, 2, 7, 17])
+@pytest.mark.parametrize("kind", ["plain", "norm", "add", "glu"])
+def test_project(device: torch.device, dtype: torch.dtype, rows: int, kind: str) -> None:
+    r = Random(device, dtype, rows)
+    inputs, outputs = 96, 40  # neither a multiple of a tile
+    x, gain = r(rows, inputs), r.gain(inputs)
+    w = r(outputs * (2 if kind == "glu" else 1), inputs, scale=inputs**-0.5)
+    normed = rms_norm(x, gain, EPS) if kind in ("norm", "glu") else x
+    wanted = F.linear(normed.float(), w.float())
+    add = r(rows, outputs) if kind == "add" else None
+    if kind == "glu":
+        wanted = moe.swiglu(wanted)
+    if add is not None:
+        wanted = wanted + add.float()
+    norm = (gain, EPS) if kind in ("norm", "glu") else None
+    out = torch.full((rows, outputs), float("nan"), device=device, dtype=dtype)
+    found = fast_linear.project(x, w, norm=norm, add=add, glu=kind == "glu", out=out)
+    assert found is out
+    assert error(found, wanted) < ERROR[dtype]
+
+
+def normed_by(gained: object) -> torch.Tensor:
+    """What the rows come to once their squares are applied."""
+    size = gained.x.shape[1]
+    return gained.x.float() * torch.rsqrt(gained.squares.sum(0) / size + gained.eps)[:, None]
+
+
+@both
+@pytest.mark.parametrize("rows", [2, 17])
+def test_rows_on_their_way_into_a_norm(device: torch.device, dtype: torch.dtype, rows: int) -> None:
+    """A product that leaves its rows as `Gained`, and one that takes them so."""
+    r = Random(device, dtype, rows)
+    x, y, gain = r(rows, 40), r(rows, 96), r.gain(40)
+    w, v = r(40, 96, scale=0.1), r(2 * 24, 40, scale=0.15)
+    total, gained = fast_linear.project_onto(x, y, w, (gain, EPS), None)
+    assert error(total, x.float() + F.linear(y.float(), w.float())) < ERROR[dtype]
+    normed = rms_norm(total, gain, EPS)
+    assert error(normed_by(gained), normed) < ERROR[dtype]
+    wanted = moe.swiglu(F.linear(normed.float(), v.float()))
+    assert error(fast_linear.project(gained, v, glu=True), wanted) < ERROR[dtype]
+
+
+@both
+def test_norm(device: torch.device, dtype: torch.dtype) -> None:
+    r = Random(device, dtype, 5)
+    x, gain = r(3, 64), r.gain(64)
+    assert error(fast_linear.norm(x, gain, EPS), rms_norm(x, gain, EPS)) < ERROR[dtype]
+
+
+@both
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("renorm", [False, True], ids=["raw", "renorm"])
+def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, shared: bool, renorm: bool) -> None:
+    r = Random(device, dtype, rows + 100)
+    hidden, experts, size, top_k, pieces = 64, 16, 96, 3, 2
+    w = fast_experts.ExpertWeights(
+        gain=r.gain(hidden),
+        eps=EPS,
+        router=r(experts, hidden, scale=0.3),
+        gate_up=r(experts, 2 * size, hidden, scale=hidden**-0.5),
+        down=r(experts, hidden, size, scale=size**-0.5),
+        top_k=top_k,
+        norm_topk=renorm,
+        shared_gate=r(1, hidden, scale=hidden**-0.5) if shared else None,
+        shared_gate_up=r(2 * pieces * size, hidden, scale=hidden**-0.5) if shared else None,
+        shared_down=r(hidden, pieces * size, scale=size**-0.5) if shared else None,
+    )
+    x = r(rows, hidden)
+    normed = rms_norm(x, w.gain, EPS)
+    weights, ids = moe.route(F.linear(normed, w.router), top_k, renorm)
+    wanted = moe.experts(normed.float(), w.gate_up.float(), w.down.float(), weights.float(), ids)
+    if shared:
+        h = moe.swiglu(F.linear(normed.float(), w.shared_gate_up.float()))
+        gate = torch.sigmoid(F.linear(normed.float(), w.shared_gate.float()))
+        wanted = wanted + gate * F.linear(h, w.shared_down.float())
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    found = x.clone()
+    if rows == 1:
+        fast_experts.mixture_one(found, w, counter)
+    else:
+        next_gain = r.gain(hidden)
+        squares = (x.float() ** 2).view(rows, 4, -1).sum(-1).T.contiguous()
+        gained = fast_linear.Gained((x.float() * w.gain.float()).to(dtype), squares, EPS)
+        after = fast_experts.mixture(found, gained, w, (next_gain, EPS))
+        assert error(normed_by(after), rms_norm(found, next_gain, EPS)) < ERROR[dtype]
+    assert error(found.float() - x.float(), wanted) < 3 * ERROR[dtype]
+    assert counter.item() == 0
+
+
+@both
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 2), (4, 4)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_attention(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, splits: int) -> None:
+    r = Random(device, dtype, heads + splits)
+    dim, size = 32, 16
+    cache = KVCache(2, 40, kv_heads, size, dim, device, dtype)
+    cache.data.copy_(r(*cache.data.shape))
+    lengths = [1, 2, 16, 17, 65, 150]  # first token, within a block, at its edges, over several tiles
+    free = iter(range(1, 40))
+    tables = [[next(free) for _ in range(-(-n // size))] for n in lengths]
+    paging = cache.page([(table, n - 1, 1) for table, n in zip(tables, lengths, strict=True)])
+    rows = len(lengths)
+    qkv = r(rows, (heads + 2 * kv_heads) * dim)
+    q_gain, k_gain = r.gain(dim), r.gain(dim)
+    angles = torch.randn(rows, dim // 2, generator=r.generator).repeat(1, 2).to(device)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    copy = cache.data[1].clone()
+    q, k, v = (t.unflatten(-1, (-1, dim)) for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+    q, k = rotate(rms_norm(q, q_gain, EPS), cos, sin), rotate(rms_norm(k, k_gain, EPS), cos, sin)
+    write_kv(copy, k, v, paging.slots)
+    wanted = paged_attention(q, copy, paging).flatten(1)
+
+    counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+    found = fast_attention.decode(
+        qkv, (q_gain, k_gain, EPS), cos, sin, cache.data[1], paging.slots, paging.tables,
+        torch.arange(rows, device=device), paging.lengths, counters, heads,
+        tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4},
+    )  # fmt: skip
+    assert error(found, wanted) < ERROR[dtype]
+    assert error(cache.data[1], copy) < ERROR[dtype] / 3  # the new keys and values, and nothing else
+    assert not counters.any()
+
+
+@both
+def test_frame_attention(device: torch.device, dtype: torch.dtype) -> None:
+    """Two positions first, then one after the other, against the plain pass over the same cache."""
+    r = Random(device, dtype, 7)
+    heads, kv_heads, dim, positions, rows = 4, 2, 32, 8, 3
+    c = DecoderConfig(8, 64, 1, heads, kv_heads, dim, EPS, 1e4, None, positions, 8, None)
+    plain, ours = (FrameCache(c, rows + 1, positions, device, dtype) for _ in range(2))
+    q_gain, k_gain = r.gain(dim), r.gain(dim)
+    angles = torch.randn(positions, dim // 2, generator=r.generator).repeat(1, 2).to(device)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    for start, queries in [(0, 2), (2, 1), (3, 1), (4, 1)]:
+        qkv = r(rows * queries, (heads + 2 * kv_heads) * dim)
+        at = torch.arange(start, start + queries).repeat(rows).to(device)
+        q, k, v = (t.unflatten(-1, (-1, dim)) for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+        q, k = rotate(rms_norm(q, q_gain, EPS), cos[at], sin[at]), rotate(rms_norm(k, k_gain, EPS), cos[at], sin[at])
+        wanted = FramePass(plain, rows, start, queries)(0, q, k, v).flatten(1)
+        found = fast_attention.frame(qkv, (q_gain, k_gain, EPS), cos, sin, ours.data[0], start, queries, heads)
+        assert error(found, wanted) < ERROR[dtype]
+    assert error(ours.data, plain.data) < ERROR[dtype]

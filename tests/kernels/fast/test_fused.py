@@ -1,0 +1,146 @@
+"""Fused layers and frames against the plain modules, on small decoders of the same make."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from stretto.kernels.sampling import SamplingRows
+from stretto.layers.config import DecoderConfig, MoeConfig
+from stretto.layers.decoder import Decoder, PagedPass
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.talker import FrameRows, Talker
+from stretto.models.qwen3_omni.weights import build
+from stretto.stage.runner.rows import DeviceRows
+from stretto.types import SamplingParams
+
+fused = pytest.importorskip("stretto.layers.fused")
+
+DENSE = DecoderConfig(64, 64, 2, 4, 2, 32, 1e-6, 1e4, None, 256, 96, None)
+MOE = dataclasses.replace(
+    DENSE, num_kv_heads=1, mrope_section=(6, 5, 5), dense_size=None, moe=MoeConfig(8, 2, 32, True, None)
+)
+SHARED = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, 64))
+
+
+def filled(module: torch.nn.Module, device: torch.device, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        values = torch.randn(p.shape, generator=generator)
+        p.data.copy_((1 + 0.1 * values) if "norm" in name else values * p.shape[-1] ** -0.5)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-4) -> bool:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm()) < limit
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE, SHARED], ids=["dense", "moe", "shared"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_equal_the_plain_decoder(device: torch.device, config: DecoderConfig, rows: int) -> None:
+    assert fused.fits(config)
+    decoder = build(lambda: Decoder(config), device, torch.float32)
+    filled(decoder, device, rows)
+    decoder.prepare(device)
+    assert decoder.fused is None  # float32: the plain way
+    plain, ours = (decoder.cache(12, 16, device, torch.float32) for _ in range(2))
+    past = torch.randn(plain.data.shape, generator=torch.Generator().manual_seed(9)).to(device)
+    plain.data.copy_(past)
+    ours.data.copy_(past)
+    lengths = [40, 1, 17][:rows]
+    tables = [[1, 2, 3], [4], [5, 6]][:rows]
+    paging = plain.page([(t, n - 1, 1) for t, n in zip(tables, lengths, strict=True)])
+    x = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(3)).to(device)
+    positions = torch.tensor([n - 1.0 for n in lengths], device=device)
+    if config.mrope_section is not None:
+        positions = positions.expand(3, -1)
+    kept = x.clone()
+
+    def after(layer: int, stream: torch.Tensor) -> torch.Tensor:
+        return stream + 0.1 * layer
+
+    wanted = decoder(x, positions, PagedPass(plain, paging), after)
+    cos, sin = decoder.rope(positions, x.dtype)
+    found = fused.FusedLayers(decoder, device).paged(x, cos, sin, ours, paging, after=after)
+    assert close(found, wanted)
+    assert close(ours.data, plain.data)
+    assert torch.equal(x, kept)  # the caller's
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["word", "sum"])
+def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> None:
+    from stretto.kernels.fast.begin import begin
+
+    generator = torch.Generator().manual_seed(4)
+    decoder = build(lambda: Decoder(MOE), device, torch.float32)
+    decoder.prepare(device)
+    state = DeviceRows(4, 6, 64, decoder.cache(40, 16, device, torch.float32))
+    state.tables.copy_(torch.randperm(30, generator=generator).view(5, 6))
+    state.offset.copy_(torch.tensor([0.0, 3.0, -2.0, 100.0, 0.0]))
+    words = torch.randn(50, 64, generator=generator).to(device)
+    rows, positions = torch.tensor([3, 0, 4], device=device), torch.tensor([0, 95, 16], device=device)
+    values = torch.tensor([7, 49, 0], device=device)
+    if summed:
+        own = torch.randn(5, 64, generator=generator).to(device)
+        x = own[rows] + words[values]
+    else:
+        own = torch.tensor([1, 2, 3, 4, 5], device=device)
+        x = words[own[rows]]
+    assert decoder.rope.inv_freq is not None
+    begun = begin(rows, positions, values, words, own, state.tables, state.offset, decoder.rope.inv_freq, 16)
+    paging = state.decode_paging(rows, positions)
+    cos, sin = decoder.rope((positions + state.offset[rows]).expand(3, -1), torch.float32)
+    assert torch.equal(begun.x, x)
+    assert torch.equal(begun.slots, paging.slots)
+    assert torch.equal(begun.lengths, paging.lengths)
+    assert torch.allclose(begun.cos, cos, atol=1e-5)
+    assert torch.allclose(begun.sin, sin, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_frame_equals_the_plain_talker(device: torch.device, tiny_config: OmniConfig, batch: int) -> None:
+    """All sixteen codes, greedy and drawn, and the sum of their embeddings."""
+    from stretto.kernels.fast.sampling import Columns
+    from stretto.models.qwen3_omni.fused_frame import FusedFrame
+
+    shape = {"hidden_size": 64, "head_dim": 16}
+    moe = MoeConfig(8, 2, 32, True, 64)
+    t = dataclasses.replace(
+        tiny_config.talker,
+        text=dataclasses.replace(tiny_config.talker.text, moe=moe, **shape),
+        predictor=dataclasses.replace(tiny_config.talker.predictor, **shape),
+    )
+    tiny_config = dataclasses.replace(tiny_config, talker=t)
+    assert fused.fits(t.predictor)
+    assert fused.fits(t.text)
+    model = build(lambda: Talker(tiny_config), device, torch.float32)
+    filled(model, device, 1)
+    embedding = torch.randn(tiny_config.thinker.text.vocab_size, t.thinker_hidden_size)
+    model.prepare(embedding.to(device))
+    hidden = torch.randn(batch, t.text.hidden_size, generator=torch.Generator().manual_seed(batch)).to(device)
+    at = [2, 0, 1][:batch]  # rows of the persistent state
+    picks = [SamplingParams(temperature=0.0), SamplingParams(0.9, top_k=5, seed=3), SamplingParams(1.0, seed=4)]
+    params = SamplingRows.of([picks[i] for i in range(batch)], device)
+    positions = torch.tensor([7, 11, 30][:batch], device=device)
+    rows = FrameRows(
+        params, params, positions + 1, torch.zeros(batch, t.text.vocab_size, dtype=torch.bool, device=device)
+    )
+    wanted = model.frame(hidden, rows, model.frame_cache(4))
+
+    floats = torch.ones(3, 4, device=device)
+    ints = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    for i, row in enumerate(at):
+        floats[:, row] = torch.stack((params.temperature[i], params.top_p[i], params.penalty[i]))
+        ints[:, row] = torch.stack((params.top_k[i], params.seed[i]))
+    columns = Columns(floats, ints)
+    seen = torch.zeros(4, t.text.vocab_size, dtype=torch.bool, device=device)
+    floor = torch.zeros(4, dtype=torch.int64, device=device)
+    layers = fused.FusedLayers(model.code_predictor.model, device)
+    frame = FusedFrame(model, layers, seen, floor, columns, columns)
+    total = torch.full((4, t.text.hidden_size), float("nan"), device=device)
+    pair = torch.stack((hidden, torch.full_like(hidden, float("nan"))), 1)
+    codes = frame(pair, torch.tensor(at, device=device), positions, model.frame_cache(4), total)
+    assert codes.tolist() == wanted.codes.tolist()
+    assert close(total[at], wanted.embedding)
+    assert [seen[row].nonzero().flatten().tolist() for row in at] == [[c] for c in codes[:, 0].tolist()]
