@@ -5,7 +5,8 @@
 
 A *lane* is a way to get a payload to another process. The `bytes` lanes move bare bytes, the `chunk` lanes move a chunk
 (typed header, checks, a tensor on both sides); `unix chunk` is the plain socket with our wire format on it, so each
-of ours has a peer that does the same work. A hop is one way, by the machine's one clock: from the call that sends to
+of ours has a peer that does the same work, and `unix tensor` the least that brings a tensor over a socket. A hop is
+one way, by the machine's one clock: from the call that sends to
 the return of the call that receives, in a process that was asleep, so a wake-up is in it. Processes take turns.
 Throughput is a stream of payloads one way until the receiver has the last: a socket's receiver has them in its own
 memory, a ring's in shared memory, as views. Lanes take turns in short bursts, so that the machine's noise hits all
@@ -22,7 +23,7 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,19 +115,48 @@ class UnixBytes:
             self._stop += self._in.recv_into(self._target[self._stop :])
 
 
+class UnixTensor(UnixBytes):
+    """The least that gets a tensor to a tensor: its bytes behind their length, received as a view. Neither side says
+    what they are, whose, or in which order, and nothing is checked."""
+
+    def connect(self, address: str) -> None:
+        super().connect(address)
+        self._tensor = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+
+    def send(self, size: int) -> None:
+        self._source[_LENGTH.size : _LENGTH.size + size] = self._tensor.numpy()[:size].data
+        super().send(size)
+
+    def receive(self) -> None:
+        self._taken = torch.frombuffer(self._receive_payload(), dtype=torch.uint8)
+
+
 class UnixChunk(UnixBytes):
-    """The same with the wire format: encode into the buffer, send it, decode as views."""
+    """The same with the wire format: encode into the buffer, send it, decode as views. It may remember views of its
+    buffers as a slot does, so that what differs is the way and not the format."""
 
     def __init__(self) -> None:
         self._chunks = Chunks()
+        self._pages: dict[int, wire.Page] = {}
+
+    def connect(self, address: str) -> None:
+        super().connect(address)
+        self._page = wire.Page(self._source[_LENGTH.size :])
 
     def send(self, size: int) -> None:
-        length = wire.encode_into(self._source[_LENGTH.size :], self._chunks.next(size))
+        length = wire.encode_into(self._page, self._chunks.next(size))
         _LENGTH.pack_into(self._source, 0, length)
         self._out.sendall(self._source[: _LENGTH.size + length])
 
     def receive(self) -> None:
-        self._taken = wire.decode(self._receive_payload())
+        payload = self._receive_payload()
+        start = self._start - len(payload)
+        page = self._pages.get(start)
+        if page is None:
+            if len(self._pages) >= 64:
+                self._pages.clear()
+            page = self._pages[start] = wire.Page(self._target[start:])
+        self._taken = wire.read(page, len(payload))
 
     def done(self) -> None:
         self._taken.release()
@@ -194,13 +224,13 @@ class ShmBytes:
         self._out: ShmOutward = sender._carrier  # type: ignore[attr-defined]
         self._source = memoryview(bytearray(SLOT_BYTES))
         self._free = list(range(OPTIONS.slots))
-        self._arrived: list[tuple[Note, memoryview]] = []
+        self._arrived: list[tuple[Note, wire.Page]] = []
 
     def send(self, size: int) -> None:
         while not self._free:
             self._take_back(WAIT_S)
         slot = self._free.pop()
-        self._out.buffer(slot)[:size] = self._source[:size]
+        self._out.buffer(slot).memory[:size] = self._source[:size]
         self._out.ship(slot, 0, size)
 
     def _take_back(self, timeout: float) -> None:
@@ -209,7 +239,7 @@ class ShmBytes:
     def receive(self) -> None:
         while not self._arrived:
             self._arrived = self._in.arrivals(WAIT_S)
-        self._taken, _view = self._arrived.pop(0)
+        self._taken, _page = self._arrived.pop(0)
 
     def done(self) -> None:
         _kind, slot, seq, *_ = self._taken
@@ -232,12 +262,13 @@ class Chunks:
 
 
 class ConnectorChunk:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **details: str) -> None:
         self._connector = connectors.get(name)
+        self._options = replace(OPTIONS, details=details)
         self._chunks = Chunks()
 
     def listen(self) -> str:
-        self._in = self._connector.listen("bench.0", OPTIONS)
+        self._in = self._connector.listen("bench.0", self._options)
         return msgspec.json.encode(self._in.endpoint).decode()
 
     def connect(self, address: str) -> None:
@@ -257,12 +288,14 @@ class ConnectorChunk:
 
 LANES = (
     "unix bytes",
+    "unix tensor",
     "shm bytes",
     "zmq ipc bytes",
     "zmq tcp bytes",
     "mp.Queue",
     "unix chunk",
     "shm chunk",
+    "shm chunk, spinning",
     "tcp chunk",
     "mooncake chunk",
 )
@@ -272,6 +305,8 @@ def make_lane(name: str, queues: tuple[Any, Any]) -> Lane:
     match name.split():
         case ["unix", "bytes"]:
             return UnixBytes()
+        case ["unix", "tensor"]:
+            return UnixTensor()
         case ["unix", "chunk"]:
             return UnixChunk()
         case ["shm", "bytes"]:
@@ -280,6 +315,8 @@ def make_lane(name: str, queues: tuple[Any, Any]) -> Lane:
             return ZmqBytes(transport)
         case ["mp.Queue"]:
             return QueueBytes(*queues)
+        case ["shm", "chunk,", "spinning"]:
+            return ConnectorChunk("shm", spin_us="100")
         case [connector, "chunk"]:
             return ConnectorChunk(connector)
     raise ValueError(name)
@@ -330,6 +367,7 @@ class Track:
     control: Connection
     process: Any
     hops_us: dict[int, list[float]] = field(default_factory=dict)
+    bursts_us: dict[int, list[list[float]]] = field(default_factory=dict)  # the same by round
     stream_gb_s: dict[int, list[float]] = field(default_factory=dict)
     faults: dict[int, list[float]] = field(default_factory=dict)  # per message, both processes, while streaming
 
@@ -363,6 +401,7 @@ class Track:
         rate, faulted = self.stream(size, STREAM[size])
         if kept:
             self.hops_us.setdefault(size, []).extend(hops)
+            self.bursts_us.setdefault(size, []).append(hops)
             self.stream_gb_s.setdefault(size, []).append(rate)
             self.faults.setdefault(size, []).append(faulted)
 
@@ -386,15 +425,15 @@ def open_track(name: str, context: Any, pinned: bool) -> Track:
 
 
 def table(tracks: list[Track]) -> str:
-    lines = [f"{'':16}" + "".join(f"{_words(size):>30}" for size in SIZES)]
-    lines.append(f"{'':16}" + f"{'hop p50  p99 us    GB/s':>30}" * len(SIZES))
+    lines = [f"{'':20}" + "".join(f"{_words(size):>30}" for size in SIZES)]
+    lines.append(f"{'':20}" + f"{'hop p50  p99 us    GB/s':>30}" * len(SIZES))
     for track in tracks:
         cells = []
         for size in SIZES:
             hops = track.hops_us[size]
             rate = quantile(track.stream_gb_s[size], 0.5)
             cells.append(f"{quantile(hops, 0.5):12.1f} {quantile(hops, 0.99):9.1f} {rate:7.3f}")
-        lines.append(f"{track.name:16}" + "".join(f"{cell:>30}" for cell in cells))
+        lines.append(f"{track.name:20}" + "".join(f"{cell:>30}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -402,20 +441,28 @@ def _words(size: int) -> str:
     return f"{size} B" if size < 1024 else f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB"
 
 
+PAIRS = (
+    ("shm bytes", "unix bytes"),
+    ("shm chunk", "unix chunk"),
+    ("shm chunk", "unix tensor"),
+    ("shm chunk, spinning", "unix chunk"),
+)
+
+
 def ratios(tracks: list[Track]) -> dict[str, float]:
-    """What is claimed: ours against the plain socket that does the same work, from the same rounds."""
+    """What is claimed: ours against the plain socket, of the same round each, and then the middle one of the rounds.
+    `shm chunk / unix tensor` is a typed, checked chunk against bytes that nobody checks."""
     by_name = {track.name: track for track in tracks}
     found = {}
-    for work in ("bytes", "chunk"):
-        if f"shm {work}" in by_name and f"unix {work}" in by_name:
-            ours, plain = by_name[f"shm {work}"], by_name[f"unix {work}"]
-            found[f"{work}: shm / unix hop p50 at 4 KiB"] = _median(ours.hops_us, plain.hops_us, 4 << 10)
-            found[f"{work}: shm / unix throughput at 8 MiB"] = _median(ours.stream_gb_s, plain.stream_gb_s, 8 << 20)
+    for ours, plain in PAIRS:
+        if ours in by_name and plain in by_name:
+            a, b = by_name[ours], by_name[plain]
+            for size in SIZES:
+                hops = [quantile(x, 0.5) / quantile(y, 0.5) for x, y in zip(a.bursts_us[size], b.bursts_us[size])]
+                found[f"{ours} / {plain}: hop p50 at {_words(size)}"] = round(quantile(hops, 0.5), 3)
+            rates = [x / y for x, y in zip(a.stream_gb_s[8 << 20], b.stream_gb_s[8 << 20])]
+            found[f"{ours} / {plain}: throughput at 8 MiB"] = round(quantile(rates, 0.5), 3)
     return found
-
-
-def _median(ours: dict[int, list[float]], theirs: dict[int, list[float]], size: int) -> float:
-    return round(quantile(ours[size], 0.5) / quantile(theirs[size], 0.5), 3)
 
 
 def main() -> None:
@@ -464,8 +511,8 @@ def _lanes(tracks: list[Track]) -> dict[str, Any]:
                 "hop_us": {"p50": quantile(track.hops_us[size], 0.5), "p99": quantile(track.hops_us[size], 0.99)},
                 "gb_s": quantile(track.stream_gb_s[size], 0.5),
                 "faults_per_message": quantile(track.faults[size], 0.5),
-                "hop_us_samples": track.hops_us[size],
-                "gb_s_samples": track.stream_gb_s[size],
+                "hop_us_p50_by_round": [quantile(burst, 0.5) for burst in track.bursts_us[size]],
+                "gb_s_by_round": track.stream_gb_s[size],
             }
             for size in SIZES
         }

@@ -29,6 +29,7 @@ from stretto.connector.contract import ChunkHeader, Corrupt, VersionMismatch
 from stretto.types import Mark, RequestId, Span
 
 INTERESTING = [0, 1, 2, 63, 64, 65, 127, 128, 255, 256, 4095, 2**15, 2**16, 2**30, 2**31, 2**32 - 1, 2**53, 2**63]
+REST = struct.Struct("<HHIIQQQQQQ")  # the prefix behind its checksum
 NAMES = ["ids", "", "x" * 64, "x" * 65, "a/b", "..", "é", "ids\n"]
 DTYPES = [*(str(dtype.value) for dtype in wire.DTYPES), "float8_e4m3fn", "object", "", "int128"]
 
@@ -81,7 +82,7 @@ def blind(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
                 out[at:] = other[rng.randrange(len(other)) :]
             case _:
                 width, form = rng.choice(((2, "<H"), (4, "<I"), (8, "<Q")))
-                where = rng.randrange(0, 32)
+                where = rng.randrange(0, wire.PREFIX_BYTES)
                 value = rng.choice(INTERESTING) % 2 ** (8 * width)
                 out[where : where + width] = struct.pack(form, value)
     return bytes(out)
@@ -89,8 +90,7 @@ def blind(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
 
 def mended(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
     """Changes of the header's or the prefix's meaning, with lengths and checksums made right again."""
-    length = struct.unpack_from("<I", data, 8)[0]
-    blobs = struct.unpack_from("<Q", data, 16)[0]
+    flags, mark, length, _crc, blobs, *counters = REST.unpack_from(data, 12)
     head: dict[str, Any] = msgspec.msgpack.decode(data[wire.PREFIX_BYTES : wire.PREFIX_BYTES + length])
     area = bytearray(data[len(data) - blobs :]) if blobs else bytearray()
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -102,15 +102,17 @@ def mended(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
     pad = bytes(-at % wire.ALIGN) if area else b""
     if pad and rng.random() < 0.05:
         pad = rng.randbytes(len(pad))
-    flags = struct.unpack_from("<H", data, 6)[0]
     if rng.random() < 0.05:
         flags = rng.randrange(2**16)
     crc = zlib.crc32(area) if flags & 1 and area and rng.random() < 0.9 else rng.choice((0, 0, 0, 7))
-    count = len(head["tensors"]) if isinstance(head.get("tensors"), list) else 0
-    if rng.random() < 0.05:
-        count = rng.choice(INTERESTING) % 2**32
-    prefix = struct.pack("<4sHHIIQI", wire.MAGIC, wire.WIRE_VERSION, flags, len(raw), count, len(area), crc)
-    return prefix + struct.pack("<I", zlib.crc32(raw, zlib.crc32(prefix))) + raw + pad + bytes(area)
+    if rng.random() < 0.1:
+        mark = rng.choice((0, 1, 2, 3, 2**16 - 1))
+    if rng.random() < 0.1:
+        counters[rng.randrange(len(counters))] = rng.choice(INTERESTING)
+    zero = rng.choice((0,) * 30 + (1, 2**15))
+    rest = REST.pack(flags, mark, len(raw), crc, len(area), *counters) + raw + pad
+    start = struct.pack("<4sHHI", wire.MAGIC, wire.WIRE_VERSION, zero, zlib.crc32(rest))
+    return start + rest + bytes(area)
 
 
 def _twist(rng: random.Random, head: dict[str, Any], area: bytearray) -> None:
@@ -174,7 +176,7 @@ def judge(data: bytes, corpus: dict[bytes, ChunkHeader], was_blind: bool) -> str
         return "version"
     except Corrupt as error:
         return "corrupt: " + re.sub(r"'.*?'|[0-9]+", "_", error.message).split(":")[0]
-    checksum = bool(struct.unpack_from("<H", data, 6)[0] & 1)
+    checksum = bool(struct.unpack_from("<H", data, 12)[0] & 1)
     assert wire.encode(chunk, checksum=checksum) == data, "accepted, but its encoding is another"
     if data in corpus:
         return "accepted: unchanged"

@@ -101,7 +101,17 @@ def write_released(directory: Path) -> None:
     for file in directory.glob("*.safetensors*"):
         file.unlink()
     config = _with_ids(released_config(), tiny_config())
+    _fill_vocabulary(directory / "tokenizer.json", config["thinker_config"]["text_config"]["vocab_size"])
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _fill_vocabulary(path: Path, size: int) -> None:
+    """Words for all ids, so that random tokens make as much text on its way to a client as real ones do."""
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    vocab = spec["model"]["vocab"]
+    taken = {*vocab.values(), *(token["id"] for token in spec["added_tokens"])}
+    vocab.update({f"Ġw{i}": i for i in range(size) if i not in taken})
+    path.write_text(json.dumps(spec, ensure_ascii=False), encoding="utf-8")
 
 
 def _with_ids(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

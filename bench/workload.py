@@ -98,12 +98,13 @@ def read(name: str) -> Workload:
 
 
 def words(tokens: int, opening: str, seed: int, count: CountTokens) -> str:
-    """Everyday words that make `tokens` tokens, one or two more if the last word does not fit exactly."""
+    """Everyday words that make exactly `tokens` tokens (more only if the opening alone has more)."""
     rng, text = random.Random(seed), opening
-    while count(text) < tokens:
-        missing = tokens - count(text)
-        more = [rng.choice(COMMON) for _ in range(max(1, missing // 2))]  # a word may be two tokens
-        text = " ".join([text, *more] if text else more)
+    while (missing := tokens - count(text)) > 0:
+        more = [rng.choice(COMMON) for _ in range(max(1, missing // 4))]  # a word may be several tokens
+        longer = " ".join([text, *more] if text else more)
+        # Where the next word is too long, the shortest one fills the line: it is a token in any tokenizer.
+        text = longer if count(longer) <= tokens else text + " a" * missing
     return text
 
 

@@ -13,8 +13,11 @@ methods never block and may be called from any thread. A connector whose `inline
 
 **Ownership.** A `put` that returns True has taken over the chunk: the connector calls `chunk.release()` as soon as
 it no longer reads the tensors (after encoding; for `local`, when the receiver releases). A `put` that returns
-False or raises leaves the chunk with the caller. A taken chunk's tensors are views of the connector's memory and
-stay valid until its `release()`, also after `close()`. Releasing twice is allowed and does nothing.
+False or raises leaves the chunk with the caller. Tensors on a device are copied to the host behind `put`'s back, at
+most `options.copies` chunks at a time, and sent in order as they land: whoever puts calls `settle` until it returns
+0. Memory that such a copy reads or writes is let go of only when the copy is done, however the link ends.
+A taken chunk's tensors are views of the connector's memory and stay valid until its `release()`, also after
+`close()`. Releasing twice is allowed and does nothing.
 
 **Credits.** At most `options.slots` chunks are between `put` and `release`. Without a credit `put` waits, and
 returns False when the timeout passes: that is backpressure, not a fault, and nothing was sent. Chunks are never
@@ -58,7 +61,7 @@ import torch
 from stretto.errors import Gone, StageDead, StrettoError, WireError
 from stretto.types import Mark, RequestId, Span
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 DEATH_S = 0.5
 """A peer's death is seen by the other end within this time, busy or idle."""
 MAX_COUNT = 2**53
@@ -120,6 +123,14 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
+class Event(Protocol):
+    """What is asked of a CUDA event that was recorded behind some copies."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     """A header with its tensors, and the lease that keeps them valid.
@@ -168,6 +179,7 @@ class LinkOptions:
     slot_bytes: int = 1 << 20  # of an encoded chunk, prefix and header included
     generation: int = 0
     checksum: bool | None = None  # of blobs; None: the connector's default (on for networks, off in memory)
+    copies: int = 4  # chunks whose tensors may be on their way from the device at a time
     zero_copy: bool = True  # off: encode into a bytes object first, then copy it (an oracle; same bytes)
     connect_timeout_s: float = 5.0
     host: str = "127.0.0.1"  # interface that a network connector binds
@@ -175,7 +187,7 @@ class LinkOptions:
     details: Mapping[str, str] = field(default_factory=dict)  # the connector's own settings, from the config
 
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.slot_bytes < 1 or self.generation < 0 or self.connect_timeout_s <= 0:
+        if min(self.slots, self.slot_bytes, self.copies) < 1 or self.generation < 0 or self.connect_timeout_s <= 0:
             raise ValueError(f"not link options: {self}")
 
 
@@ -223,6 +235,12 @@ class Sender(Protocol):
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
         """Send; wait at most `timeout` seconds for a credit. False: still none, nothing sent."""
+        ...
+
+    def settle(self, *, wait: bool) -> int:
+        """Send on what was put and has come from the device since; with `wait`, wait for the first that has not.
+        Returns how many are still on their way. Raises as `put` does; a `PutFailed` is about the oldest of them, and
+        the others go on. For the thread that puts."""
         ...
 
     def credits(self) -> int:
@@ -307,13 +325,13 @@ class Fences:
     `stale` is one dict lookup, so a courier may ask it while another thread purges."""
 
     limit: int = 4096
-    _floor: OrderedDict[RequestId, int] = field(default_factory=OrderedDict)
+    floor: OrderedDict[RequestId, int] = field(default_factory=OrderedDict)
 
     def purge(self, request: RequestId, epoch: int) -> None:
-        self._floor[request] = max(epoch, self._floor.get(request, 0))
-        self._floor.move_to_end(request)
-        while len(self._floor) > self.limit:
-            self._floor.popitem(last=False)
+        self.floor[request] = max(epoch, self.floor.get(request, 0))
+        self.floor.move_to_end(request)
+        while len(self.floor) > self.limit:
+            self.floor.popitem(last=False)
 
     def stale(self, what: Dated) -> bool:
-        return what.epoch < self._floor.get(what.request, 0)
+        return what.epoch < self.floor.get(what.request, 0)

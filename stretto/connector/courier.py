@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -34,6 +36,8 @@ from stretto.connector.metrics import LinkMetrics
 from stretto.errors import Bug, StrettoError, WireError
 from stretto.types import RequestId
 
+GRACE_S = 0.002
+"""How long uploaded slots may wait for their courier while the sender has others to go on with."""
 HEARTBEAT_S = 0.1
 """How long a courier waits before it looks whether its peer still lives. Data does not wait for it."""
 
@@ -65,9 +69,17 @@ class Uploader(Protocol):
 
     def upload(self, chunk: Chunk) -> Chunk: ...
 
-    def reap(self) -> bool: ...
+    def reap(self) -> int:
+        """Release the sources of the uploads that are done. Returns how many are running."""
+        ...
 
-    def wait(self) -> None: ...
+    def wait_one(self) -> None:
+        """Until the oldest upload is done, and its source released."""
+        ...
+
+    def wait(self) -> None:
+        """Until all are."""
+        ...
 
 
 class OutLink(Protocol):
@@ -108,10 +120,49 @@ class InLink(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Packed:
+    """A parcel that was packed by the loop itself, with its rows on the host, or the error that came of it."""
+
+    request: RequestId
+    epoch: int
+    chunk: Chunk | None
+    error: Exception | None = None
+
+    @classmethod
+    def on_host(cls, parcel: Parcel) -> _Packed:
+        try:
+            chunk = parcel.pack()
+            far = [tensor for tensor in chunk.tensors.values() if not tensor.is_cpu]
+            if far:
+                if chunk.event is not None:
+                    torch.cuda.current_stream(far[0].device).wait_event(chunk.event)
+                host = Chunk(chunk.header, {name: tensor.cpu() for name, tensor in chunk.tensors.items()})
+                chunk.release()
+                chunk = host
+        except Exception as error:  # noqa: BLE001  told by the courier, as it tells those of its own packing
+            parcel.drop()
+            return cls(parcel.request, parcel.epoch, None, error)
+        return cls(parcel.request, parcel.epoch, chunk)
+
+    def pack(self) -> Chunk:
+        if self.chunk is None:
+            raise Bug("rows could not be packed") from self.error
+        chunk, self.chunk = self.chunk, None
+        return chunk
+
+    def drop(self) -> None:
+        chunk, self.chunk = self.chunk, None
+        if chunk is not None:
+            chunk.release()
+
+
 class Outgoing:
     """The sending end's courier. All public methods are for the stage loop's thread.
 
-    `stream` is where it joins rows that are still on the device and copies them to the link's slots."""
+    `stream` is where it joins rows that are still on the device and copies them to the link's slots. The copies of
+    several chunks run one behind the other while it waits for the first. With `async_d2h` off there is none of that:
+    `offer` itself brings the rows to the host and waits for them."""
 
     def __init__(
         self,
@@ -120,12 +171,15 @@ class Outgoing:
         wake: Callable[[], None],
         *,
         stream: torch.cuda.Stream | None = None,
+        async_d2h: bool = True,
         capacity: int = 64,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.metrics = LinkMetrics(link)
         self._sender = sender
         self._stream = stream
+        self._async_d2h = async_d2h
+        self._leaving: deque[tuple[float, int, RequestId]] = deque()  # put, but not sent: since when, bytes, whose
         self._wake = wake
         self._clock = clock
         self._queue: Handoff[tuple[float, Parcel]] = Handoff(capacity)
@@ -147,6 +201,8 @@ class Outgoing:
 
     def offer(self, parcel: Parcel) -> bool:
         """Hand over a parcel. False: no room (the loop is woken when there is), or the link has ended."""
+        if not self._async_d2h and not self._queue.full:  # only we fill it, so there is room for what we make now
+            parcel = _Packed.on_host(parcel)
         item = (self._clock(), parcel)
         accepted = self._queue.offer(item)
         if not accepted:
@@ -198,7 +254,11 @@ class Outgoing:
         self._wake()
 
     def _step(self) -> bool:
-        item = self._queue.wait_item(HEARTBEAT_S)
+        # With copies running, only look: with nothing more to start, the time is theirs.
+        item = self._queue.poll() if self._leaving else self._queue.wait_item(HEARTBEAT_S)
+        if item is None and self._leaving:
+            self._settle(wait=True)
+            return True
         now = self._clock()
         if item is None or now - self._heard >= HEARTBEAT_S:
             self._heard = now
@@ -236,6 +296,7 @@ class Outgoing:
         except (PeerDead, LinkClosed) as error:
             chunk.release()
             raise type(error)(error.message, link=self.metrics.link, request=request) from error
+        self._settle(wait=False)  # outside: by now the chunk may be the sender's, and what it says about another
 
     def _put(self, chunk: Chunk) -> None:
         metrics = self.metrics
@@ -248,9 +309,17 @@ class Outgoing:
                     chunk.release()
                     metrics.purged += 1
                     return
-        metrics.put.observe(self._clock() - start)
-        metrics.chunks += 1
-        metrics.bytes += size
+        self._leaving.append((start, size, chunk.header.request))
+
+    def _settle(self, *, wait: bool) -> None:
+        """Count what has left since the last look."""
+        left = self._sender.settle(wait=wait)
+        metrics, now = self.metrics, self._clock()
+        while len(self._leaving) > left:
+            start, size, _request = self._leaving.popleft()
+            metrics.put.observe(now - start)
+            metrics.chunks += 1
+            metrics.bytes += size
 
     def _hear(self) -> None:
         """What the other end has to say. Not with every chunk: each of these may be a system call."""
@@ -267,7 +336,9 @@ class Outgoing:
     def _end(self, error: OnLink) -> None:
         """The link is over: tell each request that had something on its way (or, if none had, just that)."""
         self._queue.close()
-        requests = {error.request} if error.request is not None else set()
+        requests = {request for _start, _size, request in self._leaving}
+        if error.request is not None:
+            requests.add(error.request)
         while (item := self._queue.poll()) is not None:
             requests.add(item[1].request)
             item[1].drop()
@@ -365,21 +436,26 @@ class Incoming:
         self._wake()
 
     def _step(self) -> bool:
-        uploading = self._uploader is not None and self._uploader.reap()
+        uploading = self._uploader.reap() if self._uploader is not None else 0
         try:
-            # With uploads running, only look: if nothing is there, the time is better spent on giving their slots
-            # back, which the sender may be waiting for.
-            chunk = self._receiver.take(0.0 if uploading else HEARTBEAT_S)
+            chunk = self._receiver.take(self._patience(uploading))
         except WireError as error:
             self._faults.add(error)
             return True
         if chunk is not None:
             return self._hand_over(chunk)
         if uploading and self._uploader is not None:
-            self._uploader.wait()
+            self._uploader.wait_one()
         else:
             self.metrics.credits = self._receiver.credits()
         return not self._closing
+
+    def _patience(self, uploading: int) -> float:
+        """How long to wait for the next chunk. Uploads hold slots: while they hold few, the next chunk is worth waiting
+        for, so that its upload is queued behind theirs; when they hold many, the sender waits for us."""
+        if not uploading:
+            return HEARTBEAT_S
+        return GRACE_S if 2 * uploading <= self._receiver.endpoint.slots else 0.0
 
     def _hand_over(self, chunk: Chunk) -> bool:
         metrics = self.metrics

@@ -59,9 +59,14 @@ class Handoff(Generic[T]):
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def full(self) -> bool:
+        """No offer would be taken now. The producer's: it stays False until the next offer."""
+        return self._closed or len(self._items) >= self._capacity
+
     def offer(self, item: T) -> bool:
         """Append, unless full or closed. The producer's."""
-        if self._closed or len(self._items) >= self._capacity:
+        if self.full:
             return False
         self._items.append(item)
         self._filled.ring()

@@ -131,6 +131,9 @@ class LocalSender:
             or shared.fences.stale(chunk.header)  # purged while it waited
         )
 
+    def settle(self, *, wait: bool) -> int:
+        return 0  # nothing is copied
+
     def credits(self) -> int:
         return self._shared.slots - self._shared.in_flight
 

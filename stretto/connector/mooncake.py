@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from stretto.connector import wire
 from stretto.connector.contract import Endpoint, LinkOptions, PutFailed
 from stretto.connector.netbell import NetDialer, NetListener
 from stretto.connector.slots import (
@@ -170,7 +171,7 @@ class _MooncakeOutward:
         self.notes = bell.notes
         self.wake = bell.wake
 
-    def buffer(self, slot: int) -> memoryview:
+    def buffer(self, slot: int) -> wire.Page:
         return self._ring.slots[slot]
 
     def ship(self, slot: int, seq: int, size: int) -> None:
@@ -194,13 +195,12 @@ class _MooncakeInward:
         self.reply = bell.reply
         self.wake = bell.wake
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, memoryview]]:
-        return [(note, self._bytes_of(note)) for note, _frame in self._bell.arrivals(timeout)]
+    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+        return [(note, self._page_of(note)) for note, _frame in self._bell.arrivals(timeout)]
 
-    def _bytes_of(self, note: Note) -> memoryview:
-        """The slot's bytes; fewer than the note says if that is more than a slot, which the receiver sees."""
+    def _page_of(self, note: Note) -> wire.Page:
         try:
-            return self._ring.slots[note[1]][: note[3]]
+            return self._ring.slots[note[1]]
         except IndexError:
             raise Hangup(f"the peer named slot {note[1]}: there is none") from None
 

@@ -19,8 +19,9 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from hashlib import sha256
 from types import MappingProxyType
@@ -33,6 +34,7 @@ from stretto.connector.contract import (
     Chunk,
     Corrupt,
     Endpoint,
+    Event,
     Fences,
     LinkClosed,
     LinkOptions,
@@ -72,6 +74,12 @@ unpack_note = _NOTE.unpack_from
 unpack_notes = _NOTE.iter_unpack
 
 
+# As plain numbers: an enum's comparison is a call, and each chunk makes several.
+_CHUNK, _RELEASE, _REFUSE, _CLOSE = int(Kind.CHUNK), int(Kind.RELEASE), int(Kind.REFUSE), int(Kind.CLOSE)
+_NOTHING_SENT = (-1, RequestId(""))
+_device_copies = wire.DeviceCopies()
+
+
 class Hangup(Exception):
     """The carrier has no peer any more. Stays inside: the ends turn it into `PeerDead` or `LinkClosed`."""
 
@@ -81,11 +89,11 @@ def stride_of(slot_bytes: int) -> int:
     return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def split_slots(memory: mmap.mmap, slots: int, slot_bytes: int) -> list[memoryview]:
-    """The slots of a mapping as views. It lives as long as any of them, a taken chunk's tensors included."""
+def split_slots(memory: mmap.mmap, slots: int, slot_bytes: int) -> list[wire.Page]:
+    """The slots of a mapping. It lives as long as any of them, a taken chunk's tensors included."""
     whole = memoryview(memory)
     stride = stride_of(slot_bytes)
-    return [whole[at : at + slot_bytes] for at in range(0, slots * stride, stride)]
+    return [wire.Page(whole[at : at + slot_bytes]) for at in range(0, slots * stride, stride)]
 
 
 class Outward(Protocol):
@@ -94,7 +102,7 @@ class Outward(Protocol):
     ship_tells: bool
     """Whether `ship` itself notices that the peer has left; if not, notes are looked at before each."""
 
-    def buffer(self, slot: int) -> memoryview:
+    def buffer(self, slot: int) -> wire.Page:
         """The memory to encode into, `slot_bytes` long."""
         ...
 
@@ -116,8 +124,9 @@ class Outward(Protocol):
 class Inward(Protocol):
     """A receiver's carrier."""
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, memoryview]]:
-        """Notes with the bytes they announce; waits for the first at most `timeout`. `Hangup` after the last."""
+    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+        """Notes with the memory that holds what they announce; waits for the first at most `timeout`. `Hangup`
+        after the last."""
         ...
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
@@ -158,46 +167,76 @@ class _End:
         raise LinkClosed(message, link=self.link, request=request)
 
 
+@dataclass(slots=True)
+class _Leaving:
+    """A chunk in its slot that was not sent yet: its copy from the device runs, or that of one before it."""
+
+    slot: int
+    page: wire.Page
+    chunk: Chunk
+    landed: Event | None
+
+
 class SlotSender(_End):
     """`contract.Sender` over any `Outward` carrier."""
 
-    def __init__(self, endpoint: Endpoint, options: LinkOptions, carrier: Outward, checksum: bool) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: LinkOptions,
+        carrier: Outward,
+        checksum: bool,
+        copies: wire.Copies = _device_copies,
+    ) -> None:
         super().__init__(endpoint.link)
         self._carrier = carrier
+        self._copies = copies
         self._generation = endpoint.generation
         self._slot_bytes = endpoint.slot_bytes
-        self._few = endpoint.slots // 2
+        self._few = endpoint.slots // 4
+        self._ship_tells = carrier.ship_tells
+        self._ship_note = carrier.ship
+        self._notes = carrier.notes
+        self._most_copies = options.copies
         self._checksum = checksum if options.checksum is None else options.checksum
         self._zero_copy = options.zero_copy
         self._free = list(range(endpoint.slots - 1, -1, -1))
+        self._leaving: deque[_Leaving] = deque()
         self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> what it carries
         self._refused: deque[Refused] = deque()
         self._fences = Fences()
+        self._floor = self._fences.floor
         self._seq = 0
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
+        header = chunk.header
         with self._turn:
-            if self._state is State.OPEN and not self._carrier.ship_tells:
+            if not self._ship_tells and self._state is State.OPEN:
                 self._pump(0.0)
             if self._state is not State.OPEN:
-                self._raise_if_ended(chunk.header.request)
-            if not self._free:
+                self._raise_if_ended(header.request)
+            if not self._free or len(self._leaving) >= self._most_copies:
                 self._check_size(chunk)  # or it would wait for a slot that cannot help it
                 self._await_slot(chunk, timeout)
-            if self._fences.stale(chunk.header):
+            if header.epoch < self._floor.get(header.request, 0):
                 pass
             elif not self._free:
                 return False
-            else:
-                self._send(chunk)
+            elif not self._send(chunk):
+                return True
         chunk.release()
         return True
 
     def _await_slot(self, chunk: Chunk, timeout: float) -> None:
+        if len(self._leaving) >= self._most_copies:
+            self._depart(wait=True)
         deadline = time.monotonic() + timeout
         left = timeout
         while not self._free and not self._fences.stale(chunk.header):
-            self._pump(left)
+            while self._leaving and left > 0:
+                self._depart(wait=True)  # what has not left cannot come back
+            # Sending takes slots back too: wait for one only if it did not.
+            self._pump(0.0 if self._free else left)
             self._raise_if_ended(chunk.header.request)
             if (left := deadline - time.monotonic()) <= 0:
                 return
@@ -210,28 +249,76 @@ class SlotSender(_End):
                 request=chunk.header.request,
             )
 
-    def _send(self, chunk: Chunk) -> None:
+    def _send(self, chunk: Chunk) -> bool:
+        """False: it has not left yet, and is ours until it does."""
         slot = self._free[-1]
-        request = chunk.header.request
-        buffer = self._carrier.buffer(slot)
+        page = self._carrier.buffer(slot)
+        header = chunk.header
+        landed = None
         try:
-            size = wire.encode_into(buffer, chunk, checksum=self._checksum, zero_copy=self._zero_copy)
+            if self._zero_copy:
+                landed = wire.write_blobs(page, chunk, self._copies)
+                size = 0 if landed is not None else wire.write_head(page, header, checksum=self._checksum)
+            else:
+                size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
         except PutFailed as failed:
             failed.link = self.link
             raise
+        self._free.pop()
+        if landed is None and not self._leaving:
+            self._ship(slot, size, header.request)
+            return True
+        self._leaving.append(_Leaving(slot, page, chunk, landed))
+        return False
+
+    def settle(self, *, wait: bool) -> int:
+        if self._leaving:
+            with self._turn:
+                self._depart(wait)
+        return len(self._leaving)
+
+    def _depart(self, wait: bool) -> None:
+        """Send what has landed, in order; with `wait`, at least the first."""
+        while self._leaving:
+            first = self._leaving[0]
+            if first.landed is not None and not first.landed.query():
+                if not wait:
+                    return
+                first.landed.synchronize()
+            wait = False
+            header = first.chunk.header
+            if not self._ship_tells and self._state is State.OPEN:
+                self._pump(0.0)
+            self._raise_if_ended(header.request)
+            self._leaving.popleft()
+            try:
+                if self._fences.stale(header):
+                    self._free.append(first.slot)
+                else:
+                    size = wire.write_head(first.page, header, checksum=self._checksum)
+                    self._ship(first.slot, size, header.request)
+            except PutFailed as failed:
+                # Its put is long over, and another's may be running: told like a refusal.
+                self._refused.append(Refused(failed.message, link=self.link, request=header.request))
+            finally:
+                first.chunk.release()
+
+    def _ship(self, slot: int, size: int, request: RequestId) -> None:
+        """Announce what lies in the slot, which is free again if that fails."""
         try:
-            self._carrier.ship(slot, self._seq, size)
+            self._ship_note(slot, self._seq, size)
         except Hangup as hangup:
+            self._free.append(slot)
             self._hung_up(hangup)
             self._raise_if_ended(request)
             raise Bug(f"link {self.link}: hung up and yet open") from hangup
         except PutFailed as failed:
+            self._free.append(slot)
             # To what moves the bytes, a peer that left looks like a failed transfer. The notes know better, soon.
             self._await_end(_VERDICT_S)
             self._raise_if_ended(request)
             failed.link, failed.request = self.link, request
             raise
-        self._free.pop()
         self._flight[slot] = (self._seq, request)
         self._seq += 1
         # Take slots back when they get few, many by one call, and before they get cold where chunks are large.
@@ -240,8 +327,13 @@ class SlotSender(_End):
 
     def _pump(self, timeout: float) -> None:
         try:
-            for note in self._carrier.notes(timeout):
-                self._on_note(note)
+            for note in self._notes(timeout):
+                kind, slot, seq, _size, generation = note
+                sent, request = self._flight.pop(slot, _NOTHING_SENT)
+                if kind == _RELEASE and sent == seq and generation == self._generation:
+                    self._free.append(slot)
+                else:
+                    self._on_other(note, sent, request)
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
 
@@ -255,20 +347,18 @@ class SlotSender(_End):
         self._pump(0.0)
         self._finish(State.DEAD, str(hangup))
 
-    def _on_note(self, note: Note) -> None:
+    def _on_other(self, note: Note, sent: int, request: RequestId) -> None:
+        """A note that is no plain release of what is in flight: the sequence number and request that the slot had."""
         kind, slot, seq, _size, generation = note
         if generation != self._generation:
             raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
-        if kind == Kind.CLOSE:
+        if kind == _CLOSE:
             self._finish(State.CLOSED_THERE)
             return
-        sent, request = self._flight.get(slot, (-1, RequestId("")))
-        if sent != seq or kind not in (Kind.RELEASE, Kind.REFUSE):
+        if kind != _REFUSE or sent != seq:
             raise Hangup(f"the peer gave back slot {slot} seq {seq}, which it does not have")
-        del self._flight[slot]
         self._free.append(slot)
-        if kind == Kind.REFUSE:
-            self._refused.append(Refused("the receiver refused a chunk", link=self.link, request=request))
+        self._refused.append(Refused("the receiver refused a chunk", link=self.link, request=request))
 
     def _look(self) -> None:
         if self._turn.acquire(blocking=False):
@@ -294,7 +384,22 @@ class SlotSender(_End):
         self._raise_if_ended()
 
     def close(self) -> None:
-        _close(self, self._carrier)
+        if self._leaving and self._turn.acquire(blocking=False):  # else the courier is at it
+            try:
+                with suppress(PeerDead, LinkClosed):
+                    while self._leaving:
+                        self._depart(wait=True)
+            finally:
+                self._turn.release()
+        _close(self, self._carrier, self._abandon)
+
+    def _abandon(self) -> None:
+        """Let go of what will not be sent, when its copies are done: they write to memory that goes next."""
+        while self._leaving:
+            first = self._leaving.popleft()
+            if first.landed is not None:
+                first.landed.synchronize()
+            first.chunk.release()
 
 
 class SlotLease:
@@ -307,7 +412,7 @@ class SlotLease:
         self._seq = seq
 
     def release(self) -> None:
-        self._receiver.give_back(self._seq, Kind.RELEASE)
+        self._receiver.give_back(self._seq, _RELEASE)
 
 
 class SlotReceiver(_End):
@@ -317,65 +422,77 @@ class SlotReceiver(_End):
         super().__init__(endpoint.link)
         self.endpoint = endpoint
         self._generation = endpoint.generation
+        self._slots = endpoint.slots
         self._carrier = carrier
-        self._arrived: deque[tuple[int, memoryview]] = deque()  # seq and bytes
+        self._arrivals = carrier.arrivals
+        self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
         self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping is what makes it once
         self._fences = Fences()
+        self._floor = self._fences.floor
         self._next = 0
 
     def take(self, timeout: float) -> Chunk | None:
-        deadline = time.monotonic() + timeout
+        deadline: float | None = None
         left = timeout
+        arrived = self._arrived
         with self._turn:
             while True:
-                while self._arrived and self._state is not State.CLOSED_HERE:
-                    if (chunk := self._open(*self._arrived.popleft())) is not None:
+                while arrived and self._state is not State.CLOSED_HERE:
+                    if (chunk := self._open(*arrived.popleft())) is not None:
                         return chunk
                 if self._state is not State.OPEN:
                     self._raise_if_ended()
-                if left < 0:
+                if deadline is None:  # at least one look, even with no time
+                    deadline = time.monotonic() + timeout
+                elif (left := deadline - time.monotonic()) <= 0:
                     return None
                 self._pump(left)
-                if not self._arrived:
-                    # At least one look even with no time; below 0 once it is over, so that the next round ends.
-                    left = deadline - time.monotonic()
-                    left = left if left > 0 else -1.0
 
-    def _open(self, seq: int, blob: memoryview) -> Chunk | None:
+    def _open(self, seq: int, page: wire.Page, size: int) -> Chunk | None:
         try:
-            chunk = wire.decode(blob, SlotLease(self, seq))
+            chunk = wire.read(page, size, SlotLease(self, seq))
         except (Corrupt, VersionMismatch) as error:
-            self.give_back(seq, Kind.REFUSE)
+            self.give_back(seq, _REFUSE)
             error.link = self.link
             raise
-        if self._fences.stale(chunk.header):
+        header = chunk.header
+        if header.epoch < self._floor.get(header.request, 0):
             chunk.release()
             return None
         return chunk
 
     def _pump(self, timeout: float) -> None:
         try:
-            for note, blob in self._carrier.arrivals(timeout):
-                self._on_note(note, blob)
+            for note, page in self._arrivals(timeout):
+                kind, slot, seq, size, generation = note
+                if (
+                    kind != _CHUNK
+                    or generation != self._generation
+                    or seq != self._next
+                    or size > len(page.memory)
+                    or len(self._held) >= self._slots
+                ):
+                    self._on_other(note)
+                    continue
+                self._next = seq + 1
+                self._held[seq] = slot
+                self._arrived.append((seq, page, size))
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
 
-    def _on_note(self, note: Note, blob: memoryview) -> None:
-        kind, slot, seq, size, generation = note
+    def _on_other(self, note: Note) -> None:
+        """A note that is no chunk, or not the one that is due."""
+        kind, _slot, seq, _size, generation = note
         if generation != self._generation:
             raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
-        if kind == Kind.CLOSE:
+        if kind == _CLOSE:
             self._finish(State.CLOSED_THERE)
-            return
-        if kind != Kind.CHUNK or seq != self._next or len(blob) != size:
-            raise Hangup(f"the peer sent kind {kind} seq {seq} where chunk {self._next} was due")
-        if len(self._held) >= self.endpoint.slots:
+        elif kind == _CHUNK and len(self._held) >= self._slots:
             raise Hangup("the peer sent more chunks than it has credits")
-        self._next += 1
-        self._held[seq] = slot
-        self._arrived.append((seq, blob))
+        else:
+            raise Hangup(f"the peer sent kind {kind} seq {seq} where chunk {self._next} was due")
 
-    def give_back(self, seq: int, kind: Kind) -> None:
+    def give_back(self, seq: int, kind: int) -> None:
         if (slot := self._held.pop(seq, None)) is None:
             return
         with suppress(Hangup):  # nobody needs the credit any more; `take` and `check` say why
@@ -401,20 +518,21 @@ class SlotReceiver(_End):
         self._raise_if_ended()
 
     def close(self) -> None:
-        if _close(self, self._carrier):
-            self._arrived.clear()
+        _close(self, self._carrier, self._arrived.clear)
 
 
-def _close(end: SlotSender | SlotReceiver, carrier: Outward | Inward) -> bool:
-    """True for the call that did it. Wakes the courier first, then waits for it to leave before memory goes."""
+def _close(end: SlotSender | SlotReceiver, carrier: Outward | Inward, let_go: Callable[[], None]) -> None:
+    """Wakes the courier first, then waits for it to leave before memory goes. Once."""
     with _closing:
         if end._state is State.CLOSED_HERE:
-            return False
+            return
         end._state, end._why = State.CLOSED_HERE, ""
     carrier.wake()
     with end._turn:
-        carrier.close()
-    return True
+        try:
+            let_go()
+        finally:
+            carrier.close()
 
 
 _closing = threading.Lock()

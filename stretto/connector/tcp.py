@@ -14,9 +14,11 @@ from typing import ClassVar
 
 import zmq
 
+from stretto.connector import wire
 from stretto.connector.contract import Endpoint, LinkOptions
 from stretto.connector.netbell import NetDialer, NetListener
 from stretto.connector.slots import (
+    Hangup,
     Kind,
     Note,
     SlotReceiver,
@@ -62,11 +64,11 @@ class _TcpOutward:
         self.notes = bell.notes
         self.wake = bell.wake
 
-    def buffer(self, slot: int) -> memoryview:
+    def buffer(self, slot: int) -> wire.Page:
         return self._slots[slot]
 
     def ship(self, slot: int, seq: int, size: int) -> None:
-        self._bell.ring(Kind.CHUNK, slot, seq, size, self._slots[slot][:size])
+        self._bell.ring(Kind.CHUNK, slot, seq, size, self._slots[slot].memory[:size])
 
     def close(self) -> None:
         self._bell.close()
@@ -82,8 +84,15 @@ class _TcpInward:
         self.wake = bell.wake
         self.close = bell.close
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, memoryview]]:
-        return [(note, _bytes_of(frame)) for note, frame in self._bell.arrivals(timeout)]
+    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+        return [(note, _page_of(note, frame)) for note, frame in self._bell.arrivals(timeout)]
+
+
+def _page_of(note: Note, frame: zmq.Frame | None) -> wire.Page:
+    memory = _bytes_of(frame)
+    if len(memory) != note[3]:
+        raise Hangup(f"the peer announced {note[3]} bytes and sent {len(memory)}")
+    return wire.Page(memory)
 
 
 def _bytes_of(frame: zmq.Frame | None) -> memoryview:

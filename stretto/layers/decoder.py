@@ -149,6 +149,10 @@ class Decoder(nn.Module):
         cos, sin = self.rope(positions, x.dtype)
         if self.fused is not None and isinstance(attention, PagedPass) and attention.decodes(len(x)):
             return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
+        if self.fused is not None and isinstance(attention, PagedPass) and attention.paging.prefills:
+            from stretto.layers.prefill import Ragged, run_prefill
+
+            return run_prefill(self, x, cos, sin, attention.cache, Ragged.of(attention.paging), after)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention)
             if after is not None:

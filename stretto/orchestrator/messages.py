@@ -23,6 +23,7 @@ MAX_HEADER = 64 << 20
 MAX_BLOB = 1 << 30
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Bytes = bytes | memoryview
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -306,24 +307,24 @@ def encode(message: ToHost | FromHost, blob: bytes = b"") -> bytes:
     return PREFIX.pack(len(header), len(blob)) + header
 
 
-def lengths(prefix: bytes) -> tuple[int, int]:
+def lengths(prefix: Bytes) -> tuple[int, int]:
     header, blob = PREFIX.unpack(prefix)
     if header > MAX_HEADER or blob > MAX_BLOB:
         raise WireError(f"a control frame of {header} + {blob} bytes")
     return header, blob
 
 
-def decode_to_host(header: bytes) -> ToHost:
+def decode_to_host(header: Bytes) -> ToHost:
     message: ToHost = _decode(_to_host, header)
     return message
 
 
-def decode_from_host(header: bytes) -> FromHost:
+def decode_from_host(header: Bytes) -> FromHost:
     message: FromHost = _decode(_from_host, header)
     return message
 
 
-def _decode(decoder: Any, header: bytes) -> Any:
+def _decode(decoder: Any, header: Bytes) -> Any:
     try:
         return decoder.decode(header)
     except msgspec.MsgspecError as e:

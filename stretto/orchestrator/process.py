@@ -33,8 +33,8 @@ class HostProcess:
         self.asked: float | None = None  # when it was asked for a sign of life, if none has come since
         self._on_message, self._on_death = on_message, on_death
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._transport: asyncio.Transport | None = None
+        self._heard = bytearray()  # of a message that is not complete yet
 
     @property
     def pid(self) -> int | None:
@@ -53,16 +53,16 @@ class HostProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        self._tasks = [asyncio.create_task(self._read(reader), name=f"{self.name}-reader")]
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)
 
     def send(self, message: ToHost, blob: bytes = b"") -> None:
         """Queue a message. A dead host swallows it: its death is told by `on_death`, once."""
-        if self._writer is None or self.state == "dead":
+        if self._transport is None or self.state == "dead":
             return
-        self._writer.write(encode(message, blob))
+        self._transport.write(encode(message, blob))
         if blob:
-            self._writer.write(blob)
+            self._transport.write(blob)
 
     def ping(self, number: int) -> None:
         self.send(Ping(number))
@@ -87,11 +87,8 @@ class HostProcess:
                 self.kill()
                 await self._process.wait()
         self.state = "dead"
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._writer is not None:
-            self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def kill(self) -> None:
         """At once. (Not by `Process.kill`, which would first look whether it has ended, and so take its exit status
@@ -100,25 +97,51 @@ class HostProcess:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    def take(self, data: bytes) -> None:
+        """Bytes from the host: as many messages as they complete."""
+        if self.state == "dead":
+            return
+        self._heard += data
+        at, size = 0, len(self._heard)
         try:
-            while True:
-                header_size, blob_size = lengths(await reader.readexactly(PREFIX.size))
-                header = await reader.readexactly(header_size)
-                blob = await reader.readexactly(blob_size) if blob_size else b""
-                self.asked = None
-                self._on_message(self, decode_from_host(header), blob)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+            with memoryview(self._heard) as heard:
+                while size - at >= PREFIX.size:
+                    header, blob = lengths(heard[at : at + PREFIX.size])
+                    middle = at + PREFIX.size + header
+                    if middle + blob > size:
+                        break
+                    self.asked = None
+                    message = decode_from_host(heard[at + PREFIX.size : middle])
+                    self._on_message(self, message, bytes(heard[middle : middle + blob]))
+                    at = middle + blob
         except (StrettoError, LookupError, ValueError) as e:  # nonsense: no frame, or a message that fits nothing here
             self.reason = f"it cannot be understood: {e}"
-        finally:
-            if self.state != "dead":
-                self.state = "dead"
-                self.kill()
-                if self._writer is not None:
-                    self._writer.close()  # else its descriptor would stay until this object is collected
-                self._on_death(self)
+            self.lost()
+        else:
+            del self._heard[:at]
+
+    def lost(self) -> None:
+        """The channel is gone, and so is the host, whatever its process still does."""
+        if self.state != "dead":
+            self.state = "dead"
+            self.kill()
+            if self._transport is not None:
+                self._transport.close()  # else its descriptor would stay until this object is collected
+            self._on_death(self)
 
     def death(self) -> StageDead:
         return StageDead(f"host {self.name} died: {self.reason}")
+
+
+class _Ear(asyncio.Protocol):
+    """What the event loop calls. Plain callbacks: a stream's reader wakes a task for every few bytes, and a host says
+    a few thousand things a second."""
+
+    def __init__(self, host: HostProcess) -> None:
+        self.host = host
+
+    def data_received(self, data: bytes) -> None:
+        self.host.take(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.host.lost()

@@ -31,14 +31,15 @@ class HostSettings:
     overlap_depth: int = 2
     prefix_cache: bool = True
     block_size: int = 16
-    thinker_blocks: int = 512
-    talker_blocks: int = 1024
+    thinker_blocks: int | None = None  # None: on a GPU what the weights leave, see stage/plan.py
+    talker_blocks: int | None = None
     max_rows: int = 32
     max_waiting: int = 256
     max_context: int = 8192
     max_step_tokens: int = 4096
-    prefill_chunk: int = 512
-    lone_prefill_chunk: int = 1024
+    prefill_chunk: int = 512  # rows of prompts in a step while answers are being made: bounds how long they wait
+    lone_prefill_chunk: int = 2560
+    mixed_steps: bool = True  # prompts and answers in one step; else in turns
     link_slots: int = 64
     link_slot_bytes: int = 1 << 20
     switches: Mapping[str, bool] = field(default_factory=dict)

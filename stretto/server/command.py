@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib.metadata
 import json
 import logging
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imp
 log = logging.getLogger("stretto.server")
 
 POLL_SECONDS = 0.2
+SWITCH_S = 0.001  # prompts are built in a thread, which should not wait for the event loop's pauses, nor it for them
 TITLES = {
     "model": "the model",
     "address": "where to listen",
@@ -117,6 +119,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     model, model_config, config = settle(vars(args), os.environ)
     set_up(config.log_format, config.log_level)
+    sys.setswitchinterval(SWITCH_S)
     for name in unknown_variables(os.environ, (ModelConfig, ServerConfig), OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
     engine_config = model_config.engine(config.max_concurrent)
@@ -134,6 +137,9 @@ async def announce(server: Server) -> None:
             last = line
         await asyncio.sleep(POLL_SECONDS)
     if progress.state == "ready":
+        # What is loaded stays: full collections should not look through it while answers are on their way.
+        gc.collect()
+        gc.freeze()
         _say(greeting(server.config, server.service))
 
 

@@ -3,7 +3,10 @@
 There are no blocks and no tokens here. A stream holds a slot of the vocoder's state from its first frame to its last
 sample; frames that arrive wait in a bounded queue. Each step takes the waiting frames of all streams that have some
 (up to a captured size, the most urgent streams deciding), runs the leading slots that are in use, and copies the
-samples to the host behind it. All methods belong to the loop thread; `turn` never waits."""
+samples to the host behind it. All methods belong to the loop thread; `turn` never waits.
+
+Streams that have not sounded yet, or will soon run dry, do not wait for those that have much in hand: they get a step
+of just their size, and no step is so large that the next would be late."""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ import torch
 from tqdm import tqdm
 
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
-from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
@@ -33,9 +35,11 @@ class CodecConfig:
     slots: int = 128  # streams at once
     max_waiting: int = 256  # announced streams without a slot
     max_pending: int = 4096  # frames that one stream may have waiting
-    frame_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # frames per step
+    frame_sizes: tuple[int, ...] = (1, 2, 4, 8)  # frames per step; packets grow to no more by default
     slot_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     overlap_depth: int = 2
+    max_cells: int = 256  # slots x frames of a step (unless it is of one frame): larger ones save nothing more
+    urgent_s: float = 0.1  # a stream that runs dry within so long goes before those that do not
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +59,7 @@ class Stream:
     request: RequestId
     arrival: int
     slot: int | None = None
-    pending: deque[torch.Tensor] = field(default_factory=deque)  # codes [n, 16] each, on the device
+    pending: deque[npt.NDArray[np.int64]] = field(default_factory=deque)  # codes [n, 16] each
     num_pending: int = 0
     launched: int = 0  # frames
     done: int = 0  # frames whose samples are out
@@ -87,6 +91,53 @@ class CodecStats:
     frames: int = 0
     slots: int = 0  # slots run, used or not: frames / (slots * step size) is the fill
     launch_ns: int = 0
+    retire_ns: int = 0
+
+
+class Staging:
+    """Host memory that steps read their frames from and write their samples to, pinned where there is a GPU. It goes
+    round: a place comes up again when the step that used it has long been retired."""
+
+    def __init__(self, config: CodecConfig, groups: int, rate: int, device: torch.device) -> None:
+        self._groups, self._pin = groups, device.type == "cuda"
+        self._places = config.overlap_depth + 2
+        frames = config.slots * max(config.frame_sizes)
+        size = frames * groups + config.slots
+        self._in = [torch.zeros(size, dtype=torch.int64, pin_memory=self._pin) for _ in range(self._places)]
+        self._out: list[torch.Tensor | None] = [None] * self._places
+        self._samples = frames * rate
+        self._turn = 0
+
+    def inputs(self, slots: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The next place: codes [slots, groups, size] to be filled in, and counts [slots], all 0. (What older steps
+        left in the codes is never looked at, but it is codes or counts, so nothing that a table would not hold.)"""
+        self._turn = (self._turn + 1) % self._places
+        codes, counts = split(self.host(slots, size), slots, size)
+        counts.zero_()
+        return codes.numpy(), counts.numpy()
+
+    def host(self, slots: int, size: int) -> torch.Tensor:
+        """The place as one piece, for one copy."""
+        return self._in[self._turn][: slots * (self._groups * size + 1)]
+
+    def output(self, wav: torch.Tensor) -> torch.Tensor:
+        """Where the step's samples go."""
+        place = self._out[self._turn]
+        if place is None or place.numel() < wav.numel():
+            size = max(self._samples, wav.numel())
+            place = self._out[self._turn] = torch.empty(size, dtype=wav.dtype, pin_memory=self._pin)
+        return place[: wav.numel()].view(wav.shape)
+
+
+def split(given: torch.Tensor, slots: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [slots, groups, size] and counts [slots] in one piece of memory, as views."""
+    codes = given.numel() - slots
+    return given[:codes].view(slots, -1, size), given[codes:]
+
+
+def on_host(codes: torch.Tensor) -> npt.NDArray[Any]:
+    host: npt.NDArray[Any] = (codes.cpu() if codes.is_cuda else codes).numpy()
+    return host
 
 
 class CodecStage:
@@ -96,8 +147,10 @@ class CodecStage:
         emit: Callable[[AudioOutput], None],
         config: CodecConfig | None = None,
         waiter: Waiter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.model, self.emit, self.waiter = model, emit, waiter
+        """`clock` is what deadlines are told by."""
+        self.model, self.emit, self.waiter, self.clock = model, emit, waiter, clock
         self.config = c = config or CodecConfig()
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
@@ -112,7 +165,8 @@ class CodecStage:
         self._seated: dict[int, Stream] = {}
         self._steps: deque[CodecStep] = deque()
         self._arrivals = 0
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
 
     # -- streams
 
@@ -131,16 +185,15 @@ class CodecStage:
         return self.config.max_pending - self._stream(id).num_pending
 
     def push(self, id: RequestId, codes: torch.Tensor, last: Reason | None = None) -> None:
-        """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with it. Frames on
-        the device must be complete: their event has fired."""
+        """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with it. They are
+        best on the host: a step takes the frames of all its streams to the device in one copy."""
         stream = self._stream(id)
         if stream.ended is not None:
             raise Bug(f"stream {id}: frames after its end")
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            with self.on_stream():
-                stream.pending.append(codes.to(self.device, torch.int64, non_blocking=True))
+            stream.pending.append(on_host(codes).astype(np.int64))  # a copy: the sender's memory goes back
             stream.num_pending += len(codes)
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
@@ -182,7 +235,9 @@ class CodecStage:
     def turn(self) -> bool:
         did = False
         while self._steps and self._steps[0].ready:
+            start = time.perf_counter_ns()
             self._retire(self._steps.popleft())
+            self.stats.retire_ns += time.perf_counter_ns() - start
             did = True
         if len(self._steps) < self.config.overlap_depth:
             start = time.perf_counter_ns()
@@ -203,11 +258,22 @@ class CodecStage:
         ready = [s for s in self._seated.values() if s.num_pending]
         if not ready:
             return []
-        # The most urgent stream sets the pace: a first packet goes out in the smallest step that holds it.
-        urgent = min(ready, key=lambda s: s.order)
-        most = urgent.num_pending if urgent.deadline is None else max(s.num_pending for s in ready)
+        dry = self.clock() + self.config.urgent_s
+        urgent = [s for s in ready if s.deadline is None or s.deadline < dry]
+        # A first packet goes out in the smallest step that holds it; then come those that are about to run dry.
+        most = max(s.num_pending for s in ([s for s in urgent if s.deadline is None] or urgent or ready))
         size = next((f for f in self.config.frame_sizes if f >= most), self.config.frame_sizes[-1])
-        return [(s, min(s.num_pending, size)) for s in ready]
+        chosen = ready
+        if urgent:
+            chosen = [s for s in ready if s.num_pending <= size or s.deadline is None or s.deadline < dry]
+        most = max(1, self.config.max_cells // self._num_slots(chosen))
+        size = min(size, max(f for f in self.config.frame_sizes if f <= most))
+        return [(s, min(s.num_pending, size)) for s in chosen]
+
+    def _num_slots(self, streams: Sequence[Stream]) -> int:
+        """The leading slots that a step for these streams runs."""
+        top = 1 + max(s.slot for s in streams if s.slot is not None)
+        return next((n for n in sorted(self.config.slot_sizes) if top <= n <= self.config.slots), self.config.slots)
 
     def _seat(self) -> None:
         if not self._free or not self._queue:
@@ -224,21 +290,19 @@ class CodecStage:
     @torch.inference_mode()
     def _launch(self, parts: list[tuple[Stream, int]]) -> None:
         size = next(f for f in self.config.frame_sizes if f >= max(n for _, n in parts))
-        top = 1 + max(s.slot for s, _ in parts if s.slot is not None)
-        slots = next((b for b in sorted(self.config.slot_sizes) if b >= top), self.config.slots)
-        slots = min(slots, self.config.slots)
+        slots = self._num_slots([s for s, _ in parts])
         taken = []
-        codes, lengths = [], [0] * slots
+        codes, counts = self._staging.inputs(slots, size)
+        for stream, n in parts:
+            assert stream.slot is not None
+            self._take(stream, n, codes[stream.slot])
+            counts[stream.slot] = n
+            taken.append((stream, stream.launched, n, stream.launched + n))
+            stream.launched += n
+            stream.in_flight += 1
         with self.on_stream():
-            for stream, n in parts:
-                assert stream.slot is not None
-                codes.append((stream.slot, self._take(stream, n)))
-                lengths[stream.slot] = n
-                taken.append((stream, stream.launched, n, stream.launched + n))
-                stream.launched += n
-                stream.in_flight += 1
             try:
-                step = CodecStep(taken, *self._run(codes, lengths, slots, size))
+                step = CodecStep(taken, *self._run(slots, size))
             except RuntimeError as e:
                 step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
         self._steps.append(step)
@@ -248,53 +312,36 @@ class CodecStage:
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied)
 
-    def _run(
-        self, codes: list[tuple[int, torch.Tensor]], lengths: list[int], slots: int, size: int
-    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        groups = self.model.config.num_quantizers
+    def _run(self, slots: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """One step on what was staged."""
         found = self._graphs.get((slots, size))
         if found is not None:
-            graph, inputs, counts, wav = found
-        else:
-            inputs = torch.zeros(slots, groups, size, dtype=torch.int64, device=self.device)
-        self._place(inputs, codes)
-        device_lengths = to_device(lengths, self.device, torch.int64)
-        if found is not None:
-            counts.copy_(device_lengths)
+            graph, given, wav = found
+            given.copy_(self._staging.host(slots, size), non_blocking=True)
             graph.replay()
         else:
-            wav = self.model.step(self.state.head(slots), inputs, device_lengths)
+            given = self._staging.host(slots, size).to(self.device, non_blocking=True, copy=True)
+            inputs, counts = split(given, slots, size)
+            wav = self.model.step(self.state.head(slots), inputs, counts)
         if self.stream is None:
             return wav, None
-        host = torch.empty(wav.shape, dtype=wav.dtype, pin_memory=True)
+        host = self._staging.output(wav)
         host.copy_(wav, non_blocking=True)
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self.stream)
         return host, copied
 
-    def _place(self, inputs: torch.Tensor, codes: list[tuple[int, torch.Tensor]]) -> None:
-        """Every stream's frames to its slot, in a fixed number of launches."""
-        slot = np.repeat([s for s, _ in codes], [len(part) for _, part in codes])
-        frame = np.concatenate([np.arange(len(part)) for _, part in codes])
-        where = to_device(np.stack([slot, frame]), self.device, torch.int64)
-        flat = torch.cat([part for _, part in codes])
-        if self.stream is not None:
-            for _, part in codes:  # made on another stage's stream, whose allocator must not reuse it under us
-                part.record_stream(self.stream)
-        inputs.transpose(1, 2)[where[0], where[1]] = flat
-
-    def _take(self, stream: Stream, n: int) -> torch.Tensor:
-        """The first n waiting frames."""
-        parts, need = [], n
-        while need:
-            head = stream.pending.popleft()
-            if len(head) > need:
-                stream.pending.appendleft(head[need:])
-                head = head[:need]
-            parts.append(head)
-            need -= len(head)
+    def _take(self, stream: Stream, n: int, into: npt.NDArray[np.int64]) -> None:
+        """The first n waiting frames, as columns of `into`."""
         stream.num_pending -= n
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        at = 0
+        while at < n:
+            head = stream.pending.popleft()
+            if len(head) > n - at:
+                stream.pending.appendleft(head[n - at :])
+                head = head[: n - at]
+            into[:, at : at + len(head)] = head.T
+            at += len(head)
 
     def _retire(self, step: CodecStep) -> None:
         wav = step.host.numpy()
@@ -364,7 +411,12 @@ class CodecStage:
         """Capture steps of (slots, frames), largest first. Streams must not be running."""
         assert self.stream is not None, "graphs need a GPU"
         c, groups = self.config, self.model.config.num_quantizers
-        todo = sizes or [(min(s, c.slots), f) for s in c.slot_sizes for f in c.frame_sizes if s <= c.slots]
+        todo = sizes or [
+            (slots, frames)
+            for slots in (*(n for n in c.slot_sizes if n < c.slots), c.slots)
+            for frames in c.frame_sizes
+            if frames <= max(1, c.max_cells // slots)
+        ]
         pool = None
         for slots, frames in tqdm(
             sorted(set(todo), key=lambda t: -t[0] * t[1]),
@@ -374,12 +426,13 @@ class CodecStage:
         ):
             head = self.state.head(slots)
             with self.on_stream():
-                inputs = torch.zeros(slots, groups, frames, dtype=torch.int64, device=self.device)
-                counts = torch.zeros(slots, dtype=torch.int64, device=self.device)  # zero: the state stays as it is
+                # All zero: no frames, so that the state stays as it is.
+                given = torch.zeros(slots * (groups * frames + 1), dtype=torch.int64, device=self.device)
+                inputs, counts = split(given, slots, frames)
                 for _ in range(2):
                     self.model.step(head, inputs, counts)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 wav = self.model.step(head, inputs, counts)
             pool = pool or graph.pool()
-            self._graphs[slots, frames] = graph, inputs, counts, wav
+            self._graphs[slots, frames] = graph, given, wav

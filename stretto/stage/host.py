@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -29,9 +28,9 @@ from stretto.connector.inline import InlineIn, InlineOut
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
 from stretto.errors import Bug, StageDead, StrettoError
+from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.load import Source
 from stretto.orchestrator.messages import (
-    PREFIX,
     Admit,
     Broken,
     Cancel,
@@ -51,20 +50,19 @@ from stretto.orchestrator.messages import (
     Throttle,
     ToHost,
     Unlink,
-    decode_to_host,
-    encode,
-    lengths,
     unpack_prompt,
 )
 from stretto.orchestrator.settings import LINKS, HostSettings
 from stretto.prompt.prompt import Prompt
+from stretto.stage.channel import Channel
 from stretto.stage.codec import CodecConfig, CodecStage
-from stretto.stage.loop import Loop
+from stretto.stage.loop import Loop, Turns
 from stretto.stage.nodes import Code2WavNode, Node, TalkerNode, ThinkerNode, failed
 from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.payload.schema import ThinkerRows
-from stretto.stage.plan import RESERVE, check, free_memory, plan
+from stretto.stage.plan import RESERVE, check, free_memory, plan, sized
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs
+from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.talker import TalkerLane
 from stretto.stage.runner.thinker import ThinkerLane
@@ -76,54 +74,10 @@ from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
 
+PRIORITIES = {"thinker": 0, "talker": -1}
+"""Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is -2.)"""
 
-class Channel:
-    """The host's end of the control channel. `send` may be called from any thread and never waits."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._out: SimpleQueue[tuple[bytes, bytes] | None] = SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="stretto-reports", daemon=True)
-        self._writer.start()
-
-    def send(self, message: FromHost, blob: bytes = b"") -> None:
-        self._out.put((encode(message, blob), blob))
-
-    def read(self) -> tuple[ToHost, bytes] | None:
-        """The next message; None when the orchestrator has gone."""
-        prefix = self._exactly(PREFIX.size)
-        if prefix is None:
-            return None
-        header_size, blob_size = lengths(prefix)
-        header, blob = self._exactly(header_size), self._exactly(blob_size)
-        return None if header is None or blob is None else (decode_to_host(header), blob)
-
-    def flush(self) -> None:
-        """Send what is queued, and no more after that."""
-        self._out.put(None)
-        self._writer.join(timeout=5.0)
-
-    def _exactly(self, size: int) -> bytes | None:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            try:
-                n = self._sock.recv_into(view)
-            except OSError:
-                return None
-            if n == 0:
-                return None
-            view = view[n:]
-        return bytes(data)
-
-    def _write(self) -> None:
-        while (item := self._out.get()) is not None:
-            try:
-                for part in item:
-                    if part:
-                        self._sock.sendall(part)
-            except OSError:
-                return  # the reader sees the end too, and ends the host
+SWITCH_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +96,8 @@ class Host:
 
     configure: Configure
     settings: HostSettings
-    report: Callable[[FromHost, bytes], None]
+    report: Callable[[FromHost, bytes], None]  # collects
+    push: Callable[[], None] = lambda: None  # sends what was collected
     device: torch.device = field(init=False)
     switches: OverlapSwitches = field(init=False)
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
@@ -151,6 +106,7 @@ class Host:
     registry: Registry = field(init=False, default_factory=Registry)
     waiters: list[Waiter] = field(init=False, default_factory=list)
     memory: dict[str, int] = field(init=False, default_factory=dict)  # bytes by stage
+    fresh: bool = field(init=False, default=False)  # requests were admitted in this round
 
     def load(self) -> None:
         """Build the stages, one after the other, if they fit; says how far it is."""
@@ -167,12 +123,15 @@ class Host:
             s.load_format,
             progress=False,
         )
+        self.settings = s = sized(source.config, self.configure.stages, s, source.dtype, self.device)
+        assert s.thinker_blocks is not None
+        assert s.talker_blocks is not None
         plans = plan(source.config, self.configure.stages, s, source.dtype)
         check(plans, free_memory(self.device), RESERVE[self.device.type], str(self.device))
         self.memory = {p.stage: p.kept for p in plans}
         embedding = None
         for name in self.configure.stages:
-            self.report(Loading(name, "loading"), b"")
+            self._progress(name, self._room(name))
             waiter = self._waiter(name)
             match name:
                 case "thinker":
@@ -190,16 +149,40 @@ class Host:
                     config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
                     codec = CodecStage(source.code2wav(), _nobody, config, waiter)
                     if self.device.type == "cuda" and s.graphs:
-                        self.report(Loading(name, "capturing graphs"), b"")
+                        self._progress(name, "capturing graphs")
                         codec.capture(progress=False)
                     self.nodes[name] = Code2WavNode(codec, self.report)
                 case _:
                     raise Bug(f"no stage is called {name!r}")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        order = [n for n in ("thinker", "talker", "code2wav") if n in self.nodes]
-        self.loop.stages = [self.nodes[n] for n in order]
-        self.loop.stages.append(_Faults(self))
+        self.loop.stages = self._turns()
+
+    def _room(self, stage: str) -> str:
+        s = self.settings
+        blocks = {"thinker": s.thinker_blocks, "talker": s.talker_blocks}.get(stage)
+        room = f"{blocks * s.block_size} tokens" if blocks is not None else f"{s.max_rows} streams"
+        return f"loading, with room for {room}"
+
+    def _progress(self, stage: str, what: str) -> None:
+        self.report(Loading(stage, what), b"")
+        self.push()
+
+    def _turns(self) -> list[Turns]:
+        """In the order of the data's way (the loop goes through them from the end): samples that are ready leave before
+        anything else is done; the talker goes before the thinker, whose launches may be long; and the vocoder comes
+        once more in between, so that frames that the talker sent are launched behind its own step at once. Only a new
+        prompt goes to the thinker first: the talker's part of it can be done while the thinker's runs."""
+        vocoder: list[Turns] = [self.nodes["code2wav"]] if "code2wav" in self.nodes else []
+        push = _Push(self.push)
+        order: list[Turns] = [push]
+        if "thinker" in self.nodes:
+            order += [self.nodes["thinker"], push]
+        if "talker" in self.nodes:
+            order += [*vocoder, self.nodes["talker"]]
+        if "thinker" in self.nodes:
+            order.append(_Fresh(self, self.nodes["thinker"]))
+        return [*order, push, *vocoder, _Faults(self)]
 
     def _cache(self, model: Any, blocks: int) -> Any:
         return model.cache(blocks + 1, self.settings.block_size)
@@ -216,10 +199,11 @@ class Host:
         graphs = None
         if self.device.type == "cuda" and s.graphs:
             graphs = DecodeGraphs(lane, [n for n in SIZES if n <= s.max_rows])
-        runner = Runner(lane, graphs)
+        runner = Runner(lane, graphs, PRIORITIES[name])
         if graphs is not None and runner.stream is not None:
-            self.report(Loading(name, "capturing graphs"), b"")
+            self._progress(name, "capturing graphs")
             graphs.capture(runner.stream, name, progress=False)
+            self._capture_prompts(name, lane, runner.stream)
         store = PayloadStore()
         scheduler = Scheduler(
             SchedulerConfig(
@@ -233,10 +217,24 @@ class Host:
                 lone_prefill_chunk=s.lone_prefill_chunk,
                 overlap_depth=s.overlap_depth,
                 prefix_cache=s.prefix_cache,
+                mixed=s.mixed_steps,
             ),
             store.drop,
         )
         return Stage(name, scheduler, runner, _nobody, store, waiter)
+
+    def _capture_prompts(self, name: str, lane: ThinkerLane | TalkerLane, stream: torch.cuda.Stream) -> None:
+        """Passes over prompts, and the audio encoder's. After the decode steps: their warm-ups must not find these."""
+        accept = lane.model.accept_layer if isinstance(lane, ThinkerLane) else None
+        prompts = PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
+        if prompts is not None:
+            self._progress(name, "capturing prompts")
+            prompts.capture(stream, name, progress=False)
+            lane.prompts = prompts
+        if isinstance(lane, ThinkerLane):
+            windows = WindowGraphs(lane.model.audio_tower)
+            windows.capture(stream)
+            lane.model.audio_tower.graphs = windows
 
     # -- messages, on the loop thread
 
@@ -271,6 +269,7 @@ class Host:
             prompt: Prompt = unpack_prompt(a.prompt, blob)
             for node in reversed(self.nodes.values()):
                 node.admit(a, prompt)
+            self.fresh = True
         except StrettoError as e:
             for node in self.nodes.values():
                 node.cancel(a.request)
@@ -297,7 +296,8 @@ class Host:
         if connector.inline:
             end.incoming = InlineIn(receiver, m.link, self.loop.bell.ring)  # type: ignore[arg-type]
         else:
-            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else frozenset()
+            # The vocoder takes codes from the host: see `CodecStage.push`.
+            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else frozenset({"codes"})
             incoming = Incoming(
                 receiver, m.link, self.loop.bell.ring, uploader=HostToDevice(self.device, self.switches, keep)
             )
@@ -343,12 +343,17 @@ class Host:
             end.incoming.close()
 
     def stats(self) -> dict[str, float]:
-        values: dict[str, float] = {}
+        idle = self.loop.idle_ns / 1e9
+        values: dict[str, float] = {
+            "stretto_host_idle_seconds_total": idle,
+            "stretto_host_busy_seconds_total": self.loop.age_s - idle,
+        }
         for name, node in self.nodes.items():
             stage = node.stage
             values[f'stretto_stage_requests{{stage="{name}"}}'] = len(stage)
             values[f'stretto_stage_steps_total{{stage="{name}"}}'] = stage.stats.steps
             values[f'stretto_stage_launch_seconds_total{{stage="{name}"}}'] = stage.stats.launch_ns / 1e9
+            values[f'stretto_stage_retire_seconds_total{{stage="{name}"}}'] = stage.stats.retire_ns / 1e9
             if isinstance(stage, Stage):
                 pool = stage.scheduler.pool
                 values[f'stretto_stage_tokens_total{{stage="{name}"}}'] = stage.stats.tokens
@@ -383,6 +388,28 @@ class Host:
             self._unlink(name)
         for waiter in self.waiters:
             waiter.close()
+
+
+class _Push:
+    """Lets the reports of the turns before it go."""
+
+    def __init__(self, push: Callable[[], None]) -> None:
+        self.push = push
+
+    def turn(self) -> bool:
+        self.push()
+        return False
+
+
+class _Fresh:
+    """A turn of the thinker's in rounds that brought requests."""
+
+    def __init__(self, host: Host, thinker: Node) -> None:
+        self.host, self.thinker = host, thinker
+
+    def turn(self) -> bool:
+        fresh, self.host.fresh = self.host.fresh, False
+        return fresh and self.thinker.turn()
 
 
 class _Faults:
@@ -428,7 +455,7 @@ def serve(sock: socket.socket) -> int:
         return 0
     configure = first[0]
     assert isinstance(configure, Configure), configure
-    host = Host(configure, HostSettings(**configure.settings), channel.send)
+    host = Host(configure, HostSettings(**configure.settings), channel.post, channel.push)
     start = time.perf_counter()
     try:
         host.load()
@@ -438,6 +465,7 @@ def serve(sock: socket.socket) -> int:
         return 1
     if host.device.type == "cuda":
         host.memory["allocated"] = torch.cuda.memory_allocated(host.device)
+    settle_down()
     channel.send(Ready(configure.stages, time.perf_counter() - start, host.memory))
     # Wakes the reader below, so that the orchestrator learns of it now and not with its next message.
     host.loop.on_failure = lambda: sock.shutdown(socket.SHUT_RD)
@@ -456,6 +484,14 @@ def serve(sock: socket.socket) -> int:
     host.close()
     channel.flush()
     return code
+
+
+def settle_down() -> None:
+    """What was made so far stays for good: without this, each full garbage collection would look through all of it, in
+    the middle of a step. And threads that wait for the interpreter get it soon: they bring messages."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
 
 
 def _post(host: Host, channel: Channel, message: ToHost, blob: bytes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -28,16 +29,23 @@ class Turns(Protocol):
 
 
 class Bell:
-    """A wake-up that any thread may ring and one thread sleeps on. Rings before the sleep are not lost."""
+    """A wake-up that any thread may ring and one thread sleeps on. Rings before the sleep are not lost: whoever slept
+    must look for work after it and before the next sleep."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._rung = False
 
     def ring(self) -> None:
-        os.eventfd_write(self._fd, 1)
+        # While nobody sleeps one ring is as good as many, and this is not a system call.
+        if not self._rung:
+            self._rung = True
+            os.eventfd_write(self._fd, 1)
 
     def sleep(self) -> None:
         os.eventfd_read(self._fd)
+        # After the read: a ring in between is left out, but the look for work that follows sees what it was for.
+        self._rung = False
 
     def close(self) -> None:
         os.close(self._fd)
@@ -51,6 +59,8 @@ class Loop:
         self.max_messages = max_messages
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None  # called last on the loop thread, if it dies
+        self.idle_ns = 0  # asleep, since `run` began
+        self._begun = time.monotonic()
         self._messages: deque[Message] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -79,11 +89,18 @@ class Loop:
 
     # -- the loop thread
 
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._begun
+
     def run(self) -> None:
+        self._begun = time.monotonic()
         try:
             while not self._stopping:
                 if not self.round():
+                    asleep = time.perf_counter_ns()
                     self.bell.sleep()
+                    self.idle_ns += time.perf_counter_ns() - asleep
         except BaseException as e:
             # The boundary of the stage's world: whoever started the loop must learn of it.
             self.failure, self._stopping = e, True

@@ -9,13 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from stretto.connector.contract import EVERY_EPOCH, Chunk
-from stretto.connector.courier import InLink, OutLink
+from stretto.connector.contract import Chunk
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, talker_prompt
 from stretto.models.qwen3_omni.positions import rope_positions
@@ -24,137 +22,26 @@ from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.orchestrator.messages import Admit, Codes, Ended, Failed, FromHost, Pcm, Text
 from stretto.prompt.prompt import Prompt
 from stretto.stage.codec import AudioOutput, CodecStage
-from stretto.stage.inbox import Inboxes
-from stretto.stage.outbox import Outbox
-from stretto.stage.payload.chunker import ChunkPolicy
+from stretto.stage.links import Intake, Link
+from stretto.stage.pace import FRAME_S, LOOK_S, Pace, leaving
 from stretto.stage.payload.copies import adopt
-from stretto.stage.payload.schema import CodecFrames, Payload, ThinkerRows, unpack
-from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt
+from stretto.stage.payload.schema import CodecFrames, ThinkerRows, unpack
+from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.runner.talker import TalkerInput
 from stretto.stage.runner.thinker import Edit, ThinkerInput
 from stretto.stage.scheduler.blocks import prefix_key
-from stretto.stage.scheduler.scheduler import Scheduler
-from stretto.stage.stage import Output, Stage
+from stretto.stage.stage import MediaOutput, Output, Stage
 from stretto.types import Mark, RequestId, Span
 
-FRAME_S = 0.08
 MAX_MARKS = 8192
 
 Report = Callable[[FromHost, bytes], None]
 Clock = Callable[[], float]
-P = TypeVar("P", bound=Payload)
 
-TEXT_POLICY = ChunkPolicy(first=1, each=1, limit=4096)
-"""Text goes on at once; a prompt's rows go together as far as they are ready."""
-
-
-class Link(Generic[P]):
-    """The node's side of the link it sends on: outboxes of the requests that speak."""
-
-    def __init__(self, kind: type[P]) -> None:
-        self.kind = kind
-        self.out: OutLink | None = None
-        self.boxes: dict[RequestId, Outbox[P]] = {}
-        self._slow: set[RequestId] = set()  # whose listener does not keep up
-
-    def open(self, id: RequestId, policy: ChunkPolicy) -> None:
-        self.boxes[id] = Outbox(self.kind, id, policy, self._offer)
-
-    def _offer(self, parcel: object) -> bool:
-        return self.out is not None and self.out.offer(parcel)  # type: ignore[arg-type]
-
-    def flush(self) -> list[RequestId]:
-        """Send what waited. Returns the requests whose outbox is empty again after it was not."""
-        freed = []
-        for id, box in list(self.boxes.items()):
-            if box.waiting and box.flush():
-                freed.append(id)
-        if any(box.waiting for box in self.boxes.values()) and self.out is not None:
-            self.out.wake_when_sent()
-        return freed
-
-    def throttle(self, id: RequestId, on: bool) -> None:
-        if on and id in self.boxes:
-            self._slow.add(id)
-        else:
-            self._slow.discard(id)
-
-    def blocked(self, id: RequestId) -> bool:
-        """A request rests while its listener is slow or its chunks find no room: each may end before the other."""
-        box = self.boxes.get(id)
-        return id in self._slow or (box is not None and box.waiting > 0)
-
-    def settle(self, id: RequestId, scheduler: Scheduler) -> None:
-        """Tell the scheduler whether the request rests."""
-        if id in scheduler:
-            scheduler.set_blocked(id, self.blocked(id))
-
-    def close(self, id: RequestId, purge: bool) -> None:
-        """The request is over. With `purge`, so is what is on its way."""
-        box = self.boxes.get(id)
-        self._slow.discard(id)
-        if box is None:
-            return
-        if not purge and box.waiting:
-            return  # its last chunks still wait for room; `flush` comes back to it
-        del self.boxes[id]
-        box.drop()
-        if purge and self.out is not None:
-            self.out.purge(id, EVERY_EPOCH)
-
-    def sweep(self) -> None:
-        for id in [id for id, box in self.boxes.items() if box.ended and not box.waiting]:
-            del self.boxes[id]
-            self._slow.discard(id)
-
-
-class Intake:
-    """The node's side of the link it receives on: inboxes of the requests that were announced. `read` is given each
-    chunk in order and must not keep it; `fail` is told what went wrong with a request."""
-
-    def __init__(
-        self, read: Callable[[RequestId, Chunk], None], fail: Callable[[RequestId, StrettoError], None]
-    ) -> None:
-        self.link: InLink | None = None
-        self.boxes = Inboxes()
-        self._read, self._fail = read, fail
-
-    def open(self, id: RequestId) -> None:
-        """Announce a request, and take what came for it early."""
-        self.boxes.announce(id)
-        self._take(id)
-
-    def turn(self) -> bool:
-        """Take what has arrived. True: something had."""
-        did = False
-        while self.link is not None and (chunk := self.link.poll()) is not None:
-            did = True
-            id = chunk.header.request
-            try:
-                self.boxes.push(chunk)
-                self._take(id)
-            except StrettoError as e:
-                self._fail(id, e)
-        return did
-
-    def close(self, id: RequestId, purge: bool) -> None:
-        """The request is over. With `purge`, so is what is on its way."""
-        self.boxes.forget(id)
-        if purge and self.link is not None:
-            self.link.purge(id, EVERY_EPOCH)
-
-    def _take(self, id: RequestId) -> None:
-        if id not in self.boxes:
-            return
-        inbox = self.boxes[id]
-        while (chunk := inbox.pop()) is not None:
-            try:
-                self._read(id, chunk)
-            finally:
-                chunk.release()
-            if inbox.ended and not len(inbox):
-                self.boxes.forget(id)
-                return
+NOTHING = torch.empty(0, 0, dtype=torch.int32)
+TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
+"""Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report for each token
+would cost the host more than its share of the step. The first ones go one by one, since the talker waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +69,20 @@ class Journal:
         return Ended(id, stage, reason.value, self.begun, tuple(self.marks), self.cached, tuple(self.chunks))
 
 
+@dataclass(slots=True, eq=False)
+class Telling:
+    """A request whose text is being made: what of it has not left yet."""
+
+    journal: Journal
+    speak: bool
+    left: int = 0  # tokens that have left
+    left_at: float = 0.0  # when the last ones did
+    tokens: list[int] = field(default_factory=list)  # that have not
+
+    def due(self, now: float) -> bool:
+        return len(self.tokens) >= min(TEXT_GROUP, 1 + self.left // 2) or now - self.left_at >= TEXT_WAIT_S
+
+
 class ThinkerNode:
     name = "thinker"
 
@@ -189,7 +90,8 @@ class ThinkerNode:
         self.stage, self.model, self.report, self.clock = stage, model, report, clock
         self.config = model.config
         self.link: Link[ThinkerRows] = Link(ThinkerRows)
-        self.journals: dict[RequestId, Journal] = {}
+        self.tellings: dict[RequestId, Telling] = {}
+        self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         stage.emit = self._emit
 
     def admit(self, a: Admit, prompt: Prompt) -> None:
@@ -224,25 +126,26 @@ class ThinkerNode:
         pads = np.flatnonzero(np.isin(prompt.ids, c.tokens.media_pads)).tolist()
         salts = [Salt(run, a.media) for run in runs_of(pads)]
         self.stage.submit(spec, given, prompt.ids, salts=salts)
-        self.journals[a.request] = Journal(self.clock())
+        self.tellings[a.request] = Telling(Journal(self.clock()), a.speak)
         if a.speak:
-            self.link.open(a.request, TEXT_POLICY)
+            self.link.open(a.request)
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)
         self.link.close(id, purge=True)
-        self.journals.pop(id, None)
+        self.tellings.pop(id, None)
 
     def stop_text(self, id: RequestId) -> None:
         """End the answer where it is, in good order: the talker speaks what it has."""
-        journal = self.journals.pop(id, None)
-        if journal is None:
+        telling = self.tellings.pop(id, None)
+        if telling is None or id not in self.stage.scheduler:
             return
+        request = self.stage.scheduler.request(id)
+        self._tell(id, telling, self.clock())
         self.stage.cancel(id)
-        box = self.link.boxes.get(id)
-        if box is not None:
-            box.send(Confirmed(box.added), Mark.REQUEST_END)
-        self.report(journal.ended(id, self.name, Reason.STOP), b"")
+        if telling.speak:
+            self._forward(request, len(request.ids), Mark.REQUEST_END, None)
+        self.report(telling.journal.ended(id, self.name, Reason.STOP), b"")
 
     def throttle(self, id: RequestId, on: bool) -> None:
         self.link.throttle(id, on)
@@ -251,52 +154,78 @@ class ThinkerNode:
     def turn(self) -> bool:
         for id in self.link.flush():
             self.link.settle(id, self.stage.scheduler)
-        did = self.stage.turn()
-        self.link.sweep()
-        return did
+        return self.stage.turn()
 
     def _emit(self, o: Output) -> None:
-        id = o.request.id
-        journal = self.journals.get(id)
-        if journal is None:
+        request, reason = o.request, o.reason
+        id = request.id
+        telling = self.tellings.get(id)
+        if telling is None:
             return  # cancelled meanwhile
+        now, journal = self.clock(), telling.journal
         if o.token is not None:
-            journal.mark(self.clock())
+            journal.mark(now)
+            telling.tokens.append(o.token)
             if len(journal.marks) == 1:
                 journal.cached = self.stage.num_cached(id)
-            if o.reason is None:
-                self.stage.scheduler.set_deadline(id, journal.deadline())
-            self.report(Text(id, (o.token,)), b"")
-        elif o.reason is None:
-            journal.mark_chunk(self.clock())
-        box = self.link.boxes.get(id)
-        if box is not None and o.error is None:
-            self._forward(box, o)
-        if o.reason is not None:
-            del self.journals[id]
-            if o.error is not None:
-                self.link.close(id, purge=True)
-                self.report(failed(id, self.name, o.error), b"")
-            else:
-                self.report(journal.ended(id, self.name, o.reason), b"")
+        elif reason is None:
+            journal.mark_chunk(now)
+        if o.error is not None:
+            del self.tellings[id]
+            self.link.close(id, purge=True)
+            self.report(failed(id, self.name, o.error), b"")
+            return
+        if o.token is not None and reason is None and not telling.due(now):
+            return
+        self._tell(id, telling, now)
+        if telling.speak:
+            # The answer's last token is never spoken, so it does not leave.
+            ready = o.confirmed + (o.token is not None and reason is None)
+            self._forward(request, ready, Mark.REQUEST_END if reason is not None else Mark.MORE, o.media)
+        if reason is not None:
+            del self.tellings[id]
+            self.report(journal.ended(id, self.name, reason), b"")
+        elif (deadline := journal.deadline()) is not None:
+            self.stage.scheduler.set_deadline(id, deadline)
 
-    def _forward(self, box: Outbox[ThinkerRows], o: Output) -> None:
-        """Rows that the talker may have: the id at each position, and media rows. The answer's last token is never
-        spoken, so it does not leave."""
-        ready = o.confirmed + (o.token is not None and o.reason is None)
+    def _tell(self, id: RequestId, telling: Telling, now: float) -> None:
+        if telling.tokens:
+            self.report(Text(id, tuple(telling.tokens)), b"")
+            telling.left, telling.left_at = telling.left + len(telling.tokens), now
+            telling.tokens = []
+
+    def _forward(self, request: StageRequest, ready: int, mark: Mark, media: MediaOutput | None) -> None:
+        """Rows that the talker may have: the id at each position, and media rows."""
+        id = request.id
+        box = self.link.boxes[id]
         start = box.added
         if ready > start:
-            runs, hidden = self._media(o, start, ready)
-            ids = torch.tensor(o.request.ids[start:ready], dtype=torch.int32)
-            box.add(ThinkerRows(Span(start, ready), ids, runs, hidden), event=o.media.event if o.media else None)
-        mark = Mark.REQUEST_END if o.reason is not None else Mark.MORE
-        if not box.send(Confirmed(ready), mark) and o.reason is None:
-            self.link.settle(o.request.id, self.stage.scheduler)
+            ids = torch.from_numpy(np.array(request.ids[start:ready], dtype=np.int32))
+            runs, hidden = self._media(media, start, ready)
+            box.add(ThinkerRows(Span(start, ready), ids, runs, hidden), event=media.event if media else None)
+        if not self.link.send(id, Confirmed(max(ready, start)), mark) and mark is Mark.MORE:
+            self.link.settle(id, self.stage.scheduler)
 
-    def _media(self, o: Output, start: int, stop: int) -> tuple[tuple[Span, ...], torch.Tensor]:
-        if o.media is None:
-            return (), torch.empty(0, self.config.thinker.text.hidden_size, dtype=self.model.dtype)
-        return tuple(runs_of([p for p in o.media.places if start <= p < stop])), o.media.rows
+    def _media(self, media: MediaOutput | None, start: int, stop: int) -> tuple[tuple[Span, ...], torch.Tensor]:
+        if media is None:
+            return (), self._none
+        return tuple(runs_of([p for p in media.places if start <= p < stop])), media.rows
+
+
+@dataclass(slots=True, eq=False)
+class Speaking:
+    """A request whose frames are being made: those that have not left yet, and when they should."""
+
+    request: StageRequest
+    admit: Admit
+    journal: Journal
+    pace: Pace
+    frames: list[Sequence[int]] = field(default_factory=list)
+
+    @property
+    def stalled(self) -> bool:
+        """It waits for text, and no frame is on its way."""
+        return self.request.state is State.STARVED and not self.request.in_flight
 
 
 class TalkerNode:
@@ -307,8 +236,10 @@ class TalkerNode:
         self.config = model.config
         self.intake = Intake(self._read, self._fail)
         self.link: Link[CodecFrames] = Link(CodecFrames)
-        self.admits: dict[RequestId, Admit] = {}
-        self.journals: dict[RequestId, Journal] = {}
+        self.voices: dict[RequestId, Speaking] = {}
+        self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
+        self._came = False  # frames came since the last look at them
+        self._looked = 0.0
         stage.emit = self._emit
 
     def admit(self, a: Admit, prompt: Prompt) -> None:
@@ -324,17 +255,18 @@ class TalkerNode:
             sampling=given.code0,
             priority=a.priority,
             paced=True,
+            last_on_device=True,
             cache_output=False,
             cache_root=str(plan.speaker).encode(),
         )
         known = given.num_rows
-        self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=self._salts(a, prompt, plan))
-        self.admits[id] = a
-        self.journals[id] = Journal(self.clock())
-        self.link.open(id, ChunkPolicy(a.first_frames, a.each_frames, a.ramp))
+        salts = self._salts(a, prompt, plan)
+        request = self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=salts)
+        pace = Pace(a.first_frames, a.each_frames, a.ramp)
+        self.voices[id] = Speaking(request, a, Journal(self.clock()), pace)
+        self.link.open(id)
         if a.spoken is not None:
-            for token in a.spoken:
-                self._text(id, given, token)
+            self._text(id, given, a.spoken)
             self._end_text(id, given)
         else:
             self.intake.open(id)
@@ -363,33 +295,67 @@ class TalkerNode:
         for id in self.link.flush():
             self.link.settle(id, self.stage.scheduler)
         did = self.stage.turn() or did
-        self.link.sweep()
+        if self._waiting:
+            now = self.clock()
+            if self._came or now - self._looked > LOOK_S:
+                did = self._send_due(now) or did
         return did
+
+    def _send_due(self, now: float) -> bool:
+        """Frames leave step by step rather than request by request, so that the vocoder gets them in one go."""
+        self._came, self._looked = False, now
+        waiting = list(self._waiting.items())
+        which = leaving([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
+        for (id, voice), go in zip(waiting, which, strict=True):
+            if go:
+                self._send(id, voice, now, Mark.MORE)
+        return any(which)
+
+    def _send(self, id: RequestId, voice: Speaking, now: float, mark: Mark) -> None:
+        frames, first = voice.frames, voice.pace.sent
+        if frames:
+            # By way of the host, which has them anyway: on the device each request's few numbers would cost the
+            # vocoder's stream several launches of their own.
+            codes = np.array(frames, dtype=np.int32)
+            if voice.admit.want_codes:
+                self.report(Codes(id, first), codes.tobytes())
+            stop = first + len(frames)
+            self.link.boxes[id].add(CodecFrames(Span(first, stop), torch.from_numpy(codes)))
+            voice.pace.left(len(frames), now)
+            voice.frames = []
+            del self._waiting[id]
+        if not self.link.send(id, Confirmed(voice.pace.sent), mark) and mark is Mark.MORE:
+            self.link.settle(id, self.stage.scheduler)
+        if mark is Mark.MORE:
+            assert voice.pace.begun is not None
+            self.stage.scheduler.set_deadline(id, voice.pace.begun + FRAME_S * voice.pace.sent)
 
     def _read(self, id: RequestId, chunk: Chunk) -> None:
         given: TalkerInput = self.stage.runner.lane.inputs[id]
         rows = unpack(ThinkerRows, chunk)
         if rows is not None:
-            if len(rows.hidden):
+            if rows.media:
                 with self.stage.runner.on_stream():
                     adopt(chunk)
                     given.media.append(rows.hidden.to(self.model.device))
                 known = self.stage.scheduler.request(id).cursor.prompt
                 self.stage.scheduler.append_rows(id, row_ids(given, known, given.num_rows))
-            prompt = self.admits[id].prompt
-            first = max(len(prompt.ids) - rows.span.start, 0)
-            for token in rows.ids[first:].tolist():
-                self._text(id, given, token)
+            first = max(len(self.voices[id].admit.prompt.ids) - rows.span.start, 0)
+            if first < len(rows.span):
+                self._text(id, given, rows.ids.tolist()[first:])
         if chunk.header.mark is not Mark.MORE:
             self._end_text(id, given)
 
-    def _text(self, id: RequestId, given: TalkerInput, token: int) -> None:
-        given.text.append(token)
-        if len(given.text) == 1:
+    def _text(self, id: RequestId, given: TalkerInput, tokens: Sequence[int]) -> None:
+        more = len(tokens)
+        if more and not given.text:  # the first is part of the prompt, and its end
+            given.text.append(tokens[0])
             last = given.num_rows
             self.stage.scheduler.append_rows(id, row_ids(given, last - 1, last), last=True)
-        else:
-            self.stage.scheduler.append_text(id)
+            tokens, more = tokens[1:], more - 1
+        if more:
+            given.text.extend(tokens)
+            self.stage.scheduler.append_text(id, more)
 
     def _end_text(self, id: RequestId, given: TalkerInput) -> None:
         given.text_ended = True
@@ -398,39 +364,35 @@ class TalkerNode:
             return
         # Nothing to say: the talker never runs, and silence is the answer.
         self.stage.cancel(id)
-        self.link.boxes[id].send(Confirmed(0), Mark.REQUEST_END)
-        self.report(self.journals[id].ended(id, self.name, Reason.STOP), b"")
+        self.link.send(id, Confirmed(0), Mark.REQUEST_END)
+        self.report(self.voices[id].journal.ended(id, self.name, Reason.STOP), b"")
         self._close(id, purge=False)
 
     def _emit(self, o: Output) -> None:
         id = o.request.id
-        journal = self.journals.get(id)
-        if journal is None:
+        voice = self.voices.get(id)
+        if voice is None:
             return
         if o.error is not None:
             self._close(id, purge=True)
             self.report(failed(id, self.name, o.error), b"")
             return
-        box = self.link.boxes[id]
-        if o.token is None and o.reason is None:
-            journal.mark_chunk(self.clock())
-        if o.token is not None and o.reason is None:  # the pick that ends a request is not a frame
-            journal.mark(self.clock())
-            self.stage.scheduler.set_deadline(id, journal.deadline())
-            n = box.added
-            assert o.step is not None
-            box.add(CodecFrames(Span(n, n + 1), o.step.tokens[o.at : o.at + 1]), event=o.step.copied)
-            if self.admits[id].want_codes:
-                self.report(Codes(id, n), np.array(o.row, dtype=np.int32).tobytes())
-        mark = Mark.REQUEST_END if o.reason is not None else Mark.MORE
-        if not box.send(Confirmed(box.added), mark) and o.reason is None:
-            self.link.settle(id, self.stage.scheduler)
-        if o.reason is not None:
-            self.report(journal.ended(id, self.name, o.reason), b"")
+        now = self.clock()
+        if o.reason is not None:  # the pick that ends a request is not a frame
+            self._send(id, voice, now, Mark.REQUEST_END)
+            self.report(voice.journal.ended(id, self.name, o.reason), b"")
             self._close(id, purge=False)
+        elif o.token is None:
+            voice.journal.mark_chunk(now)
+        else:
+            voice.journal.mark(now)
+            voice.pace.came(now)
+            voice.frames.append(o.row)
+            self._waiting[id] = voice
+            self._came = True
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
-        if id in self.journals:
+        if id in self.voices:
             self.stage.cancel(id)
             self._close(id, purge=True)
             self.report(failed(id, self.name, error), b"")
@@ -438,8 +400,8 @@ class TalkerNode:
     def _close(self, id: RequestId, purge: bool) -> None:
         self.intake.close(id, purge)
         self.link.close(id, purge)
-        self.admits.pop(id, None)
-        self.journals.pop(id, None)
+        self.voices.pop(id, None)
+        self._waiting.pop(id, None)
 
 
 class Code2WavNode:
@@ -471,11 +433,8 @@ class Code2WavNode:
 
     def _read(self, id: RequestId, chunk: Chunk) -> None:
         frames = unpack(CodecFrames, chunk)
-        with self.stage.on_stream():
-            adopt(chunk)
-        codes = frames.codes if frames is not None else torch.empty(0, 0)
         last = Reason.STOP if chunk.header.mark is not Mark.MORE else None
-        self.stage.push(id, codes, last)
+        self.stage.push(id, frames.codes if frames is not None else NOTHING, last)
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         if id in self.journals:

@@ -1,13 +1,14 @@
 """The memory plan of a host: what its stages will take, looked at before anything is loaded.
 
-Called once by the host, on its main thread. The sizes come from the stages themselves, built on the meta device, where
-tensors have shapes and no memory; so the plan cannot drift away from the code that it speaks of. A plan that does not
-fit is refused with its numbers and with the settings that would make it smaller."""
+Called once by the host, on its main thread. KV pools of open size get what the rest leaves (`sized`). The sizes come
+from the stages themselves, built on the meta device, where tensors have shapes and no memory; so the plan cannot drift
+away from the code that it speaks of. A plan that does not fit is refused with its numbers and with the settings that
+would make it smaller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,12 @@ from stretto.stage.codec import CodecConfig
 GIB = 1 << 30
 RESERVE = {"cuda": 2 * GIB, "cpu": GIB // 4}
 """Left for what comes and goes: activations of a step, graphs, workspaces of libraries."""
+
+
+POOLS = {"thinker": 512, "talker": 1024}
+"""Blocks of the stages' KV pools where nothing is said and memory is not there to be filled: on a CPU."""
+SPARE = 16
+"""Pools that take what is left leave this part of the device's memory besides: graphs of large steps keep theirs."""
 
 
 class DoesNotFit(StageDead):
@@ -80,7 +87,44 @@ def size(count: int) -> str:
     return f"{count / 1024:.0f} KiB"
 
 
+def sized(
+    config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, device: torch.device
+) -> HostSettings:
+    """The settings with the size of each pool of these stages filled in where it was left open."""
+    if device.type != "cuda":
+        return fill(s, POOLS)
+    free, total = torch.cuda.mem_get_info(device)
+    return shared_out(config, stages, s, dtype, free - RESERVE["cuda"] - total // SPARE)
+
+
+def shared_out(
+    config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, room: int
+) -> HostSettings:
+    """Open pools share what the rest of the stages leaves of `room` bytes, so that each holds as many tokens as the
+    other: an answer takes about as many rows in the talker as in the thinker. None gets more than `max_rows` requests
+    of full length can use, nor less than one of them needs (whether that fits is for `check` to say)."""
+    one = -(-s.max_context // s.block_size)
+    least = dict.fromkeys(POOLS, one)
+    wanting = [stage for stage in stages if stage in POOLS and getattr(s, f"{stage}_blocks") is None]
+    if not wanting:
+        return fill(s, least)
+    zero, ten = (plan(config, stages, fill(s, dict.fromkeys(POOLS, n)), dtype) for n in (0, 10))
+    each = sum(b.state - a.state for a, b in zip(zero, ten, strict=True) if a.stage in wanting) / 10
+    blocks = int((room - needed(zero)) / each)
+    return fill(s, dict.fromkeys(POOLS, max(one, min(blocks, one * s.max_rows))))
+
+
+def fill(s: HostSettings, blocks: Mapping[str, int]) -> HostSettings:
+    """Pools whose size is open get theirs from `blocks`."""
+    return replace(
+        s,
+        thinker_blocks=blocks["thinker"] if s.thinker_blocks is None else s.thinker_blocks,
+        talker_blocks=blocks["talker"] if s.talker_blocks is None else s.talker_blocks,
+    )
+
+
 def plan(config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype) -> list[StagePlan]:
+    s = fill(s, POOLS)
     makers: dict[str, Callable[[], StagePlan]] = {
         "thinker": lambda: _thinker(config, s, dtype),
         "talker": lambda: _talker(config, s, dtype, alone="thinker" not in stages),
@@ -97,12 +141,14 @@ def _weights(module: nn.Module) -> int:
 
 def _thinker(config: OmniConfig, s: HostSettings, dtype: torch.dtype) -> StagePlan:
     model = build(lambda: Thinker(config), "meta", dtype)
+    assert s.thinker_blocks is not None
     pool = model.cache(s.thinker_blocks + 1, s.block_size).data.nbytes
     return StagePlan("thinker", _weights(model), pool, knobs="thinker_blocks")
 
 
 def _talker(config: OmniConfig, s: HostSettings, dtype: torch.dtype, alone: bool) -> StagePlan:
     model = build(lambda: Talker(config), "meta", dtype)
+    assert s.talker_blocks is not None
     pool = model.cache(s.talker_blocks + 1, s.block_size).data.nbytes
     text = config.thinker.text
     table = text.vocab_size * config.talker.text.hidden_size * dtype.itemsize

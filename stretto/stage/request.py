@@ -177,6 +177,9 @@ class RequestSpec:
     # Each decode step consumes one text token (the talker): the j-th row after the prompt runs once text j is
     # there, or once the text has ended.
     paced: bool = False
+    # The prompt's last row can be made from the device row, like a generated one (the talker's: the codec's begin mark
+    # and a text token). It then runs as a decode of its own, in a captured step with others'.
+    last_on_device: bool = False
     host_history: bool = False  # the next step needs all earlier tokens on the host: never more than one in flight
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
     cache_output: bool = True  # generated rows are told by their token ids (not so in the talker: 16 codes and text)
@@ -185,6 +188,8 @@ class RequestSpec:
     def __post_init__(self) -> None:
         if self.max_new < 1:
             raise Bug(f"{self.id}: max_new must be at least 1, got {self.max_new}")
+        if self.last_on_device and self.resumable:
+            raise Bug(f"{self.id}: the device row of a later segment holds something else")
 
 
 _UNLIMITED = 1 << 62

@@ -61,6 +61,7 @@ class Output:
 
 
 Emit = Callable[[Output], None]
+_NO_ROW: list[int] = []
 
 
 @dataclass(slots=True, eq=False)
@@ -209,25 +210,25 @@ class Stage:
     def _retire(self, step: Step) -> None:
         start = time.perf_counter_ns()
         result = self.runner.retire(step)
-        rows = dict(zip(step.sampling, range(len(step.sampling)), strict=True))
+        rows = {i: at for at, i in enumerate(step.sampling)}
         columns: list[list[int]] = [] if step.error is not None else step.host.tolist()
+        captured, confirm = step.captured.rows, self.runner.lane.confirm
         self.stats.failed += step.error is not None
         for outcome in self.scheduler.retire(step.batch, result):
-            at = rows.get(outcome.at) if outcome.token is not None else None
+            request, index, token = outcome.request, outcome.at, outcome.token
             media = None
-            if outcome.at in step.captured.rows:
-                places = step.captured.places[outcome.at]
-                media = MediaOutput(places, step.captured.rows[outcome.at], step.captured_at)
-                self._seats[outcome.request.id].media.append(media)
-            row = columns[at] if at is not None else []
-            self.stats.tokens += at is not None
-            if row:
-                self.runner.lane.confirm(outcome.request, row)
+            if index in captured:
+                media = MediaOutput(step.captured.places[index], captured[index], step.captured_at)
+                self._seats[request.id].media.append(media)
+            at, row = 0, _NO_ROW
+            if token is not None:
+                at = rows[index]
+                row = columns[at]
+                self.stats.tokens += 1
+                confirm(request, row)
             if outcome.published:
                 self._keep(outcome)
-            self._emit(
-                Output(outcome.request, outcome.confirmed, outcome.token, row, step, at or 0, media, outcome.reason)
-            )
+            self._emit(Output(request, outcome.confirmed, token, row, step, at, media, outcome.reason))
         for span in step.batch.spans:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:

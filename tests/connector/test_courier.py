@@ -320,6 +320,9 @@ class Scripted:
         chunk.release()
         return True
 
+    def settle(self, *, wait: bool) -> int:
+        return 0
+
     def credits(self) -> int:
         return 7
 
@@ -478,12 +481,16 @@ class SlowUploads:
         self.running.append(chunk)
         return Chunk(chunk.header, dict(chunk.tensors))
 
-    def reap(self) -> bool:
-        return bool(self.running)
+    def reap(self) -> int:
+        return len(self.running)
+
+    def wait_one(self) -> None:
+        if self.running:
+            self.running.pop(0).release()
 
     def wait(self) -> None:
         while self.running:
-            self.running.pop().release()
+            self.wait_one()
 
 
 def test_an_idle_courier_gives_uploaded_slots_back() -> None:

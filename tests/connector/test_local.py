@@ -11,6 +11,7 @@ import torch
 from stretto.connector import wire
 from stretto.connector.contract import (
     EVERY_EPOCH,
+    WIRE_VERSION,
     Chunk,
     Endpoint,
     LinkClosed,
@@ -171,7 +172,7 @@ def test_death_is_not_a_close(victim: str) -> None:
 def test_another_version_is_refused_on_both_sides() -> None:
     sender, receiver = link()
     made, lease = chunk()
-    made.header = msgspec.structs.replace(made.header, version=2)
+    made.header = msgspec.structs.replace(made.header, version=WIRE_VERSION + 1)
     sender.put(made, 0)
     with pytest.raises(VersionMismatch) as caught:
         receiver.take(0)

@@ -19,6 +19,7 @@ from stretto.connector.contract import (
     EVERY_EPOCH,
     WIRE_VERSION,
     Chunk,
+    ChunkHeader,
     Corrupt,
     Endpoint,
     LinkClosed,
@@ -482,15 +483,15 @@ def test_endpoints_travel_as_text_and_carry_no_secret(kit: Kit) -> None:
 @contextmanager
 def damaged(monkeypatch: pytest.MonkeyPatch, damage: Callable[[memoryview, int], None]) -> Iterator[None]:
     """Whatever is encoded meanwhile leaves the sender with `damage` done to it."""
-    encode_into = wire.encode_into
+    write_head = wire.write_head
 
-    def encode_badly(buffer: memoryview, chunk: Chunk, **flags: bool) -> int:
-        size = encode_into(buffer, chunk, **flags)
-        damage(buffer, size)
+    def write_badly(page: wire.Page, header: ChunkHeader, **flags: bool) -> int:
+        size = write_head(page, header, **flags)
+        damage(page.memory, size)
         return size
 
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "encode_into", encode_badly)
+        patch.setattr(wire, "write_head", write_badly)
         yield
 
 
@@ -501,7 +502,7 @@ def flip(position: int) -> Callable[[memoryview, int], None]:
     return damage
 
 
-@pytest.mark.parametrize("position", [0, 9, 40, -1], ids=["magic", "length", "header", "blob"])
+@pytest.mark.parametrize("position", [0, 17, 50, 90, -1], ids=["magic", "length", "counter", "header", "blob"])
 def test_damaged_bytes_are_refused_on_both_sides(
     process_kit: Kit, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:

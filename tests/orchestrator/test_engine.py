@@ -20,7 +20,7 @@ from tests.orchestrator.common import CHATS, collect, expected, run, same, say, 
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 PACKETS = {
-    "1 frame": ChunkSizes(),
+    "1 frame": ChunkSizes(1, 1),
     "4 then 25": ChunkSizes(4, 25, None),
     "ramp": ChunkSizes(1, 8, 2),
     "whole": ChunkSizes(4000, 4000, None),

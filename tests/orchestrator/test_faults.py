@@ -206,10 +206,9 @@ def test_a_host_that_talks_nonsense_is_a_dead_one(data: bytes) -> None:
 
     async def work() -> None:
         host = HostProcess("h", lambda h, m, b: heard.append(m), deaths.append)
-        reader = asyncio.StreamReader()
-        reader.feed_data(GOOD + data)
-        reader.feed_eof()
-        await host._read(reader)
+        for i in range(0, len(GOOD + data), 5):  # in pieces that fit no frame
+            host.take((GOOD + data)[i : i + 5])
+        host.lost()
         assert host.state == "dead"
         assert deaths == [host]
         assert isinstance(host.death(), StageDead)
@@ -224,9 +223,7 @@ def test_a_message_that_fits_nothing_ends_its_host() -> None:
 
     async def work() -> None:
         host = HostProcess("h", lambda h, m, b: {}[m.stage], deaths.append)
-        reader = asyncio.StreamReader()
-        reader.feed_data(GOOD)
-        await host._read(reader)
+        host.take(GOOD)
         assert deaths == [host]
         assert "thinker" in str(host.death())
 

@@ -8,7 +8,7 @@ import numpy as np
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
-from stretto.orchestrator.api import Params, TimelineSpan
+from stretto.orchestrator.api import ChunkSizes, Params, TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.messages import (
     Admit,
@@ -27,7 +27,9 @@ from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run,
 
 
 def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
-    params = Params(max_text_tokens=40, ignore_eos=True, min_frames=44, max_frames=44, greedy_speech=True)
+    params = Params(
+        max_text_tokens=40, ignore_eos=True, min_frames=44, max_frames=44, greedy_speech=True, packets=ChunkSizes(1, 1)
+    )
 
     async def work() -> tuple[TimelineSpan, ...]:
         async with PipelineEngine.open(tiny_dir) as engine:
@@ -40,7 +42,8 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
     lanes = {lane: sorted(s.stop for s in outputs if s.lane == lane) for lane in (*STAGES, "packets")}
     assert [len(lanes[lane]) for lane in ("thinker", "talker")] == [39, 43]  # the first is its prompt's last chunk
     # The first output of each stage comes after the one before it in the pipeline ...
-    first = [lanes[lane][0] for lane in (*STAGES, "packets")]
+    prompts = [max(s.stop for s in spans if s.lane == lane and s.name == "prompt") for lane in ("thinker", "talker")]
+    first = [*prompts, lanes["code2wav"][0], lanes["packets"][0]]
     assert first == sorted(first)
     # ... and all of them come before the thinker's last token: three stages were at work at once.
     assert lanes["packets"][0] < lanes["thinker"][-1]
@@ -98,3 +101,26 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
     assert [i for m, _ in driven.reports if isinstance(m, Text) for i in m.ids] == want.ids
     pcm = b"".join(blob for m, blob in driven.reports if isinstance(m, Pcm))
     np.testing.assert_allclose(np.frombuffer(pcm, np.float32), want.samples, atol=1e-5)
+
+
+def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> None:
+    """While no time passes only their number decides; the talker gets the same text as one by one."""
+    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+    prompt = builder.build(CHATS["text"])
+    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    meta, blob = pack_prompt(prompt, features=True)
+    driven = HandDriven(tiny_dir, HostSettings())
+    driven.host.nodes["thinker"].clock = lambda: 1000.0
+    try:
+        driven.answer(Admit(RequestId("r"), meta, True, None, *greedy, 20, 7, min_text_tokens=20), blob)
+    finally:
+        driven.host.close()
+    groups = [m.ids for m, _ in driven.reports if isinstance(m, Text)]
+    assert [len(g) for g in groups] == [1, 1, 2, 3, 4, 4, 4, 1]
+    params = Params(max_text_tokens=20, max_frames=7, greedy_speech=True)
+    ids = [i for g in groups for i in g]
+    want = expected(models, builder, CHATS["text"], params)
+    assert ids[: len(want.ids) - 1] == want.ids[:-1]  # the plain driver may end sooner
+    frames = [m.frames for m, _ in driven.reports if isinstance(m, Pcm)]
+    assert frames[0] == 1
+    assert frames[-1] == 7

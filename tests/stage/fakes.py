@@ -52,6 +52,7 @@ class Story:
     answers: list[list[int]] = field(default_factory=list)  # of all segments
     values: list[int] = field(default_factory=list)  # published outputs, by row
     history: list[int] = field(default_factory=list)  # ids of all prompt rows, and of earlier answers
+    alone: bool = False  # the prompt's last row is a decode
 
     def content(self, position: int, token: int) -> int:
         if position < len(self.extras):
@@ -133,9 +134,13 @@ class FakeRunner:
         before = sum(self._slot(table, p) for p in range(span.start)) & _MASK
         payload = {}
         for position in range(span.start, span.stop):
-            if span.from_device:
+            if span.from_device and span.row in self._tokens:
                 at, token = self._tokens[span.row]
                 assert at == position == span.stop - 1, "the device row holds another token"
+            elif span.from_device:
+                assert story.alone, "there is nothing in the device row"
+                assert position == span.stop - 1 == story.prompt - 1
+                token = self._host_input(span.request, position)
             else:
                 token = self._host_input(span.request, position)
             value = value_of(position, story.content(position, token), before)
@@ -224,7 +229,7 @@ class Driver:
         self, id: str, rows: Sequence[int] = (), *, closed: bool = True, media: Sequence[int] = (), **spec: object
     ) -> StageRequest:
         """`media`: what the first rows contain beyond their ids; their salt follows from it."""
-        story = Story()
+        story = Story(alone=bool(spec.get("last_on_device")))
         full = RequestSpec(RequestId(id), **{"max_new": 8, "stop_ids": frozenset({STOP}), **spec})  # type: ignore[arg-type]
         salts = self._add(story, rows, media)
         self.stories[id] = story

@@ -107,7 +107,7 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     """A stream that has not sounded yet decides the size of the step; the others give what fits."""
     sizes: list[int] = []
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = CodecStage(models.code2wav, ears, SMALL, clock=lambda: 0.0)
     step = models.code2wav.step
 
     def watched(state, codes, lengths):
@@ -128,6 +128,39 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     for id in ("old", "new"):
         stage.push(RequestId(id), codes(models, 0, 0), Reason.STOP)
     assert set(ears.ended) == {"old", "new"}
+
+
+def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> None:
+    """Each goes in a step of its own size, and no step is larger than its limit."""
+    taken: list[dict[str, int]] = []
+    now = 10.0
+    config = replace(SMALL, max_cells=8)
+    stage = CodecStage(models.code2wav, Ears(), config, clock=lambda: now)
+    launch = stage._launch
+
+    def watched(parts):
+        taken.append({s.request: n for s, n in parts})
+        launch(parts)
+
+    stage._launch = watched
+    for id, frames, deadline in (("far", 7, 99.0), ("near", 2, 10.05), ("also near", 1, 10.09), ("new", 1, None)):
+        stage.open(RequestId(id))
+        stage.push(RequestId(id), codes(models, frames, 0), Reason.STOP)
+        stage.set_deadline(RequestId(id), deadline)
+    run(stage)
+    # First the new one, which sets the size; then who runs dry; then the rest. That sits in the fourth slot, so it gets
+    # two frames at a time.
+    assert taken[:2] == [{"near": 1, "also near": 1, "new": 1}, {"near": 1}]
+    assert [t["far"] for t in taken[2:]] == [2, 2, 2, 1]
+    assert stage.idle
+    taken.clear()
+    for i in range(4):
+        stage.open(RequestId(str(i)))
+        stage.push(RequestId(str(i)), codes(models, 4, i), Reason.STOP)
+        stage.set_deadline(RequestId(str(i)), 99.0)
+    run(stage)
+    assert taken == [dict.fromkeys("0123", 2)] * 2
+    assert stage.idle
 
 
 def test_limits_are_errors_not_losses(models: Models) -> None:

@@ -3,7 +3,6 @@
 import torch
 
 from stretto.stage.nodes import Link
-from stretto.stage.payload.chunker import ChunkPolicy
 from stretto.stage.payload.schema import CodecFrames
 from stretto.stage.request import Confirmed
 from stretto.types import RequestId, Span
@@ -35,11 +34,11 @@ def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> 
     """Room in the link must not set a request going whose listener is slow, nor the other way round."""
     link, way = Link(CodecFrames), Way()
     link.out = way  # type: ignore[assignment]
-    link.open(ID, ChunkPolicy(1, 1))
+    link.open(ID)
     assert not link.blocked(ID)
     box = link.boxes[ID]
     box.add(frame(0))
-    assert not box.send(Confirmed(1))
+    assert not link.send(ID, Confirmed(1))
     assert link.blocked(ID)
     link.throttle(ID, True)
     assert link.flush() == []
@@ -51,7 +50,7 @@ def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> 
     assert not link.blocked(ID)
     way.room = False
     box.add(frame(1))
-    box.send(Confirmed(2))
+    assert not link.send(ID, Confirmed(2))
     link.throttle(ID, True)
     link.throttle(ID, False)
     assert link.blocked(ID), "the link is full still"
@@ -59,7 +58,7 @@ def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> 
 
 def test_nothing_is_remembered_of_a_request_that_is_over() -> None:
     link: Link[CodecFrames] = Link(CodecFrames)
-    link.open(ID, ChunkPolicy(1, 1))
+    link.open(ID)
     link.throttle(ID, True)
     link.close(ID, purge=True)
     link.throttle(ID, True)  # was on its way

@@ -12,7 +12,18 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
 from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.stage.codec import CodecConfig, CodecStage
-from stretto.stage.plan import GIB, DoesNotFit, StagePlan, check, free_memory, group_free, needed, plan, size
+from stretto.stage.plan import (
+    GIB,
+    DoesNotFit,
+    StagePlan,
+    check,
+    free_memory,
+    group_free,
+    needed,
+    plan,
+    shared_out,
+    size,
+)
 
 PLANS = [StagePlan("thinker", 60 * GIB, 10 * GIB, 0, "thinker_blocks"), StagePlan("talker", 6 * GIB, 4 * GIB, 2 * GIB)]
 
@@ -62,6 +73,33 @@ def test_a_refusal_names_every_number_and_what_to_lower() -> None:
         "(now 10.0 GiB), or place stages on different devices"
     )
     assert [size(n) for n in (1024, 5 << 20, 3 * GIB)] == ["1 KiB", "5.0 MiB", "3.0 GiB"]
+
+
+def test_pools_share_what_is_left(tiny_config: OmniConfig) -> None:
+    """As much as fits and no more, the same number of tokens for each; stated sizes stay."""
+
+    def taken(s: HostSettings) -> int:
+        return needed(plan(tiny_config, STAGES, s, torch.float32))
+
+    s = HostSettings(max_rows=4, max_context=640)  # 40 blocks hold a request
+    bare = taken(HostSettings(max_rows=4, max_context=640, thinker_blocks=0, talker_blocks=0))
+    for room in (bare, bare + 3_000_000, bare + 5_000_000):
+        got = shared_out(tiny_config, STAGES, s, torch.float32, room)
+        assert got.thinker_blocks == got.talker_blocks
+        assert got.thinker_blocks is not None
+        assert 40 <= got.thinker_blocks <= 160
+        more = HostSettings(
+            max_rows=4, max_context=640, thinker_blocks=got.thinker_blocks + 1, talker_blocks=got.thinker_blocks + 1
+        )
+        assert taken(more) > room, "one more would not have fitted"
+        assert taken(got) <= room or got.thinker_blocks == 40
+    plenty = shared_out(tiny_config, STAGES, s, torch.float32, 1 << 40)
+    assert (plenty.thinker_blocks, plenty.talker_blocks) == (160, 160), "more could never be used"
+    stated = HostSettings(max_rows=4, max_context=640, thinker_blocks=9)
+    got = shared_out(tiny_config, STAGES, stated, torch.float32, bare + 3_000_000)
+    assert got.thinker_blocks == 9
+    assert got.talker_blocks is not None
+    assert got.talker_blocks > 40
 
 
 def test_free_memory_of_a_container() -> None:

@@ -39,9 +39,10 @@ def _decode(
     qkv, q_gain, k_gain, cos, sin, cache, slots, tables, owners, lengths, out, parts, maxima, sums, counters,
     eps, scale, num_blocks, width,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys of one row and key head. Split 0 also has the new key, which it writes."""
+    """One split of the keys of one row and key head. Split 0 also has the new key, which it writes. The parts are added
+    up by the last program to finish, or, if APART, by `_combine`."""
     m, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Before the wait, nothing may come from the first-level cache: it could be older than this step.
     past = tl.load(lengths + m, cache_modifier=".cg") - 1  # keys in the cache before this step
@@ -104,7 +105,11 @@ def _decode(
         if PDL:  # not earlier: the next kernel's weights would stand in the way of what was read here
             gdc_launch_dependents()
         mine = m * HQ + head * GROUP + g
-        if used == 1:
+        if APART:
+            tl.store(maxima + mine * SPLITS + split, top, heads)
+            tl.store(sums + mine * SPLITS + split, total, heads)
+            tl.store(parts + (mine * SPLITS + split)[:, None] * D + d[None, :], acc, heads[:, None])
+        elif used == 1:
             tl.store(
                 out + mine[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), heads[:, None]
             )
@@ -139,6 +144,32 @@ def _decode(
                     (acc / total[:, None]).to(out.dtype.element_ty),
                     heads[:, None],
                 )
+
+
+@triton.jit
+def _combine(
+    lengths, out, parts, maxima, sums,
+    HQ: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: its splits added up."""
+    if PDL:
+        gdc_launch_dependents()
+    m, head = tl.program_id(0), tl.program_id(1)
+    past = tl.load(lengths + m, cache_modifier=".cg") - 1
+    tiles = (past + BLOCK - 1) // BLOCK
+    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)
+    used = tl.maximum((tiles + each - 1) // each, 1)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    there = s < used
+    at = (m * HQ + head) * SPLITS + s
+    if PDL:
+        gdc_wait()
+    tops = tl.load(maxima + at, mask=there, other=float("-inf"))
+    totals = tl.load(sums + at, mask=there, other=0.0)
+    values = tl.load(parts + at[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
+    share = tl.exp(tops - tl.max(tops, 0))
+    value = tl.sum(values * share[:, None], 0) / tl.sum(totals * share, 0)
+    tl.store(out + (m * HQ + head) * D + d, value.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -203,9 +234,10 @@ def decode(
     _, blocks, kv_heads, block_size, dim = cache.shape
     group = heads // kv_heads
     splits = triton.next_power_of_2(max(1, min(MAX_SPLITS // 2, 512 // (rows * kv_heads))))
-    default = {"BLOCK": 64, "SPLITS": splits, "warps": 4}
+    default = {"BLOCK": 64, "SPLITS": splits, "warps": 4, "apart": 0}
     c = config("decode", (triton.next_power_of_2(rows), heads, kv_heads), default) if tuned is None else tuned
-    splits = c["SPLITS"]
+    splits, apart = c["SPLITS"], bool(c.get("apart", 0))
+    launch = {"launch_pdl": True} if pdl(qkv) else {}
     out = qkv.new_empty(rows, heads * dim)
     parts = qkv.new_empty(rows, heads, splits, dim, dtype=torch.float32)
     scores = qkv.new_empty(2, rows, heads, splits, dtype=torch.float32)
@@ -213,9 +245,13 @@ def decode(
         qkv, gains[0], gains[1], cos, sin, cache, slots, tables, owners, lengths, out, parts, scores[0], scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
         HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, PDL=pdl(qkv), num_warps=c["warps"],
-        **({"launch_pdl": True} if pdl(qkv) else {}),
+        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, PDL=pdl(qkv), num_warps=c["warps"], **launch,
     )  # fmt: skip
+    if apart:
+        _combine[(rows, heads)](
+            lengths, out, parts, scores[0], scores[1],
+            HQ=heads, D=dim, BLOCK=c["BLOCK"], SPLITS=splits, PDL=pdl(qkv), num_warps=2, **launch,
+        )  # fmt: skip
     return out
 
 

@@ -320,7 +320,10 @@ def route_one(
     """Which experts one row x [1, hidden] of the residual stream goes to, and with which weights: [slots] each.
     `counter` [1] int32 is 0 between calls, and nobody else's."""
     hidden, experts = x.shape[1], w.router.shape[0]
-    c = config("route", (experts, hidden), {"BE": 4, "warps": 8}) if tuned is None else tuned
+    c = config("route", (experts, hidden), {"BE": 4, "warps": 8, "apart": 0}) if tuned is None else tuned
+    if c.get("apart", 0):  # logits and choice as two kernels
+        ids, weights, _ = _choice(x, project(x, w.router, norm=(w.gain, w.eps)), w)
+        return ids[0], weights[0]
     ids = x.new_empty(w.slots, dtype=torch.int32)
     weights = x.new_empty(w.slots, dtype=torch.float32)
     logits = x.new_empty(experts + 1, dtype=torch.float32)
@@ -377,11 +380,14 @@ def down_one(
 def route(x: torch.Tensor, gained: Gained, w: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which experts each row of the residual stream goes to, with which weights ([rows, slots] each), and norm(x).
     `gained` is x for the norm in front of the experts."""
+    return _choice(x, project(gained, w.router), w)
+
+
+def _choice(x: torch.Tensor, logits: torch.Tensor, w: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, hidden = x.shape
     ids = x.new_empty(rows, w.slots, dtype=torch.int32)
     weights = x.new_empty(rows, w.slots, dtype=torch.float32)
     normed = torch.empty_like(x)
-    logits = project(gained, w.router)
     _top[(rows,)](
         x, w.gain, x if w.shared_gate is None else w.shared_gate, logits, ids, weights, normed, w.eps,
         K=hidden, E=w.router.shape[0], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk, PDL=pdl(x), num_warps=4,

@@ -138,17 +138,22 @@ class HostToDevice:
             self.wait()
         return Chunk(chunk.header, tensors, event=event)
 
-    def reap(self) -> bool:
-        """Release the sources of the uploads that are done. True: others are still running."""
+    def reap(self) -> int:
+        """Release the sources of the uploads that are done, in order. Returns how many are still running."""
         while self._running and self._running[0][0].query():
             self._running.popleft()[1].release()
-        return bool(self._running)
+        return len(self._running)
+
+    def wait_one(self) -> None:
+        """Until the oldest upload is done, and its source released."""
+        if self._running:
+            self._running[0][0].synchronize()
+            self._running.popleft()[1].release()
 
     def wait(self) -> None:
         """Until every upload is done, and its source released."""
         while self._running:
-            self._running[0][0].synchronize()
-            self.reap()
+            self.wait_one()
 
 
 def adopt(chunk: Chunk) -> None:

@@ -40,13 +40,14 @@ class _Plan:
 
 
 class Runner:
-    def __init__(self, lane: Lane[Any], graphs: DecodeGraphs | None = None) -> None:
+    def __init__(self, lane: Lane[Any], graphs: DecodeGraphs | None = None, priority: int = 0) -> None:
+        """`priority` of the stage's stream among those of its device: lower goes first."""
         self.lane, self.graphs = lane, graphs
         self.device = lane.rows.device
         self._ways = [0] * (lane.rows.num_rows + 1)  # by row: 1 draws, 2 has a repetition penalty
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
-            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and rows were made there
 
     def on_stream(self) -> AbstractContextManager[Any]:

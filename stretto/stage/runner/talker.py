@@ -20,6 +20,7 @@ from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, first_te
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
+from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.runner.thinker import guarded
 from stretto.stage.scheduler.batch import RowJoin
@@ -77,6 +78,7 @@ class TalkerLane:
             code0, rest = (Columns(c.floats, c.ints) for c in (self.code0, self.residual))
             self._frame = FusedFrame(model, layers, self.rows.seen, self.rows.floor, code0, rest)
         self.fused = self._frame is not None and model.model.fused is not None
+        self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
         self.inputs: dict[RequestId, TalkerInput] = {}
 
     def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
@@ -151,7 +153,9 @@ class TalkerLane:
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, None]]
     ) -> tuple[torch.Tensor, Captured]:
-        return self.model(x, positions, self.cache, paging), Captured()
+        found = None if self.prompts is None else self.prompts.run(x, positions, paging)
+        hidden = self.model(x, positions, self.cache, paging) if found is None else found[0]
+        return hidden, Captured()
 
     def pick(
         self,

@@ -16,6 +16,7 @@ from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
+from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
@@ -55,6 +56,7 @@ class ThinkerLane:
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
         self.fused = model.model.fused is not None
+        self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
         self.inputs: dict[RequestId, ThinkerInput] = {}
 
     def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
@@ -101,7 +103,12 @@ class ThinkerLane:
             deep = Deep(to_device(places, device, torch.int64), torch.cat([m.deep for _, m in visual], 1))
         wanted = [row + r for _, row, e in extras for r in e.capture]
         capture = to_device(wanted, device, torch.int64) if wanted else None
-        hidden, rows = self.model(x, positions, self.cache, paging, deep, capture)
+        found = None if self.prompts is None or deep is not None else self.prompts.run(x, positions, paging)
+        if found is None:
+            hidden, rows = self.model(x, positions, self.cache, paging, deep, capture)
+        else:
+            hidden, accept = found
+            rows = None if capture is None or accept is None else accept[capture]
         if rows is not None:
             taken = [(i, e) for i, _, e in extras if e.capture]
             for (i, e), part in zip(taken, rows.split([len(e.capture) for _, e in taken]), strict=True):

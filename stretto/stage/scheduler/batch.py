@@ -27,9 +27,10 @@ class RowSpan(NamedTuple):
     stop: int
     samples: bool  # the row at stop - 1 samples token `stop`, into the device row (and later to the host)
     # True: stop == start + 1, and the input token is the one that the row's previous step sampled, taken from the
-    # device row (the host may not know it yet). False: the inputs of all rows are on the host, in
-    # `StageRequest.ids` or where the stage keeps input that has no id. After a preemption or a pause they are asked
-    # for again, generated ones too, so the stage keeps a request's inputs until it is DONE.
+    # device row (the host may not know it yet); or it is the prompt's last row, of a request that is `last_on_device`.
+    # False: the inputs of all rows are on the host, in `StageRequest.ids` or where the stage keeps input that has no
+    # id. After a preemption or a pause they are asked for again, generated ones too, so the stage keeps a request's
+    # inputs until it is DONE.
     from_device: bool
     # Rows below this were published before and are only computed again for their KV (after a preemption): publish
     # payload for [max(start, fresh), stop) alone.

@@ -31,6 +31,7 @@ class Scheduler:
         self._in_flight: deque[tuple[Batch, list[StageRequest]]] = deque()
         self._arrivals = 0
         self._left_out = False  # the last batch had to leave ready requests out, so some may be ageing
+        self._prefilled = False  # the last batch held prefills
 
     # -- what others may ask
 
@@ -214,26 +215,28 @@ class Scheduler:
             decodes, _ = aged_first(decodes, self._ledger.step, self.config.patience)
             prefills, aged_prefills = aged_first(prefills, self._ledger.step, self.config.patience)
         self._left_out = False
-
         spans: list[RowSpan] = []
         placed: list[StageRequest] = []
-        budget = self.config.max_step_tokens
-        # Decodes may use the whole budget, unless a prefill has been left out for too long.
-        kept = min(budget // 2, self.config.least_share) if aged_prefills else 0
-        for request in decodes:
-            if len(spans) >= budget - kept:
-                self._left_out = True
+        num_decodes = 0
+        for some_decodes, some_prefills in self._turns(decodes, prefills):
+            # Decodes may use the whole budget, unless a prefill has been left out for too long.
+            budget = self.config.max_step_tokens
+            kept = min(budget // 2, self.config.least_share) if aged_prefills else 0
+            for request in some_decodes:
+                if len(spans) >= budget - kept:
+                    self._left_out = True
+                    break
+                self._place(request, request.cursor.filled + 1, spans, placed)
+            num_decodes = len(spans)
+            if some_prefills:
+                chunk = self.config.prefill_chunk if answering else self.config.lone_prefill_chunk
+                self._place_prefills(some_prefills, min(budget - num_decodes, chunk), spans, placed)
+            if spans:
                 break
-            self._place(request, request.cursor.filled + 1, spans, placed)
-        num_decodes = len(spans)
-        num_tokens = num_decodes
-        if prefills:
-            room = budget - num_decodes
-            chunk = self.config.prefill_chunk if answering else self.config.lone_prefill_chunk
-            self._place_prefills(prefills, min(room, chunk), spans, placed)
-            num_tokens += sum(span.stop - span.start for span in spans[num_decodes:])
         if not spans:
             return None
+        num_tokens = num_decodes + sum(span.stop - span.start for span in spans[num_decodes:])
+        self._prefilled = len(spans) > num_decodes
         holdings = self._ledger.holdings
         batch = Batch(
             step=self._ledger.step,
@@ -276,6 +279,15 @@ class Scheduler:
 
     # -- scheduling, in parts
 
+    def _turns(
+        self, decodes: list[StageRequest], prefills: list[StageRequest]
+    ) -> list[tuple[list[StageRequest], list[StageRequest]]]:
+        """What may share a step; the second choice is for when nothing of the first gets the blocks that it needs."""
+        if self.config.mixed or not decodes or not prefills:
+            return [(decodes, prefills)]
+        alone: list[tuple[list[StageRequest], list[StageRequest]]] = [([], prefills), (decodes, [])]
+        return alone[::-1] if self._prefilled else alone
+
     def _ready(self) -> tuple[list[StageRequest], list[StageRequest], bool]:
         """Seated requests that can compute now: those that decode, those with more than one row or none to sample,
         each most urgent first; and whether any request is in the middle of its answer."""
@@ -289,16 +301,26 @@ class Scheduler:
                 continue
             start, known = cursor.filled, cursor.known
             rows = min(known, request.limit) - start
+            if rows > 1 and request.spec.last_on_device:
+                rows = self._num_rows(request)
             if rows == 1 and start + 1 == known and request.closed:
                 decodes.append(request)
             elif rows > 0:
                 prefills.append(request)
         return decodes, prefills, answering or bool(decodes)
 
+    @staticmethod
+    def _num_rows(request: StageRequest) -> int:
+        """How many rows a request can compute in one step."""
+        cursor = request.cursor
+        rows = min(cursor.known, request.limit) - cursor.filled
+        apart = request.spec.last_on_device and request.closed and cursor.known == cursor.prompt
+        return rows - 1 if apart and rows > 1 else rows
+
     def _place_prefills(
         self, prefills: list[StageRequest], budget: int, spans: list[RowSpan], placed: list[StageRequest]
     ) -> None:
-        wants = [min(r.cursor.known, r.limit) - r.cursor.filled for r in prefills]
+        wants = [self._num_rows(r) for r in prefills]
         for request, share in zip(prefills, split(budget, wants, self.config.least_share)):
             if share:
                 self._place(request, request.cursor.filled + share, spans, placed)
@@ -319,6 +341,9 @@ class Scheduler:
                 return
             new_blocks = tuple(request.blocks[table:])
         samples = request.closed and stop == cursor.known
+        on_device = start == request.device_at or (
+            request.spec.last_on_device and samples and stop == cursor.prompt and stop - start == 1
+        )
         assert request.row is not None
         spans.append(
             RowSpan(
@@ -327,7 +352,7 @@ class Scheduler:
                 start,
                 stop,
                 samples,
-                start == request.device_at,
+                on_device,
                 cursor.launched,
                 table,
                 new_blocks,

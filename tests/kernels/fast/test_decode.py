@@ -120,6 +120,10 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, shared: bo
     found = x.clone()
     if rows == 1:
         fast_experts.mixture_one(found, w, counter)
+        apart = fast_experts.route_one(x, w, counter, {"apart": 1})
+        together = fast_experts.route_one(x, w, counter, {"BE": 4, "warps": 4})
+        assert apart[0].tolist() == together[0].tolist()
+        assert torch.allclose(apart[1], together[1], atol=1e-2)
     else:
         next_gain = r.gain(hidden)
         squares = (x.float() ** 2).view(rows, 4, -1).sum(-1).T.contiguous()
@@ -132,8 +136,10 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, shared: bo
 
 @both
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 2), (4, 4)])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_decode_attention(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "apart"), [(1, 0), (4, 0), (4, 1)])
+def test_decode_attention(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, splits: int, apart: int
+) -> None:
     r = Random(device, dtype, heads + splits)
     dim, size = 32, 16
     cache = KVCache(2, 40, kv_heads, size, dim, device, dtype)
@@ -158,7 +164,7 @@ def test_decode_attention(device: torch.device, dtype: torch.dtype, heads: int, 
     found = fast_attention.decode(
         qkv, (q_gain, k_gain, EPS), cos, sin, cache.data[1], paging.slots, paging.tables,
         torch.arange(rows, device=device), paging.lengths, counters, heads,
-        tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4},
+        tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4, "apart": apart},
     )  # fmt: skip
     assert error(found, wanted) < ERROR[dtype]
     assert error(cache.data[1], copy) < ERROR[dtype] / 3  # the new keys and values, and nothing else

@@ -65,8 +65,9 @@ def workload(driver: Driver, seed: int = 0) -> dict[str, list[list[int]]]:
                 id, rows = todo.pop()
                 number = int(id[1:])
                 driver.submit(
-                    id, rows, max_new=5 + number, resumable=id in second, paced=number % 4 == 1, cache_output=False
-                )
+                    id, rows, max_new=5 + number, resumable=id in second, paced=number % 4 == 1, cache_output=False,
+                    last_on_device=id not in second and number % 2 == 1,
+                )  # fmt: skip
         for id, request in list(driver.live.items()):
             if request.state is State.PAUSED:
                 if len(driver.stories[id].answers) < 2:
@@ -97,6 +98,8 @@ def test_answers_do_not_depend_on_how_the_work_is_cut() -> None:
         "preempted": Driver(config(num_blocks=16, max_waiting=16)),
         "preempted, cold": Driver(config(num_blocks=16, prefix_cache=False, overlap_depth=3)),
         "cached": Driver(config(block_size=1, num_blocks=200)),
+        "in turns": Driver(config(mixed=False)),
+        "in turns, preempted": Driver(config(mixed=False, num_blocks=16, max_waiting=16)),
     }
     for name, driver in drivers.items():
         assert workload(driver) == reference, name
@@ -106,6 +109,31 @@ def test_answers_do_not_depend_on_how_the_work_is_cut() -> None:
     assert len(reused) > 5
     assert max(len(batch.spans) for batch in drivers["depth 2"].batches) > 3
     assert {len(batch.spans) for batch in drivers["alone"].batches} == {1}
+    assert {batch.num_decodes in (0, len(batch.spans)) for batch in drivers["in turns"].batches} == {True}
+    assert {batch.num_decodes in (0, len(batch.spans)) for batch in drivers["depth 2"].batches} == {True, False}
+
+
+def test_a_last_row_on_the_device_runs_as_a_decode_with_others() -> None:
+    """A prompt that is known at once, and one whose last row comes later: neither samples in a prefill."""
+    driver = Driver(config(overlap_depth=1))
+    driver.submit("a", [1, 2, 3], max_new=20, stop_ids=NEVER)
+    turn(driver)
+    driver.submit("b", [1, 2, 4, 5], max_new=20, stop_ids=NEVER, last_on_device=True)
+    driver.submit("c", [1, 2], closed=False, max_new=20, stop_ids=NEVER, last_on_device=True)
+    batch = turn(driver)
+    assert spans(batch)["b"] == (0, 3)
+    assert batch is not None
+    assert not batch.decode_only
+    driver.append("c", [6], last=True)
+    batch = turn(driver)
+    assert batch is not None
+    assert spans(batch) == {"a": (4, 5), "b": (3, 4), "c": (2, 3)}
+    assert batch.decode_only
+    assert all(span.from_device and span.samples for span in batch.spans)
+    for id in "abc":
+        driver.cancel(id)
+    driver.drain()
+    driver.check_idle()
 
 
 # -- overlap

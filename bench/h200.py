@@ -1,0 +1,453 @@
+"""The whole engine at full size, as a client sees it: starts `stretto serve`, asks it over HTTP, writes one JSON file.
+
+    python bench/h200.py --out bench/results/h200.json            # everything, about six minutes
+    python bench/h200.py --parts latency,timeline --levels 1 8    # some of it
+    python bench/h200.py --model tiny --device cpu --quick        # tries the program itself, on any machine
+
+Parts, in this order (one that fails is reported, and the others go on):
+
+    latency    closed loop at each of --levels: first text, first audio, RTF, what a player would hear
+    prompts    first audio of one stream with a prompt of 2,000 tokens, and of 10 s of sound
+    realtime   --streams listeners at once, 60 s of speech each, player from the first packet
+    timeline   where the time to the first packet goes, stage by stage (one stream, and eight)
+    host       what the loop thread does with its time, and the share of time in which the GPU stands still; in a
+               process of its own, after the server has gone (bench/host.py)
+
+The server runs the released shape with random weights in one process per host as in service; the listeners are
+processes of their own (bench/listener.py). Start-up is timed by phase as the server reports them. The GPU's busy
+share during each part comes from nvidia-smi (its own sampling: share of time with any kernel running)."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.listener import Heard, Job
+from bench.pipeline import checkpoint, rounded
+from bench.serving import ROOT, GpuWatch, Server, Stopped, environment, serving
+from bench.workload import Workload, read
+from stretto.client.bench import Closed, Level
+from stretto.client.player import play
+from stretto.client.report import client, errors, rates, rows, table
+from stretto.prompt.template import Tokenizer
+from stretto.server.command import find_device
+
+PARTS = ("latency", "prompts", "realtime", "timeline", "host")
+PREBUFFERS = (0.0, 0.2)
+PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")
+
+
+# ---- questions
+
+
+@dataclass(slots=True)
+class Questions:
+    """Request bodies, no two alike."""
+
+    model: str
+    tokenizer: Tokenizer
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def bodies(self, workload: Workload, count: int, timeline: bool = False) -> list[bytes]:
+        return [self.body(workload, next(self.numbers), timeline) for _ in range(count)]
+
+    def body(self, workload: Workload, index: int, timeline: bool) -> bytes:
+        params = workload.params(index)
+        return msgspec.json.encode(
+            {
+                "model": self.model,
+                "messages": workload.messages(index, lambda text: len(self.tokenizer.encode(text)) if text else 0),
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "modalities": ["text", "audio"],
+                "audio": {"format": "pcm16"},
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "seed": index,
+                "max_tokens": params.max_text_tokens,
+                "ignore_eos": True,
+                "min_audio_frames": params.min_frames,
+                "max_audio_frames": params.max_frames,
+                "timeline": timeline,
+            }
+        )
+
+
+# ---- listeners
+
+
+@dataclass(slots=True)
+class Crowd:
+    """Starts listeners in processes of their own and gathers what they heard."""
+
+    server: Server
+    folder: Path
+    gpu: GpuWatch
+    processes: int
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def listen(
+        self,
+        streams: int,
+        bodies: list[bytes],
+        *,
+        warmup: int,
+        seconds: float,
+        timeout: float = 60.0,
+        spread: float = 0.0,
+        lead: float | None = None,
+    ) -> tuple[Level, dict[str, Any], list[Heard]]:
+        """A level of `streams` listeners, who share `bodies`; the first `warmup` are not counted."""
+        many = min(self.processes, streams)
+        jobs = [
+            Job(
+                self.server.port, "", "", streams // many + (i < streams % many),
+                warmup=warmup // many + (i < warmup % many), seconds=seconds, timeout=timeout, spread=spread, lead=lead,
+            )
+            for i in range(many)
+        ]  # fmt: skip
+        before, started = self.server.metrics(), []
+        try:
+            for i, job in enumerate(jobs):
+                name = f"listener-{next(self.numbers)}"
+                job.bodies, job.out = str(self.folder / f"{name}.jsonl"), str(self.folder / f"{name}.json")
+                Path(job.bodies).write_bytes(b"\n".join(bodies[i::many]))
+                started.append(self._start(job))
+            for process in started:
+                if self._line(process) != "ready":
+                    raise Stopped("a listener did not start")
+            begin = time.monotonic() + 0.2
+            for process in started:
+                self._tell(process, f"{begin!r}\n")
+            for process in started:
+                process.wait(seconds + timeout + 30)
+            stop = time.monotonic()
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        heard = [h for job in jobs for h in msgspec.json.decode(Path(job.out).read_bytes(), type=list[Heard])]
+        heard.sort(key=lambda h: h.sample.sent)
+        level = Level(Closed(streams), [h.sample for h in heard if h.counts])
+        level.seconds = stop - begin
+        told = {"gpu": self.gpu.between(begin, stop), "host": delta(before, self.server.metrics())}
+        return level, told, [h for h in heard if h.counts]
+
+    def _start(self, job: Job) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.listener"],
+            cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._tell(process, msgspec.json.encode(job).decode() + "\n")
+        return process
+
+    @staticmethod
+    def _tell(process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line)
+        process.stdin.flush()
+
+    @staticmethod
+    def _line(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+
+def delta(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What the counters of stages and host did (as of the last time that the host was asked, once a second)."""
+    names = [n for n in after if n.startswith(("stretto_stage_", "stretto_host_")) and "_total" in n]
+    return {n: after[n] - before.get(n, 0.0) for n in names}
+
+
+def told(level: Level, extra: dict[str, Any]) -> dict[str, Any]:
+    """A level for the file: summaries, and every sample."""
+    summary = {
+        key: {"p50": r.summary.p50, "p90": r.summary.p90, "p99": r.summary.p99, "max": r.summary.max}
+        for key, r in rows(level, PREBUFFERS).items()
+        if r.summary is not None
+    }
+    raw = [
+        {
+            "sent": s.sent,
+            "first_text": s.first_text,
+            "first_audio": s.first_audio,
+            "end": s.end,
+            "rtf": s.rtf,
+            "audio_s": s.audio_seconds,
+            "prompt_tokens": s.prompt_tokens,
+            "text_tokens": s.text_tokens,
+            "error": s.error,
+            "message": s.message,
+            "packets": [[p.at, p.seconds] for p in s.packets],
+        }
+        for s in level.samples
+    ]
+    return {
+        "streams": level.load.streams if isinstance(level.load, Closed) else None,
+        "answers": len(level.good),
+        "errors": errors(level),
+        "rates": rates(level),
+        "summary": summary,
+        **extra,
+        "samples": raw,
+    }
+
+
+# ---- parts
+
+
+@dataclass(slots=True)
+class Stand:
+    """What the parts share."""
+
+    args: argparse.Namespace
+    crowd: Crowd
+    questions: Questions
+
+    def closed(
+        self, workload: Workload, streams: int, requests: int, seconds: float, timeline: bool = False
+    ) -> tuple[dict[str, Any], list[Heard]]:
+        bodies = self.questions.bodies(workload, requests + streams, timeline)
+        level, extra, heard = self.crowd.listen(streams, bodies, warmup=streams, seconds=seconds)
+        print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}\n", flush=True)
+        return told(level, extra) | {"workload": workload.name}, heard
+
+    def latency(self) -> Iterator[dict[str, Any]]:
+        workload = self.workload("text-100")
+        for streams in self.args.levels:
+            requests = max(self.args.requests, 3 * streams)
+            yield self.closed(workload, streams, requests, self.args.seconds)[0]
+
+    def prompts(self) -> Iterator[dict[str, Any]]:
+        for name in ("text-2000", "audio-10s"):
+            yield self.closed(self.workload(name), 1, max(1, self.args.requests // 3), self.args.seconds / 2)[0]
+
+    def realtime(self) -> Iterator[dict[str, Any]]:
+        """Every listener comes once, within the first two seconds. Stops at the first number that stutters badly."""
+        workload = self.workload("long-60s")
+        for streams in self.args.streams:
+            bodies = self.questions.bodies(workload, streams)
+            level, extra, _ = self.crowd.listen(
+                streams, bodies, warmup=0, seconds=30.0, timeout=self.args.patience, spread=2.0, lead=self.args.lead
+            )
+            heard = [p for s in level.good if (p := play(s.packets)) is not None]
+            stuttered = sum(p.underruns > 0 for p in heard)
+            waited = sum(p.wait for p in heard)
+            print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}", flush=True)
+            print(f"  {stuttered} of {len(level.samples)} listeners had to wait, {waited:.3f} s in all\n", flush=True)
+            yield told(level, extra) | {"workload": workload.name, "stuttered": stuttered, "waited_s": waited}
+            if len(level.good) < streams or stuttered > streams // 2:
+                break
+
+    def timeline(self) -> Iterator[dict[str, Any]]:
+        for streams in (1, 8):
+            count = max(4, self.args.requests // 4)
+            found, heard = self.closed(self.workload("text-100"), streams, count, self.args.seconds / 2, timeline=True)
+            split = [p for h in heard if (p := phases(h)) is not None]
+            medians = {name: statistics.median(p[name] for p in split) for name in PHASES} if split else {}
+            shown = ", ".join(f"{name} {1000 * value:.1f}" for name, value in medians.items())
+            print(f"  first audio at {streams} streams, median ms: {shown}\n", flush=True)
+            one = next((h.report for h in heard if h.report is not None), None)
+            yield found | {"phases_s": medians, "phases_raw": split, "one_report": one}
+
+    def workload(self, name: str) -> Workload:
+        """The tiny model is for trying the program: short answers will do."""
+        given = read(name)
+        if self.args.quick:
+            given = replace(given, text_tokens=min(8, given.text_tokens), frames=min(12, given.frames))
+        return given
+
+
+def phases(heard: Heard) -> dict[str, float] | None:
+    """Where one answer's time to the first packet went, from the server's timeline and the client's clock."""
+    first = heard.sample.first_audio
+    if not heard.report or first is None:
+        return None
+    spans = heard.report.get("timeline") or []
+
+    def times(lane: str, name: str) -> list[tuple[float, float]]:
+        return sorted((s["start"], s["stop"]) for s in spans if s["lane"] == lane and s["name"] == name)
+
+    thinker, talker = times("thinker", "prompt"), times("talker", "prompt")
+    vocoder, packets = times("code2wav", "first frame"), times("packets", "packet")
+    if not (thinker and talker and vocoder and packets):
+        return None
+    begun, token, frame = thinker[0][0], thinker[-1][1], talker[-1][1]
+    sound, arrived = vocoder[-1][1], packets[0][0]
+    values = (begun, token - begun, frame - token, sound - frame, arrived - sound, first - arrived)
+    return dict(zip(PHASES, values, strict=True))
+
+
+def brief(extra: dict[str, Any]) -> str:
+    gpu = extra["gpu"]
+    shown = f"GPU busy {gpu['busy_percent']:.0f} %, {gpu['power.draw']:.0f} W" if gpu else "no GPU seen"
+    host = extra["host"]
+    busy, asleep = (host.get(f"stretto_host_{k}_seconds_total") for k in ("busy", "idle"))
+    if busy is not None and asleep is not None and busy + asleep > 0:
+        shown += f"; loop thread busy {100 * busy / (busy + asleep):.0f} %"
+    for stage in ("thinker", "talker", "code2wav"):
+        steps = host.get(f'stretto_stage_steps_total{{stage="{stage}"}}', 0.0)
+        if steps:
+            spent = sum(
+                host.get(f'stretto_stage_{k}_seconds_total{{stage="{stage}"}}', 0.0) for k in ("launch", "retire")
+            )
+            shown += f"; {stage} {steps:.0f} steps, {1e6 * spent / steps:.0f} us of host each"
+    return shown
+
+
+def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    out = folder / "host.json"
+    command = [sys.executable, "-m", "bench.host", "--model", args.model, "--device", args.device, "--out", str(out)]
+    command += ["--streams", *map(str, args.host_streams), "--max-rows", str(args.max_rows)]
+    command += ["--frames", "12" if args.quick else "125"] + (["--profile"] if args.profile else [])
+    subprocess.run(command, cwd=ROOT, env=environment(), timeout=args.host_timeout, check=True)
+    yield json.loads(out.read_text())
+
+
+# ---- all of it
+
+
+def run_part(name: str, work: Callable[[], Iterator[dict[str, Any]]], result: dict[str, Any]) -> None:
+    """What a part finds before it fails is kept."""
+    start, found = time.monotonic(), []
+    result["parts"][name] = part = {"found": found, "error": None}
+    print(f"== {name}", flush=True)
+    try:
+        for one in work():
+            found.append(one)
+    except Exception as e:  # noqa: BLE001 - the boundary between parts: the others are still worth their time
+        part["error"] = f"{type(e).__name__}: {e}"
+        print(f"{name} failed: {traceback.format_exc()}", flush=True)
+    part["seconds"] = time.monotonic() - start
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"env": described(), "arguments": arguments(args), "parts": {}, "start": None}
+    served = [p for p in args.parts if p != "host"]
+    with tempfile.TemporaryDirectory(prefix="stretto-h200-") as name, checkpoint(args.model) as directory:
+        folder = Path(name)
+        if served:
+            try:
+                with serving(args, directory, folder) as server:
+                    over_http(args, server, directory, folder, served, result)
+                    result["server_log"] = server.tail(20000)
+            except Stopped as e:
+                result["error"] = str(e)
+                print(f"stopped: {e}", flush=True)
+            save(args, result)
+        if "host" in args.parts:
+            run_part("host", lambda: profile_host(args, folder), result)
+    return result
+
+
+def over_http(
+    args: argparse.Namespace, server: Server, directory: Path, folder: Path, parts: list[str], result: dict[str, Any]
+) -> None:
+    server.wait(args.start_timeout)
+    result["start"] = {"ready_s": server.ready_s, "phases": server.phases}
+    print(f"ready after {server.ready_s:.1f} s", flush=True)
+    for phase in server.phases:
+        print(f"  {phase['at_s']:6.1f} s  {phase['state']}: {phase['stages']}", flush=True)
+    result["metrics_at_start"] = server.metrics()
+    gpu = GpuWatch()
+    try:
+        crowd = Crowd(server, folder, gpu, args.processes)
+        stand = Stand(args, crowd, Questions(directory.name, Tokenizer.open(directory)))
+        for name in parts:
+            if server.process.poll() is not None:
+                raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
+            run_part(name, getattr(stand, name), result)
+            save(args, result)
+        result["metrics_at_end"] = server.metrics()
+    finally:
+        gpu.close()
+
+
+def described() -> dict[str, Any]:
+    """The machine, asked in a process of its own: this one must not hold a part of the GPU."""
+    ask = "import json; from bench.env import describe; print(json.dumps(describe()))"
+    told = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True
+    )
+    env: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return env | {"command": " ".join(["bench/h200.py", *sys.argv[1:]]), "client": client()}
+
+
+def arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+
+
+def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(rounded(result)) + "\n", encoding="utf-8")
+
+
+def summary(result: dict[str, Any]) -> str:
+    lines = ["", f"{'':22}{'first text':>12}{'first audio':>12}{'p99':>9}{'RTF':>8}{'waits':>9}{'answers':>9}"]
+    for part in result["parts"].values():
+        for one in part["found"]:
+            if "summary" not in one or not one["summary"].get("first_audio_s"):
+                continue
+            s = one["summary"]
+            first = s.get("first_text_s", {}).get("p50", float("nan"))
+            lines.append(
+                f"{one['workload'] + ' x ' + str(one['streams']):22}{1000 * first:>9.1f} ms"
+                f"{1000 * s['first_audio_s']['p50']:>9.1f} ms{1000 * s['first_audio_s']['p99']:>9.1f}"
+                f"{s['rtf']['p50']:>8.3f}{s['wait_0ms_s']['max']:>9.3f}{one['answers']:>9}"
+            )
+    failed = [f"{name}: {part['error']}" for name, part in result["parts"].items() if part["error"]]
+    return "\n".join([*lines, *failed])
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--parts", default=",".join(PARTS), help="default: all")
+    p.add_argument("--model", default="released", help="released, tiny or a directory")
+    p.add_argument("--device", default=find_device())
+    p.add_argument("--levels", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the latency table")
+    p.add_argument("--streams", type=int, nargs="+", default=[64, 96, 128], help="at real time")
+    p.add_argument("--requests", type=int, default=100, help="at each level (default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=50.0, help="at each level at most (default: %(default)s)")
+    p.add_argument("--patience", type=float, default=100.0, help="for one answer of a minute (default: %(default)s)")
+    p.add_argument("--lead", type=float, help="real time: listeners read no further ahead than so many seconds")
+    p.add_argument("--max-rows", type=int, default=128, help="of the server (default: %(default)s)")
+    p.add_argument("--processes", type=int, default=6, help="of listeners, at most (default: %(default)s)")
+    p.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last")
+    p.add_argument("--host-streams", type=int, nargs="+", default=[1, 8, 32, 64])
+    p.add_argument("--host-timeout", type=float, default=300.0)
+    p.add_argument("--profile", action="store_true", help="host: also a profile by function")
+    p.add_argument("--start-timeout", type=float, default=240.0)
+    p.add_argument("--quick", action="store_true", help="a few short requests: does it run at all?")
+    p.add_argument("--out", type=Path, help="everything as JSON")
+    args = p.parse_args()
+    args.parts = [x for x in args.parts.split(",") if x]
+    if unknown := set(args.parts) - set(PARTS):
+        p.error(f"no such part: {', '.join(sorted(unknown))}")
+    if args.quick:
+        args.requests, args.seconds = 4, 20.0
+        args.levels, args.streams, args.host_streams = args.levels[:2], [4], [1, 4]
+    result = measure(args)
+    print(summary(result), flush=True)
+    save(args, result)
+    if args.out is not None:
+        print(f"wrote {args.out}")
+    return 1 if result.get("error") or any(part["error"] for part in result["parts"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

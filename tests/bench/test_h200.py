@@ -1,0 +1,112 @@
+"""The GPU benchmark's own arithmetic: what is asked, what a listener notes, and how a first packet's time is split."""
+
+import asyncio
+import base64
+import json
+import time
+
+import msgspec
+import pytest
+
+from bench.h200 import PHASES, Questions, delta, phases, run_part
+from bench.listener import Heard, Job, run
+from bench.pipeline import checkpoint
+from bench.workload import read
+from stretto.client.bench import Sample
+from stretto.client.player import Packet
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.prompt.build import PromptBuilder
+from stretto.server.schema import ChatRequest
+
+
+def test_questions_are_exact_differ_and_are_accepted() -> None:
+    with checkpoint("released") as directory:
+        builder = PromptBuilder.open(directory, OmniConfig.read(directory))
+        questions = Questions(directory.name, builder.tokenizer)
+        sizes = {}
+        for name in ("text-100", "text-2000"):
+            bodies = questions.bodies(read(name), 3)
+            assert len(set(bodies)) == 3
+            requests = [msgspec.json.decode(b, type=ChatRequest) for b in bodies]
+            assert all(b"\n" not in b for b in bodies), "one a line"
+            assert requests[0].min_audio_frames == requests[0].max_audio_frames == 125
+            raw = [json.loads(b)["messages"] for b in bodies]
+            sizes[name] = {len(builder.build(m).ids) for m in raw}
+        (short,), (long,) = sizes["text-100"], sizes["text-2000"]
+        assert long - short == 1900, "the template around them is the same"
+        # Any token that a random model may say is a word, so that text is on its way for each.
+        assert all(builder.tokenizer.token_bytes(i) for i in (0, 1234, 99_999, 152_063))
+
+
+def event(**delta: object) -> bytes:
+    data = b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    body = json.loads(await reader.readexactly(size))
+    if body.get("refuse"):
+        writer.write(b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nfull")
+    else:
+        sound = base64.b64encode(bytes(3840)).decode()
+        report = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"stretto":{"seed":7}}\n\ndata: [DONE]\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(event(audio={"transcript": "so"}) + event(audio={"data": sound}) * body["packets"])
+        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(report), report))
+    await writer.drain()
+    writer.close()
+
+
+def test_a_listener_notes_every_piece_and_every_failure() -> None:
+    async def work() -> list[Heard]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        bodies = [json.dumps({"packets": n}).encode() for n in (1, 3, 0)] + [b'{"refuse": true}']
+        async with server:
+            return await run(Job(port, "", "", streams=2, warmup=1), bodies, time.monotonic())
+
+    heard = {h.sample.index: h for h in asyncio.run(asyncio.wait_for(work(), 30))}
+    assert [heard[i].counts for i in range(4)] == [False, True, True, True]
+    assert [len(heard[i].sample.packets) for i in range(4)] == [1, 3, 0, 0]
+    assert heard[1].sample.audio_seconds == pytest.approx(0.24)
+    assert heard[1].report == {"seed": 7}
+    assert [heard[i].sample.error for i in range(4)] == [None, None, "no audio", "http 429"]
+    again = msgspec.json.decode(msgspec.json.encode(list(heard.values())), type=list[Heard])
+    assert [h.sample for h in again] == [h.sample for h in heard.values()]
+
+
+def test_the_time_to_the_first_packet_is_split_without_a_rest() -> None:
+    spans = [
+        ("thinker", "prompt", 0.002, 0.012), ("thinker", "prompt", 0.012, 0.020), ("thinker", "token", 0.020, 0.022),
+        ("talker", "prompt", 0.002, 0.009), ("talker", "prompt", 0.009, 0.025), ("talker", "frame", 0.025, 0.028),
+        ("code2wav", "first frame", 0.002, 0.027), ("packets", "packet", 0.0275, 0.0275),
+        ("packets", "packet", 0.09, 0.09),
+    ]  # fmt: skip
+    report = {"timeline": [dict(zip(("lane", "name", "start", "stop"), s, strict=True)) for s in spans]}
+    heard = Heard(Sample(0, 0.0, packets=[Packet(0.030, 0.05)]), True, report)
+    split = phases(heard)
+    assert split is not None
+    assert list(split) == list(PHASES)
+    assert sum(split.values()) == pytest.approx(0.030)
+    assert list(split.values()) == pytest.approx([0.002, 0.018, 0.005, 0.002, 0.0005, 0.0025])
+    assert phases(Heard(Sample(0, 0.0), True, report)) is None
+    assert phases(Heard(heard.sample, True, None)) is None
+
+
+def test_a_part_that_fails_keeps_what_it_found() -> None:
+    def part():
+        yield {"one": 1}
+        raise RuntimeError("no more")
+
+    result = {"parts": {}}
+    run_part("x", part, result)
+    assert result["parts"]["x"]["found"] == [{"one": 1}]
+    assert result["parts"]["x"]["error"] == "RuntimeError: no more"
+
+
+def test_counters_are_told_as_what_they_grew_by() -> None:
+    name = 'stretto_stage_steps_total{stage="talker"}'
+    before, after = {name: 3.0}, {name: 10.0, "stretto_host_idle_seconds_total": 2.0, "stretto_stage_waiting": 5.0}
+    assert delta(before, after) == {name: 7.0, "stretto_host_idle_seconds_total": 2.0}

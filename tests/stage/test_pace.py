@@ -1,0 +1,111 @@
+"""When frames leave: a player that starts with the first packet never waits, and packets grow where there is time."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from stretto.client.player import Packet, play
+from stretto.stage.pace import FRAME_S, OPENING_S, STALLED_S, Pace, leaving
+
+
+def vocoder(frames: int) -> float:
+    """Seconds that a packet takes to the listener: longer for large ones, by less than the margin."""
+    return 0.004 + 0.002 * frames
+
+
+def sent(times: list[float], pace: Pace) -> list[Packet]:
+    """Packets of a stream whose frames are made at these times, as they reach the listener."""
+    packets, waiting = [], 0
+    for i, now in enumerate(times):
+        pace.came(now)
+        waiting += 1
+        if pace.due(waiting, False, now) or i == len(times) - 1:
+            pace.left(waiting, now)
+            sound = FRAME_S * waiting - (0 if packets else OPENING_S)
+            packets.append(Packet(now + vocoder(waiting), sound))
+            waiting = 0
+    return packets
+
+
+def sizes(packets: list[Packet]) -> list[int]:
+    return [round((p.seconds + (OPENING_S if i == 0 else 0)) / FRAME_S) for i, p in enumerate(packets)]
+
+
+@pytest.mark.parametrize("every", [0.002, 0.0035, 0.01, 0.02, 0.03, 0.04, 0.05])
+def test_a_player_from_the_first_packet_never_waits(every: float) -> None:
+    packets = sent([every * i for i in range(200)], Pace(1, 8, 2))
+    heard = play(packets)
+    assert heard is not None
+    assert heard.wait == 0
+    assert sizes(packets)[0] == 1
+    assert sum(sizes(packets)) == 200
+
+
+def test_packets_grow_fast_on_a_fast_device_and_stay_small_on_a_slow_one() -> None:
+    fast = sizes(sent([0.003 * i for i in range(125)], Pace(1, 8, 2)))
+    assert fast[:5] == [1, 2, 4, 8, 8]
+    slow = sizes(sent([0.07 * i for i in range(20)], Pace(1, 8, 2)))
+    assert slow[:10] == [1] * 10
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_uneven_frames_do_not_make_it_wait_either(seed: int) -> None:
+    """Frames that take between 2 and 40 ms, in runs, as when prompts of others come in between."""
+    rng = random.Random(seed)
+    times, now = [], 0.0
+    while len(times) < 300:
+        pause = rng.choice([0.002, 0.005, 0.015, 0.04])
+        for _ in range(rng.randint(1, 12)):
+            now += pause * rng.uniform(0.5, 1.0)
+            times.append(now)
+    heard = play(sent(times, Pace(1, 8, 2)))
+    assert heard is not None
+    assert heard.wait == 0
+
+
+def test_stated_sizes_are_kept_to() -> None:
+    quick = [0.001 * i for i in range(60)]
+    assert set(sizes(sent(quick, Pace(1, 1, 2)))) == {1}
+    assert sizes(sent(quick, Pace(4, 25, None)))[:3] == [4, 25, 25]
+    assert sizes(sent(quick, Pace(4000, 4000, None))) == [60], "all at the end"
+
+
+def test_those_that_are_due_take_others_along_and_a_first_packet_does_not() -> None:
+    def pace(size: int, begun: float | None = 0.0) -> Pace:
+        return Pace(size, 8, 2, begun=begun, sent=100)
+
+    assert leaving([(pace(8), 8, False), (pace(8), 4, False), (pace(8), 3, False)], 0.0) == [True, True, False]
+    assert leaving([(pace(1, None), 1, False), (pace(8), 7, False)], 0.0) == [True, False]
+    assert leaving([(pace(8), 7, False), (pace(4), 3, False)], 0.0) == [False, False]
+
+
+def test_frames_of_a_request_that_waits_for_text_leave_in_time() -> None:
+    pace = Pace(8, 8, 2, begun=0.0, sent=100)
+    runs_out = 100 * FRAME_S - OPENING_S
+    assert not pace.due(3, True, runs_out - 1.01 * STALLED_S)
+    assert pace.due(3, True, runs_out - 0.99 * STALLED_S)
+    assert not pace.due(3, False, runs_out - 0.99 * STALLED_S)
+    assert not pace.due(0, True, runs_out)
+
+
+def test_streams_that_began_at_different_times_fall_into_step() -> None:
+    """The vocoder's calls: as few as for one stream, however many there are."""
+    paces = [Pace(1, 8, 2) for _ in range(6)]
+    waiting = [0] * 6
+    calls: list[int] = []
+    for step in range(120):
+        now = 0.005 * step
+        for i, pace in enumerate(paces):
+            if step >= 3 * i:  # each begins a little later
+                pace.came(now)
+                waiting[i] += 1
+        go = leaving([(p, n, False) for p, n in zip(paces, waiting, strict=True)], now)
+        for i, left in enumerate(go):
+            if left and waiting[i]:
+                paces[i].left(waiting[i], now)
+                waiting[i] = 0
+        if any(go):
+            calls.append(step)
+    late = [b - a for a, b in pairwise([c for c in calls if c > 40])]
+    assert min(late) >= 4
