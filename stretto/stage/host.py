@@ -217,7 +217,8 @@ class Host:
                 lone_prefill_chunk=s.lone_prefill_chunk,
                 overlap_depth=s.overlap_depth,
                 prefix_cache=s.prefix_cache,
-                mixed=s.mixed_steps,
+                # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
+                mixed=s.mixed_steps and not (name == "talker" and graphs is not None and lane.fused),
             ),
             store.drop,
         )
@@ -298,9 +299,9 @@ class Host:
         else:
             # The vocoder takes codes from the host: see `CodecStage.push`.
             keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else frozenset({"codes"})
-            incoming = Incoming(
-                receiver, m.link, self.loop.bell.ring, uploader=HostToDevice(self.device, self.switches, keep)
-            )
+            compute = node.stage.runner.stream if isinstance(node.stage, Stage) else None
+            uploader = HostToDevice(self.device, self.switches, keep, compute=compute)
+            incoming = Incoming(receiver, m.link, self.loop.bell.ring, uploader=uploader)
             incoming.start()
             end.incoming = incoming
         node.intake.link = end.incoming
@@ -318,9 +319,10 @@ class Host:
             end.outgoing = InlineOut(sender, m.link, self.loop.bell.ring)
         else:
             stream = None
-            if self.device.type == "cuda" and self.switches.payload_stream:
-                stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            outgoing = Outgoing(sender, m.link, self.loop.bell.ring, stream=stream)
+            if self.device.type == "cuda":
+                own = self.switches.payload_stream
+                stream = torch.cuda.Stream(self.device) if own else node.stage.runner.stream  # type: ignore[no-untyped-call]
+            outgoing = Outgoing(sender, m.link, self.loop.bell.ring, stream=stream, async_d2h=self.switches.async_d2h)
             outgoing.start()
             end.outgoing = outgoing
         node.link.out = end.outgoing
