@@ -1,21 +1,27 @@
 """What each overlap brings: one workload with each of them off in turn, and stage by stage as the baseline.
 
 Every variant is measured against its base within the same run, as a ratio of medians (in brackets the middle half of
-the ratios of single requests): above 1 means that switching it off costs time. On a CPU both engines stay open and
-take turns, so that a noisy machine disturbs both alike; a model that fills a GPU is opened once per variant, and the
-base is measured again at the end to show the drift.
+the ratios of single requests): above 1 means that switching it off costs time. There are two ways:
 
-`stage by stage` lets the thinker finish, then the talker, then the vocoder decodes all at once. It is measured twice:
+- `--load once` (the default on a GPU): one host in this process, loaded and captured once, whose overlaps are switched
+  while it stands (bench/onehost.py); at each of `--streams`, time-boxed by `--seconds`, written after every row.
+- `--load each` (the default on a CPU): whole engines, with their processes. On a CPU base and variant stay open and
+  take turns, so that a noisy machine disturbs both alike; on a GPU each is opened by itself (a minute or two each), and
+  the base is measured again at the end to show the drift.
+
+`stage by stage` lets the thinker finish, then the talker, then the vocoder. With whole engines it is measured twice:
 through the engine (a silent answer, then a text of that length read aloud in one packet) and in the plain driver (the
 same models in one thread), each against its own streaming form.
 
-python bench/ablation.py [--model DIR|tiny|released] [--workload text-100] [--rounds 5] [--out FILE.json]"""
+python -m bench.ablation --model released --out bench/results/ablation_h200.json    # on a GPU, about two minutes
+python -m bench.ablation [--model DIR|tiny|released] [--workload text-100] [--rounds 5] [--out FILE.json]"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.env import describe
+from bench.onehost import ROWS, Asker, OneHost, measure_row
 from bench.pipeline import (
     Questions,
     add_engine_arguments,
@@ -38,9 +45,11 @@ from bench.workload import Workload, read, words
 from stretto.client.bench import Bench, Closed, Level, Limits, Sample, Send, SystemClock
 from stretto.client.stats import percentile
 from stretto.client.wire import Piece, RequestFailed
+from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.orchestrator.api import ChunkSizes
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.settings import ONE_HOST, PROCESSES, TWO_HOSTS, EngineConfig
+from stretto.prompt.build import PromptBuilder
 from stretto.prompt.template import Tokenizer
 
 DEFAULT, SPLIT = "default", "processes"
@@ -284,15 +293,64 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def once(args: argparse.Namespace) -> dict[str, Any]:
+    """Every row on one host, at each number of streams; what was found so far is on disk after every row."""
+    config, workload = engine_config(args), read(args.workload)
+    cuda = config.host.device != "cpu"
+    most = max(args.streams)
+    # No more rows than are asked for: fewer sizes to capture. Pools that hold a few rounds leave room for a second
+    # set of graphs.
+    pools = {"thinker_blocks": 256 * most, "talker_blocks": 256 * most}
+    settings = replace(config.host, max_rows=most, **pools)
+    rows = [r for r in ROWS if (cuda or not r.needs_cuda) and (not args.only or r.name in {*args.only, r.base})]
+    result: dict[str, Any] = {
+        "env": describe(),
+        "arguments": plain(args),
+        "config": asdict(replace(config, host=settings)),
+        "workload": asdict(workload),
+        "workload_of_links": args.link_workload,
+        "skipped": [r.name for r in ROWS if r.needs_cuda and not cuda],
+        "runs": [],
+    }
+    with checkpoint(args.model) as directory:
+        start = time.perf_counter()
+        host = OneHost(directory, settings)
+        result["load_s"] = time.perf_counter() - start
+        print(f"loaded in {result['load_s']:.1f} s\n{head()}", flush=True)
+        builder = PromptBuilder.open(directory, OmniConfig.read(directory))
+        asker = Asker(builder, workload, read(args.link_workload))
+        base: dict[tuple[str, int], list[Sample]] = {}
+        for row in rows:
+            begun = time.perf_counter()
+            with row.change(host):
+                for streams in args.streams:
+                    samples = measure_row(host, asker, row, streams, args.rounds, args.seconds)
+                    found = Found(row.name, row.base, samples, base.setdefault((row.base, streams), samples))
+                    rtf = percentile(sorted(s.rtf for s in samples if s.rtf is not None), 0.5)
+                    result["runs"].append(told(found, absolute=True) | {"streams": streams, "rtf": rtf})
+                    print(f"{line(found)}  x {streams}", flush=True)
+            result["runs"][-1]["row_s"] = time.perf_counter() - begun
+            write(args.out, result)
+        host.close()
+    return result
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--workload", default="text-100", help="a name in bench/workloads, or a file")
     p.add_argument("-c", "--concurrency", type=int, default=1, metavar="N")
     p.add_argument("--rounds", type=int, default=5, metavar="N", help="of N requests at once, per variant")
+    p.add_argument("--load", choices=["once", "each"], help="default: once on a GPU, each on a CPU")
+    p.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="--load once: at each of these")
+    p.add_argument("--seconds", type=float, default=1.0, help="--load once: per row and number of streams, about")
+    p.add_argument("--link-workload", default="audio-10s", help="--load once: of the rows about links")
     p.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone")
     add_engine_arguments(p)
     args = p.parse_args()
-    write(args.out, asyncio.run(measure(args)))
+    if (args.load or ("once" if engine_config(args).host.device != "cpu" else "each")) == "once":
+        once(args)
+    else:
+        write(args.out, asyncio.run(measure(args)))
     return 0
 
 

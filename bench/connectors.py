@@ -2,6 +2,7 @@
 
     python bench/connectors.py                   # all lanes, about two minutes
     python bench/connectors.py --quick shm unix  # some lanes, few rounds
+    python bench/connectors.py --pinned shm unix # one core for each of the two processes; --one-core: for both
 
 A *lane* is a way to get a payload to another process. The `bytes` lanes move bare bytes, the `chunk` lanes move a chunk
 (typed header, checks, a tensor on both sides); `unix chunk` is the plain socket with our wire format on it, so each
@@ -327,16 +328,17 @@ def faults() -> int:
 
 
 def pin(core: int) -> None:
-    """On one core of those allowed, if there are two: two processes that share a core are handed over to each other
-    by the scheduler, which flatters whatever does least after the send, and is not how stages run."""
+    """On one core of those allowed. Left alone, the scheduler keeps two processes that take turns now on one core and
+    now on two, for seconds at a time, and a hop over two takes more than twice as long: lanes are only comparable
+    where they are placed alike. Two cores are how stages run; one flatters whatever does least after the send."""
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[core % len(allowed)]})
 
 
-def other_side(name: str, control: Connection, queues: tuple[Any, Any], pinned: bool) -> None:
+def other_side(name: str, control: Connection, queues: tuple[Any, Any], core: int | None) -> None:
     """The second process: does what it is told, `(what, size, count)`."""
-    if pinned:
-        pin(1)
+    if core is not None:
+        pin(core)
     torch.set_num_threads(1)
     lane = make_lane(name, queues)
     control.send(lane.listen())
@@ -410,10 +412,10 @@ class Track:
         self.process.join()
 
 
-def open_track(name: str, context: Any, pinned: bool) -> Track:
+def open_track(name: str, context: Any, core: int | None) -> Track:
     ours, theirs = context.Pipe()
     queues = (context.Queue(), context.Queue())
-    process = context.Process(target=other_side, args=(name, theirs, queues, pinned), daemon=True)
+    process = context.Process(target=other_side, args=(name, theirs, queues, core), daemon=True)
     process.start()
     lane = make_lane(name, (queues[1], queues[0]))
     address = lane.listen()
@@ -449,9 +451,9 @@ PAIRS = (
 )
 
 
-def ratios(tracks: list[Track]) -> dict[str, float]:
-    """What is claimed: ours against the plain socket, of the same round each, and then the middle one of the rounds.
-    `shm chunk / unix tensor` is a typed, checked chunk against bytes that nobody checks."""
+def ratios(tracks: list[Track], part: float = 0.5) -> dict[str, float]:
+    """What is claimed: ours against the plain socket, of the same round each, and then the middle one of the rounds
+    (or another part of them). `shm chunk / unix tensor` is a typed, checked chunk against bytes that nobody checks."""
     by_name = {track.name: track for track in tracks}
     found = {}
     for ours, plain in PAIRS:
@@ -459,9 +461,9 @@ def ratios(tracks: list[Track]) -> dict[str, float]:
             a, b = by_name[ours], by_name[plain]
             for size in SIZES:
                 hops = [quantile(x, 0.5) / quantile(y, 0.5) for x, y in zip(a.bursts_us[size], b.bursts_us[size])]
-                found[f"{ours} / {plain}: hop p50 at {_words(size)}"] = round(quantile(hops, 0.5), 3)
+                found[f"{ours} / {plain}: hop p50 at {_words(size)}"] = round(quantile(hops, part), 3)
             rates = [x / y for x, y in zip(a.stream_gb_s[8 << 20], b.stream_gb_s[8 << 20])]
-            found[f"{ours} / {plain}: throughput at 8 MiB"] = round(quantile(rates, 0.5), 3)
+            found[f"{ours} / {plain}: throughput at 8 MiB"] = round(quantile(rates, part), 3)
     return found
 
 
@@ -470,6 +472,7 @@ def main() -> None:
     parser.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
     parser.add_argument("--quick", action="store_true", help="three rounds instead of twelve")
     parser.add_argument("--pinned", action="store_true", help="the two processes on two different cores")
+    parser.add_argument("--one-core", action="store_true", help="both processes on one core")
     parser.add_argument("--out", type=Path, help="file for the JSON result")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -480,8 +483,9 @@ def main() -> None:
         print(error)
         names = [name for name in names if "mooncake" not in name]
     context = multiprocessing.get_context("spawn")
-    tracks = [open_track(name, context, args.pinned) for name in names]
-    if args.pinned:
+    core = 1 if args.pinned else 0 if args.one_core else None
+    tracks = [open_track(name, context, core) for name in names]
+    if core is not None:
         pin(0)  # after the children, which would inherit it
     rounds = 3 if args.quick else 12
     for index in range(rounds + 1):
@@ -492,11 +496,13 @@ def main() -> None:
     for track in tracks:
         track.close()
     print(table(tracks))
+    low, high = ratios(tracks, 0.25), ratios(tracks, 0.75)
     for claim, value in ratios(tracks).items():
-        print(f"{claim}: {value}")
+        print(f"{claim}: {value} ({low[claim]} to {high[claim]})")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"env": describe() | _versions(), "ratios": ratios(tracks), "lanes": _lanes(tracks)}
+        result = {"env": describe() | _versions(), "ratios": ratios(tracks)}
+        result |= {"quartiles": {claim: [low[claim], high[claim]] for claim in low}, "lanes": _lanes(tracks)}
         args.out.write_text(json.dumps(result) + "\n")
 
 

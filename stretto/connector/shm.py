@@ -112,11 +112,13 @@ class _Bell:
         # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 4096)
         self._sock = sock
+        self._send = sock.send
+        self._receive = sock.recv_into
         self._generation = endpoint.generation
         self._buffer = bytearray(_BATCH * NOTE_BYTES)
         self._view = memoryview(self._buffer)
         self._rest = 0  # bytes of an incomplete note at the start of the buffer
-        self._timeout = 0.0
+        self._bound = -1.0  # how long the socket's own waits are
         self._spin_s = spin_s
         self._brisk = spin_s > 0  # whether the last wait was short enough to spin through the next one
         self._sending = threading.Lock()  # keeps the descriptor from being closed, and reused, under a send
@@ -124,7 +126,7 @@ class _Bell:
     def ship(self, slot: int, seq: int, size: int) -> None:
         """For the courier alone, in whose turn nobody closes the descriptor."""
         try:
-            self._sock.send(pack_note(_CHUNK, slot, seq, size, self._generation), _AT_ONCE)
+            self._send(pack_note(_CHUNK, slot, seq, size, self._generation), _AT_ONCE)
         except OSError as error:
             raise Hangup(f"the connection is gone: {error.strerror}") from error
 
@@ -139,28 +141,30 @@ class _Bell:
 
     def notes(self, timeout: float) -> list[Note]:
         """One read, so at most one wait; the caller comes again."""
-        if timeout != self._timeout and timeout > 0:
-            # Couriers ask for the same time again and again, so the option is rarely set anew.
-            _bound_waits(self._sock, timeout)
-            self._timeout = timeout
         try:
-            room = self._view[self._rest :] if self._rest else self._view
-            if timeout <= 0:
-                got = self._sock.recv_into(room, 0, _NO_WAIT)
-            elif self._spin_s:
-                got = self._spin(room, time.perf_counter())
-            else:
-                got = self._sock.recv_into(room)
+            got = self._read(timeout)
         except BlockingIOError:
             return []
-        except OSError as error:  # ECONNRESET: gone with our notes unread
-            raise Hangup(f"the connection broke: {error.strerror}") from error
+        except OSError as error:
+            raise _broken(error) from error
+        return self._split(got)
+
+    def _read(self, timeout: float) -> int:
+        room = self._view[self._rest :]
+        if timeout <= 0:
+            return self._receive(room, 0, _NO_WAIT)
+        if timeout != self._bound:
+            # Couriers ask for the same time again and again, so the option is rarely set anew.
+            _bound_waits(self._sock, timeout)
+            self._bound = timeout
+        if self._spin_s:
+            return self._spin(room, time.perf_counter())
+        return self._receive(room)
+
+    def _split(self, got: int) -> list[Note]:
         if not got:
             raise Hangup("the connection ended without a good-bye")
         stop = self._rest + got
-        if stop == NOTE_BYTES:
-            self._rest = 0
-            return [unpack_note(self._view)]
         self._rest = stop % NOTE_BYTES
         whole = stop - self._rest
         notes = list(unpack_notes(self._view[:whole]))
@@ -190,6 +194,36 @@ class _Bell:
             self._sock.close()
 
 
+class _PagedBell(_Bell):
+    """A receiver's, which finds the slot that a note names."""
+
+    def __init__(self, sock: socket.socket, endpoint: Endpoint, spin_s: float, pages: list[wire.Page]) -> None:
+        super().__init__(sock, endpoint, spin_s)
+        self._pages = pages
+        self._usual = -1.0  # how long the socket waits, while all there is to do is to wait for a note
+
+    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+        """`slots.Inward.arrivals`. Its first lines are all that most chunks go through: one read of one note."""
+        try:
+            if timeout == self._usual:
+                got = self._receive(self._view)
+                if got == NOTE_BYTES:
+                    note = unpack_note(self._view)
+                    return [(note, self._pages[note[1]])]
+            else:
+                pass
+                got = self._read(timeout)
+            notes = self._split(got)
+            self._usual = self._bound if not self._rest and not self._spin_s else -1.0
+            return [(note, self._pages[note[1]]) for note in notes]
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise _broken(error) from error
+        except IndexError:
+            raise Hangup("the peer named a slot that does not exist") from None
+
+
 class ShmOutward:
     """A sender's carrier: makes the memory and sends it along with the hello. `slots.Outward`."""
 
@@ -206,16 +240,14 @@ class ShmOutward:
         finally:
             os.close(memory)
         self._bell = _Bell(sock, endpoint)
+        self.buffer = self._slots.__getitem__
         self.notes = self._bell.notes
         self.ship = self._bell.ship
         self.wake = self._bell.wake
 
-    def buffer(self, slot: int) -> wire.Page:
-        return self._slots[slot]
-
     def close(self) -> None:
         self._bell.close()
-        self._slots = []
+        self._slots.clear()
 
 
 class ShmInward:
@@ -229,20 +261,12 @@ class ShmInward:
         self._listener = listener
         self._guest: socket.socket | None = None
         self._guest_until = 0.0
-        self._bell: _Bell | None = None
+        self._bell: _PagedBell | None = None
         self._slots: list[wire.Page] = []
+        self.arrivals = self._greet  # until there is a bell
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
-        if self._bell is None:
-            self._greet(timeout)
-            return []  # the caller comes again with the time that is left
-        slots = self._slots
-        try:
-            return [(note, slots[note[1]]) for note in self._bell.notes(timeout)]
-        except IndexError:
-            raise Hangup("the peer named a slot that does not exist") from None
-
-    def _greet(self, timeout: float) -> None:
+    def _greet(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+        """Nothing ever arrives: the caller comes again with the time that is left."""
         try:
             if self._guest is None:
                 _bound_waits(self._listener, timeout)
@@ -251,11 +275,11 @@ class ShmInward:
             _bound_waits(self._guest, min(timeout, _HELLO_S))
             self._admit(self._guest)
         except BlockingIOError:
-            if time.monotonic() < self._guest_until:
-                return
-            self._drop_guest()
+            if time.monotonic() >= self._guest_until:
+                self._drop_guest()
         except OSError:  # the guest left before its hello, or `wake` shut the listener
             self._drop_guest()
+        return []
 
     def _admit(self, guest: socket.socket) -> None:
         hello, fds = _receive_hello(guest)
@@ -267,7 +291,8 @@ class ShmInward:
         finally:
             for fd in fds:
                 os.close(fd)
-        self._bell, self._guest = _Bell(guest, self._endpoint, self._spin_s), None
+        self._bell, self._guest = _PagedBell(guest, self._endpoint, self._spin_s, self._slots), None
+        self.arrivals = self._bell.arrivals
         self._listener.close()
 
     def _drop_guest(self) -> None:
@@ -294,7 +319,7 @@ class ShmInward:
         else:
             self._bell.wake()  # again: the sender may have come in between `wake` and here
             self._bell.close()
-        self._slots = []
+        self._slots.clear()
 
     def _refuse_waiting(self) -> None:
         """A sender that connected but was never looked at is told good-bye too: it must not see a death."""
@@ -322,6 +347,10 @@ def _bound_waits(sock: socket.socket, timeout: float) -> None:
     if timeout > 0:  # a zero option would mean for ever
         seconds, micros = divmod(max(int(timeout * 1e6), 1), 1_000_000)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, micros))
+
+
+def _broken(error: OSError) -> Hangup:
+    return Hangup(f"the connection broke: {error.strerror}")  # ECONNRESET: gone with our notes unread
 
 
 def _shut(sock: socket.socket) -> None:

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -102,8 +102,9 @@ class Outward(Protocol):
     ship_tells: bool
     """Whether `ship` itself notices that the peer has left; if not, notes are looked at before each."""
 
-    def buffer(self, slot: int) -> wire.Page:
-        """The memory to encode into, `slot_bytes` long."""
+    @property
+    def buffer(self) -> Callable[[int], wire.Page]:
+        """The memory to encode into for a slot, `slot_bytes` long."""
         ...
 
     def ship(self, slot: int, seq: int, size: int) -> None:
@@ -124,9 +125,10 @@ class Outward(Protocol):
 class Inward(Protocol):
     """A receiver's carrier."""
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
-        """Notes with the memory that holds what they announce; waits for the first at most `timeout`. `Hangup`
-        after the last."""
+    @property
+    def arrivals(self) -> Callable[[float], Sequence[tuple[Note, wire.Page]]]:
+        """Called with a timeout: notes with the memory that holds what they announce; waits for the first at most so
+        long. `Hangup` after the last."""
         ...
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
@@ -145,6 +147,9 @@ class State(Enum):
     DEAD = "the other end died"
 
 
+_OPEN = State.OPEN  # to look a member up in its enum costs more than to compare it
+
+
 class _End:
     """How an end ends: one state, set once, and the exception that says it."""
 
@@ -155,11 +160,11 @@ class _End:
         self._why = ""
 
     def _finish(self, state: State, why: str = "") -> None:
-        if self._state is State.OPEN:
+        if self._state is _OPEN:
             self._why, self._state = why, state
 
     def _raise_if_ended(self, request: RequestId | None = None) -> None:
-        if self._state is State.OPEN:
+        if self._state is _OPEN:
             return
         message = f"{self._state.value}: {self._why}" if self._why else self._state.value
         if self._state is State.DEAD:
@@ -193,8 +198,8 @@ class SlotSender(_End):
         self._copies = copies
         self._generation = endpoint.generation
         self._slot_bytes = endpoint.slot_bytes
-        self._few = endpoint.slots // 4
         self._ship_tells = carrier.ship_tells
+        self._buffer = carrier.buffer
         self._ship_note = carrier.ship
         self._notes = carrier.notes
         self._most_copies = options.copies
@@ -205,29 +210,47 @@ class SlotSender(_End):
         self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> what it carries
         self._refused: deque[Refused] = deque()
         self._fences = Fences()
-        self._floor = self._fences.floor
+        self._floor_of = self._fences.floor.get
         self._seq = 0
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
         header = chunk.header
+        free = self._free
         with self._turn:
-            if not self._ship_tells and self._state is State.OPEN:
-                self._pump(0.0)
-            if self._state is not State.OPEN:
-                self._raise_if_ended(header.request)
-            if not self._free or len(self._leaving) >= self._most_copies:
-                self._check_size(chunk)  # or it would wait for a slot that cannot help it
+            # Mostly there is a slot and nothing to look at first.
+            if not self._ship_tells or not free or self._leaving or self._state is not _OPEN:
                 self._await_slot(chunk, timeout)
-            if header.epoch < self._floor.get(header.request, 0):
-                pass
-            elif not self._free:
-                return False
-            elif not self._send(chunk):
-                return True
+            if header.epoch >= self._floor_of(header.request, 0):
+                if not free:
+                    return False
+                slot = free[-1]
+                page = self._buffer(slot)
+                landed = None
+                try:
+                    if self._zero_copy:
+                        landed = wire.write_blobs(page, chunk, self._copies)
+                        size = 0 if landed is not None else wire.write_head(page, header, checksum=self._checksum)
+                    else:
+                        size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
+                except PutFailed as failed:
+                    failed.link = self.link
+                    raise
+                free.pop()
+                if landed is not None or self._leaving:
+                    self._leaving.append(_Leaving(slot, page, chunk, landed))
+                    return True
+                self._ship(slot, size, header.request)
         chunk.release()
         return True
 
     def _await_slot(self, chunk: Chunk, timeout: float) -> None:
+        request = chunk.header.request
+        if not self._ship_tells and self._state is _OPEN:
+            self._pump(0.0)
+        self._raise_if_ended(request)
+        if self._free and len(self._leaving) < self._most_copies:
+            return
+        self._check_size(chunk)  # or it would wait for a slot that cannot help it
         if len(self._leaving) >= self._most_copies:
             self._depart(wait=True)
         deadline = time.monotonic() + timeout
@@ -237,7 +260,7 @@ class SlotSender(_End):
                 self._depart(wait=True)  # what has not left cannot come back
             # Sending takes slots back too: wait for one only if it did not.
             self._pump(0.0 if self._free else left)
-            self._raise_if_ended(chunk.header.request)
+            self._raise_if_ended(request)
             if (left := deadline - time.monotonic()) <= 0:
                 return
 
@@ -248,28 +271,6 @@ class SlotSender(_End):
                 link=self.link,
                 request=chunk.header.request,
             )
-
-    def _send(self, chunk: Chunk) -> bool:
-        """False: it has not left yet, and is ours until it does."""
-        slot = self._free[-1]
-        page = self._carrier.buffer(slot)
-        header = chunk.header
-        landed = None
-        try:
-            if self._zero_copy:
-                landed = wire.write_blobs(page, chunk, self._copies)
-                size = 0 if landed is not None else wire.write_head(page, header, checksum=self._checksum)
-            else:
-                size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
-        except PutFailed as failed:
-            failed.link = self.link
-            raise
-        self._free.pop()
-        if landed is None and not self._leaving:
-            self._ship(slot, size, header.request)
-            return True
-        self._leaving.append(_Leaving(slot, page, chunk, landed))
-        return False
 
     def settle(self, *, wait: bool) -> int:
         if self._leaving:
@@ -287,7 +288,7 @@ class SlotSender(_End):
                 first.landed.synchronize()
             wait = False
             header = first.chunk.header
-            if not self._ship_tells and self._state is State.OPEN:
+            if not self._ship_tells and self._state is _OPEN:
                 self._pump(0.0)
             self._raise_if_ended(header.request)
             self._leaving.popleft()
@@ -304,26 +305,33 @@ class SlotSender(_End):
                 first.chunk.release()
 
     def _ship(self, slot: int, size: int, request: RequestId) -> None:
-        """Announce what lies in the slot, which is free again if that fails."""
+        """Announce what lies in the slot, which is free again if that fails. What can be done before is: where both
+        processes share a core, the receiver wakes when this one is done."""
+        seq = self._seq
+        self._flight[slot] = (seq, request)
+        self._seq = seq + 1
         try:
-            self._ship_note(slot, self._seq, size)
+            self._ship_note(slot, seq, size)
         except Hangup as hangup:
-            self._free.append(slot)
+            self._not_sent(slot, seq)
             self._hung_up(hangup)
             self._raise_if_ended(request)
             raise Bug(f"link {self.link}: hung up and yet open") from hangup
         except PutFailed as failed:
-            self._free.append(slot)
+            self._not_sent(slot, seq)
             # To what moves the bytes, a peer that left looks like a failed transfer. The notes know better, soon.
             self._await_end(_VERDICT_S)
             self._raise_if_ended(request)
             failed.link, failed.request = self.link, request
             raise
-        self._flight[slot] = (self._seq, request)
-        self._seq += 1
-        # Take slots back when they get few, many by one call, and before they get cold where chunks are large.
-        if size > _LARGE or len(self._free) <= self._few:
+        # Take slots back when none is left, many by one call, and before they get cold where chunks are large.
+        if size > _LARGE or not self._free:
             self._pump(0.0)
+
+    def _not_sent(self, slot: int, seq: int) -> None:
+        del self._flight[slot]
+        self._seq = seq
+        self._free.append(slot)
 
     def _pump(self, timeout: float) -> None:
         try:
@@ -339,7 +347,7 @@ class SlotSender(_End):
 
     def _await_end(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while self._state is State.OPEN and (left := deadline - time.monotonic()) > 0:
+        while self._state is _OPEN and (left := deadline - time.monotonic()) > 0:
             self._pump(left)
 
     def _hung_up(self, hangup: Hangup) -> None:
@@ -363,7 +371,7 @@ class SlotSender(_End):
     def _look(self) -> None:
         if self._turn.acquire(blocking=False):
             try:
-                if self._state is State.OPEN:
+                if self._state is _OPEN:
                     self._pump(0.0)
             finally:
                 self._turn.release()
@@ -424,31 +432,34 @@ class SlotReceiver(_End):
         self._generation = endpoint.generation
         self._slots = endpoint.slots
         self._carrier = carrier
-        self._arrivals = carrier.arrivals
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
         self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping is what makes it once
         self._fences = Fences()
-        self._floor = self._fences.floor
+        self._floor_of = self._fences.floor.get
         self._next = 0
 
     def take(self, timeout: float) -> Chunk | None:
-        deadline: float | None = None
-        left = timeout
         arrived = self._arrived
         with self._turn:
-            while True:
-                while arrived and self._state is not State.CLOSED_HERE:
-                    if (chunk := self._open(*arrived.popleft())) is not None:
-                        return chunk
-                if self._state is not State.OPEN:
-                    self._raise_if_ended()
-                if deadline is None:  # at least one look, even with no time
-                    deadline = time.monotonic() + timeout
-                elif (left := deadline - time.monotonic()) <= 0:
-                    return None
-                self._pump(left)
+            start = time.monotonic()
+            if not arrived and self._state is _OPEN:
+                self._pump(timeout)  # at least one look, even with no time
+            if arrived and (chunk := self._open(*arrived.popleft())) is not None:
+                return chunk
+            return self._take_by(start + timeout)
+
+    def _take_by(self, deadline: float) -> Chunk | None:
+        while True:
+            while self._arrived:
+                if (chunk := self._open(*self._arrived.popleft())) is not None:
+                    return chunk
+            self._raise_if_ended()
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            self._pump(left)
 
     def _open(self, seq: int, page: wire.Page, size: int) -> Chunk | None:
+        """None: it was purged."""
         try:
             chunk = wire.read(page, size, SlotLease(self, seq))
         except (Corrupt, VersionMismatch) as error:
@@ -456,27 +467,22 @@ class SlotReceiver(_End):
             error.link = self.link
             raise
         header = chunk.header
-        if header.epoch < self._floor.get(header.request, 0):
-            chunk.release()
-            return None
-        return chunk
+        if header.epoch >= self._floor_of(header.request, 0):
+            return chunk
+        chunk.release()
+        return None
 
     def _pump(self, timeout: float) -> None:
+        held = self._held
         try:
-            for note, page in self._arrivals(timeout):
+            for note, page in self._carrier.arrivals(timeout):
                 kind, slot, seq, size, generation = note
-                if (
-                    kind != _CHUNK
-                    or generation != self._generation
-                    or seq != self._next
-                    or size > len(page.memory)
-                    or len(self._held) >= self._slots
-                ):
+                if seq == self._next and kind == _CHUNK and generation == self._generation and len(held) < self._slots:
+                    self._next = seq + 1
+                    held[seq] = slot
+                    self._arrived.append((seq, page, size))
+                else:
                     self._on_other(note)
-                    continue
-                self._next = seq + 1
-                self._held[seq] = slot
-                self._arrived.append((seq, page, size))
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
 
@@ -501,7 +507,7 @@ class SlotReceiver(_End):
     def _look(self) -> None:
         if self._turn.acquire(blocking=False):
             try:
-                if self._state is State.OPEN:
+                if self._state is _OPEN:
                     self._pump(0.0)
             finally:
                 self._turn.release()

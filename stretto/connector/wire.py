@@ -53,7 +53,8 @@ MAX_BYTES = 1 << 30
 
 _START = struct.Struct("<4sHHI")  # magic, version, zero, checksum of what follows up to the first blob
 _REST = struct.Struct("<HHIIQQQQQQ")  # flags, mark, header bytes, blob crc32, blob bytes, epoch, ..., stop
-PREFIX_BYTES = _START.size + _REST.size
+_PREFIX = struct.Struct(_START.format + _REST.format[1:])
+PREFIX_BYTES = _PREFIX.size
 _REST_AT = _START.size
 
 DTYPES: Mapping[Dtype, torch.dtype] = {
@@ -78,8 +79,7 @@ _FORMS = 1024  # known headers, of each kind
 _FORM_BYTES = 2048  # larger headers are not remembered
 _VIEWS = 64  # layouts that a page knows its views for
 
-_unpack_start = _START.unpack_from
-_unpack_rest = _REST.unpack_from
+_unpack_prefix = _PREFIX.unpack_from
 _pack_start = _START.pack
 _pack_rest = _REST.pack
 _crc32 = zlib.crc32
@@ -134,23 +134,24 @@ class _Form:
     head: bytes  # with the zeros up to the first blob
     length: int  # without them
     layout: _Layout
+    allowed: bool  # whether it is within the limits, but for the room in a slot
 
 
 class Page:
-    """Memory that holds one chunk at a time, again and again: a slot. Knows its address and the views made of it.
+    """Memory that holds one chunk at a time, again and again: a slot. Knows its address, the views made of it, and
+    the form of the chunk that is being written to it.
 
     The views are handed out anew with every chunk of the same layout. That is safe for the same reason that the
     memory can be used again: nobody touches a chunk's tensors after its release."""
 
-    __slots__ = ("address", "memory", "views")
+    __slots__ = ("address", "form", "memory", "size", "views")
 
     def __init__(self, memory: bytearray | memoryview) -> None:
         self.memory = memoryview(memory)
+        self.size = len(self.memory)
         self.address = 0 if self.memory.readonly or not len(memory) else _address_of(self.memory)
         self.views: dict[_Layout, Mapping[str, torch.Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self.memory)
+        self.form: _Form | None = None
 
 
 def _address_of(memory: memoryview) -> int:
@@ -245,9 +246,8 @@ class _Known:
         if any(head[length:]):
             raise Corrupt("padding is not zero", request=request)
         _check_table(said.tensors, request)
-        form = _Form(
-            request, said.version, said.tensors, head, length, _laid_out(said.tensors, PREFIX_BYTES + len(head))
-        )
+        plan = _laid_out(said.tensors, PREFIX_BYTES + len(head))
+        form = _Form(request, said.version, said.tensors, head, length, plan, allowed=True)
         _remember(self.by_bytes, head, form)
         return form
 
@@ -257,7 +257,9 @@ class _Known:
         raw = _encoder.encode(_Head(header.version, header.request, table))
         end = PREFIX_BYTES + len(raw)
         at = _aligned(end) if blob_bytes(header) else end
-        form = _Form(header.request, header.version, table, raw + bytes(at - end), len(raw), _laid_out(table, at))
+        plan = _laid_out(table, at)
+        allowed = plan.size <= MAX_BYTES and len(raw) <= MAX_HEADER and len(table) <= MAX_TENSORS
+        form = _Form(header.request, header.version, table, raw + bytes(at - end), len(raw), plan, allowed)
         # By identity, since comparing tables costs as much as encoding them; the form keeps the table from being
         # collected, and with it the number from being used again.
         _remember(self.by_meaning, (header.request, id(table), header.version), form)
@@ -301,8 +303,8 @@ def encode_into(
     page = buffer if isinstance(buffer, Page) else Page(buffer)
     if not zero_copy:
         whole = encode(chunk, checksum=checksum)
-        if len(whole) > len(page):
-            raise _does_not_fit(chunk, len(whole), len(page))
+        if len(whole) > page.size:
+            raise _does_not_fit(chunk, len(whole), page.size)
         page.memory[: len(whole)] = whole
         return len(whole)
     landed = write_blobs(page, chunk)
@@ -343,16 +345,16 @@ _device_copies = DeviceCopies()
 def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Event | None:
     """The first half of encoding: all but prefix and header. Tensors on a device are only on their way when this
     returns: the page, and the chunk, must be left alone until the event has fired."""
-    form = _form_of(chunk.header)
+    header = chunk.header
+    page.form = form = _by_meaning.get((header.request, id(header.tensors), header.version)) or _known.write(header)
     plan = form.layout
-    room = len(page.memory)
-    if plan.size > room or plan.size > MAX_BYTES or form.length > MAX_HEADER or len(form.tensors) > MAX_TENSORS:
-        raise _does_not_fit(chunk, plan.size, room)
+    if plan.size > page.size or not form.allowed:
+        raise _does_not_fit(chunk, plan.size, page.size)
     if not page.address:
         raise ValueError("memory that cannot be written")
     for start, stop in plan.gaps:
         page.memory[start:stop] = _ZEROS[: stop - start]
-    far: list[tuple[torch.Tensor, torch.Tensor]] = []
+    far: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     tensors = chunk.tensors
     for name, dtype, shape, start, nbytes in plan.blobs:
         tensor = tensors[name]
@@ -361,17 +363,19 @@ def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Ev
         if not nbytes:
             continue
         if not tensor.is_cpu:
+            far = far or []
             far.append((_views(page, plan)[name], tensor))
         elif tensor.is_contiguous():
             _memmove(page.address + start, tensor.data_ptr(), nbytes)  # most rows: one plain copy, no views
         else:
             _views(page, plan)[name].copy_(tensor)
-    return copies.start(far, chunk.event) if far else None
+    return None if far is None else copies.start(far, chunk.event)
 
 
 def write_head(page: Page, header: ChunkHeader, *, checksum: bool = False) -> int:
-    """The second half, when all blobs are there. Returns the chunk's size."""
-    form = _form_of(header)
+    """The second half, when all blobs of the same chunk are there. Returns the chunk's size."""
+    form = page.form
+    assert form is not None, "the blobs come first"
     plan = form.layout
     crc = flags = 0
     if checksum:
@@ -408,12 +412,12 @@ def read(page: Page, size: int, lease: Lease | None = None) -> Chunk:
     """The chunk that fills the first `size` bytes of `page` exactly, as views of it, or `Corrupt` or
     `VersionMismatch`. No allocation depends on a number in the page before that was checked against `size`."""
     memory = page.memory
-    if size < PREFIX_BYTES or size > len(memory):
+    if size < PREFIX_BYTES or size > page.size:
         raise Corrupt(f"{size} bytes are less than a prefix, or more than there are")
-    magic, version, zero, head_crc = _unpack_start(memory)
+    prefix = _unpack_prefix(memory)
+    magic, version, zero, head_crc, flags, mark, length, crc, blobs, epoch, segment, seq, start, stop = prefix
     if magic != MAGIC or version != WIRE_VERSION:
         raise _foreign(magic, version)
-    flags, mark, length, crc, blobs, epoch, segment, seq, start, stop = _unpack_rest(memory, _REST_AT)
     if length > MAX_HEADER or blobs > MAX_BYTES:
         raise Corrupt(f"outside the limits: header {length}, blobs {blobs}")
     at = PREFIX_BYTES + length

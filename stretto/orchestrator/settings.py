@@ -28,6 +28,7 @@ class HostSettings:
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     threads: int = 1  # of arithmetic, on a CPU
     graphs: bool = True  # on a GPU
+    warm: bool = True  # there, compile kernels in several processes before the first start
     overlap_depth: int = 2
     prefix_cache: bool = True
     block_size: int = 16

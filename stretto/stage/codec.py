@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,29 @@ class CodecConfig:
     overlap_depth: int = 2
     max_cells: int = 256  # slots x frames of a step (unless it is of one frame): larger ones save nothing more
     urgent_s: float = 0.1  # a stream that runs dry within so long goes before those that do not
+    spare_cells: int = 0  # a step may be padded by so many slots x frames to be of a size that there is already
+
+    def sizes_for(self, slots: int) -> tuple[int, ...]:
+        """Frames per step that steps of so many slots come in, smallest first. The smallest is never padded: it is a
+        stream's first packet."""
+        first, *more = sorted(self.frame_sizes)
+        kept: list[int] = []
+        for frames in reversed([f for f in more if f * slots <= self.max_cells]):
+            if not kept or slots * (kept[0] - frames) > self.spare_cells:
+                kept.insert(0, frames)
+        return first, *kept
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """All (slots, frames) that steps come in."""
+        widths = sorted({*(n for n in self.slot_sizes if n < self.slots), self.slots})
+        return [(slots, frames) for slots in widths for frames in self.sizes_for(slots)]
+
+    def captured(self) -> CodecConfig:
+        """The same in fewer shapes, for steps that are captured. Each shape costs a second or more at start, as the
+        library tries its convolutions anew. On the hardware that we know a captured step takes about 1.5 ms and 0.04 ms
+        more per slot and frame: 48 of them are 2 ms, of the 160 ms or more that a packet to be padded plays. On a CPU,
+        where a step takes as long as its cells, padding would not be cheap."""
+        return replace(self, slot_sizes=(1, 8, 16, 32, 64, 128), spare_cells=48)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +188,7 @@ class CodecStage:
         self._seated: dict[int, Stream] = {}
         self._steps: deque[CodecStep] = deque()
         self._arrivals = 0
+        self._sizes = {slots: c.sizes_for(slots) for slots, _ in c.shapes()}
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
 
@@ -266,14 +290,18 @@ class CodecStage:
         chosen = ready
         if urgent:
             chosen = [s for s in ready if s.num_pending <= size or s.deadline is None or s.deadline < dry]
-        most = max(1, self.config.max_cells // self._num_slots(chosen))
-        size = min(size, max(f for f in self.config.frame_sizes if f <= most))
+        size = self._num_frames(self._num_slots(chosen), size)
         return [(s, min(s.num_pending, size)) for s in chosen]
 
     def _num_slots(self, streams: Sequence[Stream]) -> int:
         """The leading slots that a step for these streams runs."""
         top = 1 + max(s.slot for s in streams if s.slot is not None)
         return next((n for n in sorted(self.config.slot_sizes) if top <= n <= self.config.slots), self.config.slots)
+
+    def _num_frames(self, slots: int, wanted: int) -> int:
+        """Of a step that shall hold `wanted` frames per stream, or as many of them as it can."""
+        sizes = self._sizes[slots]
+        return next((f for f in sizes if f >= wanted), sizes[-1])
 
     def _seat(self) -> None:
         if not self._free or not self._queue:
@@ -289,8 +317,8 @@ class CodecStage:
 
     @torch.inference_mode()
     def _launch(self, parts: list[tuple[Stream, int]]) -> None:
-        size = next(f for f in self.config.frame_sizes if f >= max(n for _, n in parts))
         slots = self._num_slots([s for s, _ in parts])
+        size = self._num_frames(slots, max(n for _, n in parts))
         taken = []
         codes, counts = self._staging.inputs(slots, size)
         for stream, n in parts:
@@ -411,12 +439,7 @@ class CodecStage:
         """Capture steps of (slots, frames), largest first. Streams must not be running."""
         assert self.stream is not None, "graphs need a GPU"
         c, groups = self.config, self.model.config.num_quantizers
-        todo = sizes or [
-            (slots, frames)
-            for slots in (*(n for n in c.slot_sizes if n < c.slots), c.slots)
-            for frames in c.frame_sizes
-            if frames <= max(1, c.max_cells // slots)
-        ]
+        todo = sizes or c.shapes()
         pool = None
         for slots, frames in tqdm(
             sorted(set(todo), key=lambda t: -t[0] * t[1]),

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,7 @@ from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import PayloadStore, Stage
+from stretto.stage.warming import Warming, begin
 from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -107,9 +108,14 @@ class Host:
     waiters: list[Waiter] = field(init=False, default_factory=list)
     memory: dict[str, int] = field(init=False, default_factory=dict)  # bytes by stage
     fresh: bool = field(init=False, default=False)  # requests were admitted in this round
+    warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
 
     def load(self) -> None:
-        """Build the stages, one after the other, if they fit; says how far it is."""
+        """Build the stages, one after the other, if they fit; says how far it is.
+
+        On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
+        start when the plan is made, so that it does not take their memory for gone, and have ended before the first KV
+        pool is allocated. The vocoder comes first: it has no such kernels, and takes as long as they do."""
         s = self.settings
         self.device = torch.device(s.device)
         self.switches = OverlapSwitches.read(s.switches, os.environ)
@@ -123,40 +129,74 @@ class Host:
             s.load_format,
             progress=False,
         )
-        self.settings = s = sized(source.config, self.configure.stages, s, source.dtype, self.device)
+        order = sorted(self.configure.stages, key=lambda name: name != "code2wav")
+        self.settings = s = sized(source.config, order, s, source.dtype, self.device)
+        plans = plan(source.config, order, s, source.dtype)
+        free, reserve = free_memory(self.device), RESERVE[self.device.type]
+        check(plans, free, reserve, str(self.device))
+        self.memory = {p.stage: p.kept for p in plans}
+        if self.device.type == "cuda":
+            weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
+            self.warming = begin(self.configure.model, source.config, order, s, source.dtype, free - reserve, weights)
+        try:
+            self._build(source, order)
+        finally:
+            if self.warming is not None:
+                self.warming.close()
+        # In the order of the data's way again.
+        self.nodes = {name: self.nodes[name] for name in self.configure.stages}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.loop.stages = self._turns()
+
+    def _build(self, source: Source, order: Sequence[str]) -> None:
+        s = self.settings
         assert s.thinker_blocks is not None
         assert s.talker_blocks is not None
-        plans = plan(source.config, self.configure.stages, s, source.dtype)
-        check(plans, free_memory(self.device), RESERVE[self.device.type], str(self.device))
-        self.memory = {p.stage: p.kept for p in plans}
         embedding = None
-        for name in self.configure.stages:
+        for name in order:
+            if name != "code2wav" and self.warming is not None and self.warming.apart:
+                self._finish_warming(name)
             self._progress(name, self._room(name))
             waiter = self._waiter(name)
             match name:
                 case "thinker":
                     thinker = source.thinker()
                     embedding = thinker.model.embed_tokens.weight.data
+                    self._finish_warming(name)
                     lane = ThinkerLane(thinker, self._cache(thinker, s.thinker_blocks), s.max_rows, s.max_context)
                     stage = self._stage(name, lane, s.thinker_blocks, waiter)
                     self.nodes[name] = ThinkerNode(stage, thinker, self.report)
                 case "talker":
                     talker = source.talker(embedding)
+                    self._finish_warming(name)
                     speech = TalkerLane(talker, self._cache(talker, s.talker_blocks), s.max_rows, s.max_context)
                     stage = self._stage(name, speech, s.talker_blocks, waiter)
                     self.nodes[name] = TalkerNode(stage, talker, self.report)
                 case "code2wav":
-                    config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
-                    codec = CodecStage(source.code2wav(), _nobody, config, waiter)
-                    if self.device.type == "cuda" and s.graphs:
-                        self._progress(name, "capturing graphs")
-                        codec.capture(progress=False)
+                    codec = self._vocoder(source, waiter)
                     self.nodes[name] = Code2WavNode(codec, self.report)
                 case _:
                     raise Bug(f"no stage is called {name!r}")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.loop.stages = self._turns()
+
+    def _vocoder(self, source: Source, waiter: Waiter | None) -> CodecStage:
+        s = self.settings
+        config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
+        graphs = self.device.type == "cuda" and s.graphs
+        codec = CodecStage(source.code2wav(), _nobody, config.captured() if graphs else config, waiter)
+        if graphs:
+            self._progress("code2wav", "capturing graphs")
+            codec.capture(progress=False)
+            torch.cuda.empty_cache()  # what the library tried out its convolutions in
+        return codec
+
+    def _finish_warming(self, stage: str) -> None:
+        """Wait until kernels are compiled, and the memory of those who did it is back."""
+        if self.warming is not None:
+            if self.warming.running:
+                self._progress(stage, "compiling kernels")
+            self.warming.finish()
+            self.warming = None
 
     def _room(self, stage: str) -> str:
         s = self.settings

@@ -206,3 +206,50 @@ def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Mode
         ears.heard("b"), models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(), atol=1e-5
     )
     assert stage.idle
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 32, 64, 100, 128, 200])
+def test_captured_shapes_hold_every_step(slots: int) -> None:
+    """Half as many, or nearly; each step fits one, padded by little, and a stream's first packet by no frame."""
+    full = CodecConfig(slots=slots)
+    few = full.captured()
+    assert len(few.shapes()) <= 0.6 * len(full.shapes()) or slots < 8
+    widths = {n for n, _ in few.shapes()}
+    assert max(widths) == slots
+    for n in widths:
+        sizes = few.sizes_for(n)
+        assert sizes[0] == 1
+        assert sizes[-1] == full.sizes_for(n)[-1], "as many frames at once as ever"
+        for f in full.sizes_for(n):
+            assert (min(s for s in sizes if s >= f) - f) * n <= few.spare_cells
+
+
+@pytest.mark.parametrize("spare", [0, 3, 12])
+def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is waiting; and padding changes no sample."""
+    rng = np.random.default_rng(spare)
+    config = replace(SMALL, spare_cells=spare, max_cells=12)
+    ears, seen = Ears(), set()
+    stage = CodecStage(models.code2wav, ears, config)
+    real = stage._run
+
+    def watched(slots, size):
+        seen.add((slots, size))
+        return real(slots, size)
+
+    monkeypatch.setattr(stage, "_run", watched)
+    frames = {str(i): codes(models, int(rng.integers(1, 9)), i) for i in range(10)}
+    for id, given in frames.items():
+        while len(stage) > 6:
+            stage.turn()
+        stage.open(RequestId(id))
+        cut = int(rng.integers(0, len(given)))
+        stage.push(RequestId(id), given[:cut])
+        stage.turn()
+        stage.push(RequestId(id), given[cut:], Reason.STOP)
+    run(stage)
+    assert seen <= set(config.shapes())
+    assert len(seen) >= 3
+    for id, given in frames.items():
+        want = models.code2wav.decode(given.to(stage.device)).cpu().numpy()
+        np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)

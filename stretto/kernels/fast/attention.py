@@ -268,11 +268,12 @@ def frame(
     """The code predictor's attention: qkv [rows * queries, ...] at positions from `start` on, `cos` and `sin` of all
     positions [positions, dim], one layer's cache [2, rows or more, kv heads, positions, dim]."""
     rows = qkv.shape[0] // queries
+    c = config("frame", (1 if rows == 1 else 2, heads), {"warps": 4})
     _, _, kv_heads, positions, dim = cache.shape
     out = qkv.new_empty(qkv.shape[0], heads * dim)
     _frame[(rows, kv_heads)](
         qkv, gains[0], gains[1], cos, sin, cache, out, gains[2], dim**-0.5, start, cache.stride(0), cache.stride(1),
         HQ=heads, HK=kv_heads, D=dim, P=positions, GROUP=heads // kv_heads, QUERIES=queries, PDL=pdl(qkv),
-        num_warps=4, **({"launch_pdl": True} if pdl(qkv) else {}),
+        num_warps=c["warps"], **({"launch_pdl": True} if pdl(qkv) else {}),
     )  # fmt: skip
     return out

@@ -41,9 +41,9 @@ class DecodeGraphs:
         pool = None
         for size, how in tqdm(todo, desc=f"{label}: capturing graphs", disable=None if progress else True, leave=False):
             with torch.cuda.stream(stream):
-                inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
-                inputs[0] = self.lane.rows.sink
-                for _ in range(2):  # warm-up: libraries choose their kernels and workspaces outside of the capture
+                inputs = self.inputs(size)
+                # Warm-up: kernels are compiled, libraries choose theirs and their workspaces outside of the capture.
+                for _ in range(1 if self.lane.fused else 2):
                     decode_step(self.lane, inputs[0], inputs[1], inputs[2], how)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -52,6 +52,12 @@ class DecodeGraphs:
             self._graphs[size, how] = graph, inputs, tokens
         for size in self.sizes:
             self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
+
+    def inputs(self, size: int) -> torch.Tensor:
+        """Row, position and value [3, size] of a batch that is all padding."""
+        inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
+        inputs[0] = self.lane.rows.sink
+        return inputs
 
     def run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()

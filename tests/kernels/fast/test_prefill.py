@@ -24,7 +24,7 @@ def rows_of(seed: int, *shape: int, device: torch.device, dtype: torch.dtype) ->
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
     """Same rounding order, so only the order of sums may differ."""
     error = float((a.float() - b.float()).norm() / b.float().norm())
-    assert error < (1e-6 if a.dtype == torch.float32 else 2e-3), f"relative error {error}"
+    assert error < (1e-6 if a.dtype == torch.float32 else 4e-3), f"relative error {error}"
 
 
 @BOTH

@@ -224,6 +224,11 @@ REAL: list[list[Span]] = [
 ]
 
 
+def typical_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The median row's relative error."""
+    return float(((found - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)).median())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("c", [THINKER, TALKER])
 @torch.inference_mode()
@@ -244,18 +249,16 @@ def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
                 return s
 
             eager = bed.fast(spans, after)
-            # Rows that are routed differently because of a rounding differ in kind: most rows must agree.
-            far = ((eager - want).float().norm(dim=-1) / want.float().norm(dim=-1)) > 3e-2
-            assert float(far.float().mean()) < 0.1, (spans, float(far.float().mean()))
+            # Rows that are routed differently because of a rounding differ in kind, and there are many close calls
+            # in random layers: most rows must agree. (In float32 all do: see the tests above.)
+            assert typical_error(eager, want) < 2e-2
             found = graphs.run(x, positions, paging)
             assert found is not None
             hidden, accept = found
             assert accept is not None
             # Other tile sizes for the padded number of rows: close, not equal.
-            near = ((hidden - eager).float().norm(dim=-1) / eager.float().norm(dim=-1)) < 3e-2
-            assert float(near.float().mean()) > 0.9
-            near = ((accept - streams[1]).float().norm(dim=-1) / streams[1].float().norm(dim=-1)) < 3e-2
-            assert float(near.float().mean()) > 0.9
+            assert typical_error(hidden, eager) < 2e-2
+            assert typical_error(accept, streams[1]) < 2e-2
             again = graphs.run(x, positions, paging)
             assert again is not None
         assert graphs.run(bed.x[0, :800], bed.positions[:, 0, :800], bed.rows.mixed_paging([(0, 0, 800)])) is None

@@ -1,0 +1,407 @@
+"""The tables of docs/performance.md as Markdown, from the files in bench/results. Used by bench/plots.py.
+
+A table without any file behind it is empty; a line without one says "not measured"."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.measured import (
+    PREDICTOR_PASSES,
+    TALKER,
+    THINKER,
+    Ran,
+    Results,
+    found_in,
+    layer_bytes,
+    layers,
+    level,
+    one_step,
+)
+
+NOT_YET = "not measured"
+Line = tuple[str, ...]
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    if not lines:
+        return ""
+    rule = "|" + "---|" * len(head)
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def both(values: Sequence[float], digits: int) -> str:
+    """Two identical runs side by side."""
+    return " / ".join(f"{v:.{digits}f}" for v in values)
+
+
+def verdict(values: Sequence[float], target: float, least: bool = False) -> str:
+    good = all(v >= target if least else v <= target for v in values)
+    return "met" if good else "**missed**"
+
+
+# ---- against the targets
+
+
+def goal(what: str, unit: str, limit: float, values: Sequence[float], digits: int, sign: str = "≤") -> Line:
+    target = f"{sign} {limit:g} {unit}".strip()
+    if not values:
+        return what, target, NOT_YET, ""
+    return what, target, f"{both(values, digits)} {unit}".strip(), verdict(values, limit, least=sign == "≥")
+
+
+def step_goals(results: Results) -> list[Line]:
+    lines = []
+    for what, label, limits in (
+        ("thinker step", "thinker decode step, 1k context", (2.2, 4.5, 8.0)),
+        ("talker frame", "talker frame with 15 predictor steps and sampling", (2.5, 3.5, 6.0)),
+    ):
+        for batch, limit in zip((1, 8, 32), limits, strict=True):
+            step = results.step(what, batch)
+            lines.append(goal(f"{label}, batch {batch}", "ms", limit, step["p50_ms"] if step else [], 2))
+    runs = (results.file("code2wav_h200") or {}).get("runs", [])
+    for slots, frames, limit in ((1, 1, 1.5), (32, 4, 10.0)):
+        times = [r["median_ms"] for r in runs if (r["slots"], r["frames"], r["graph"]) == (slots, frames, True)]
+        lines.append(goal(f"code2wav, {slots} x {frames} frame{'s' * (frames > 1)}", "ms", limit, times, 2))
+    prompts = results.prompts()
+    for rows, limit in ((100, 25.0), (2500, 60.0)):
+        us = prompts.get(f"thinker pass graph rows={rows}") or prompts.get(f"thinker pass eager rows={rows}")
+        lines.append(goal(f"thinker prefill, {rows} tokens", "ms", limit, [us / 1e3] if us else [], 1))
+    return lines
+
+
+def p50s(results: Results, part: str, workload: str, streams: int, measure: str, at: str = "p50") -> list[float]:
+    found = (level(s, part, workload, streams) for s in results.serving())
+    return [f["summary"][measure][at] for f in found if f is not None and measure in f["summary"]]
+
+
+def serving_goals(results: Results) -> list[Line]:
+    lines = []
+    for streams, limit in ((1, 50.0), (4, 60.0), (8, 80.0), (16, 100.0), (32, 130.0)):
+        times = [1e3 * v for v in p50s(results, "latency", "text-100", streams, "first_audio_s")]
+        lines.append(goal(f"first audio p50, {many(streams)}", "ms", limit, times, 1))
+    for streams, limit in ((1, 0.04), (8, 0.06), (16, 0.08), (32, 0.12)):
+        values = p50s(results, "latency", "text-100", streams, "rtf")
+        lines.append(goal(f"RTF p50, {many(streams)}", "", limit, values, 3))
+    for workload, label, limit in (
+        ("text-2000", "first audio, prompt of 2,000 tokens, 1 stream", 90.0),
+        ("audio-10s", "first audio, prompt of 10 s of sound, 1 stream", 70.0),
+    ):
+        times = [1e3 * v for v in p50s(results, "prompts", workload, 1, "first_audio_s")]
+        lines.append(goal(label, "ms", limit, times, 1))
+    waits = [
+        max(
+            (f["summary"]["wait_0ms_s"]["max"] for f in found_in(s, "latency") if "wait_0ms_s" in f["summary"]),
+            default=0,
+        )
+        for s in results.serving()
+        if found_in(s, "latency")
+    ]
+    lines.append(goal("player from the first packet: longest wait, 1 to 32 streams", "s", 0.0, waits, 3))
+    starts = [s["start"]["ready_s"] for s in results.serving() if s.get("start")]
+    lines.append(goal("start-up, dummy weights to ready", "s", 90.0, starts, 0))
+    clean = [
+        max((f["streams"] for f in found_in(s, "realtime") if clean_run(f)), default=0)
+        for s in results.serving()
+        if found_in(s, "realtime")
+    ]
+    lines.append(goal("streams of 60 s at real time, no underrun", "", 64, clean, 0, "≥"))
+    idle = [
+        100 * max(r["device"]["idle_share"] for r in h["runs"] if r["device"])
+        for s in results.serving()
+        for h in found_in(s, "host")
+        if any(r["device"] for r in h["runs"])
+    ]
+    lines.append(goal("GPU idle in steady decode, worst of the stream counts", "%", 5.0, idle, 1))
+    return lines
+
+
+def clean_run(found: Any) -> bool:
+    return bool(found["answers"] == found["streams"] and not found["stuttered"])
+
+
+def many(streams: int) -> str:
+    return f"{streams} stream{'s' * (streams > 1)}"
+
+
+def targets(results: Results) -> str:
+    lines = [*step_goals(results), *serving_goals(results)]
+    if all(line[2] == NOT_YET for line in lines):
+        return ""
+    return markdown(("", "target", "measured (two runs, where there are two)", ""), lines)
+
+
+def summary(results: Results) -> str:
+    """For the README: what a listener notices."""
+    lines = []
+    for streams in (1, 4, 8, 16, 32):
+        first = [1e3 * v for v in p50s(results, "latency", "text-100", streams, "first_audio_s")]
+        rtf = p50s(results, "latency", "text-100", streams, "rtf")
+        wait = p50s(results, "latency", "text-100", streams, "wait_0ms_s", "max")
+        if first:
+            lines.append((str(streams), f"{first[0]:.0f} ms", f"{rtf[0]:.3f}", f"{wait[0]:.3f} s"))
+    return markdown(("streams", "first audio, p50", "RTF, p50", "longest wait of a player"), lines)
+
+
+# ---- where a step's time goes
+
+
+def steps(results: Results) -> str:
+    lines = []
+    for what in ("thinker step", "thinker step (sampled)", "talker frame"):
+        for batch in (1, 8, 32):
+            if (s := results.step(what, batch)) is not None:
+                p50 = s["p50_ms"]
+                lines.append(
+                    (
+                        f"{what}, batch {batch}", f"{s['bytes'] / 1e9:.2f} GB", f"{s['distinct_experts']:.0f}",
+                        f"{s['floor_ms']:.2f} ms", f"{both(p50, 2)} ms", f"{both(s['p99_ms'], 2)} ms",
+                        f"{s['bytes'] / p50[0] / 1e9:.2f} TB/s", f"{100 * s['floor_ms'] / p50[0]:.0f} %",
+                    )
+                )  # fmt: skip
+    return markdown(
+        ("", "must be read", "experts per layer", "floor", "p50, two runs", "p99", "rate", "of the bandwidth"), lines
+    )
+
+
+ALONE = {  # part of a thinker's layer -> kernel and key in bench/tune.py's report, for one row and for several
+    "qkv": ("vector", "matrix", (5120, 2048)),
+    "o": ("vector", "matrix", (2048, 4096)),
+    "router": ("route", "", (128, 2048)),
+    "up": ("up_vector", "up_matrix", (768, 2048)),
+    "down": ("down_vector", "down_matrix", (2048, 768)),
+}
+
+
+def alone(results: Results, part: str, batch: int) -> float | None:
+    tuned = results.tuned()
+    if part == "attention":
+        return tuned.get(("decode", (batch, THINKER.heads, THINKER.kv_heads)))
+    if part not in ALONE:
+        return None
+    one, several, key = ALONE[part]
+    return tuned.get((one, key)) if batch == 1 else tuned.get((several, (max(16, batch), *key)))
+
+
+def middle_layer(step: Any) -> dict[str, float]:
+    """Median over the layers of what each kernel adds, µs."""
+    found: dict[str, list[float]] = {}
+    for layer in layers(one_step(step["timeline"])):
+        for name, ran in layer:
+            found.setdefault(name, []).append(ran.adds)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def layer_table(results: Results) -> str:
+    lines = []
+    for batch in (1, 8, 32):
+        step = results.step("thinker step", batch)
+        if step is None or not step.get("timeline"):
+            continue
+        adds = middle_layer(step)
+        floors = {
+            name: 1e6 * nbytes / results.bandwidth()
+            for name, nbytes in layer_bytes(THINKER, batch, step["distinct_experts"]).items()
+        }
+        for name, us in adds.items():
+            by_itself = alone(results, name, batch)
+            lines.append(
+                (
+                    f"{batch}", name, f"{floors[name]:.1f}" if name in floors else "0",
+                    f"{by_itself:.1f}" if by_itself is not None else "", f"{us:.1f}",
+                )
+            )  # fmt: skip
+        whole = one_step(step["timeline"])
+        rest = sum(r.adds for r in whole) - THINKER.layers * sum(adds.values())
+        lines.append(
+            (f"{batch}", "**a layer**", f"**{sum(floors.values()):.1f}**", "", f"**{sum(adds.values()):.1f}**")
+        )
+        lines.append((f"{batch}", "head, choice, begin, per step", head_floor(results), "", f"{rest:.0f}"))
+    return markdown(("rows", "kernel", "floor, µs", "by itself, µs", "adds in the chain, µs"), lines)
+
+
+def head_floor(results: Results) -> str:
+    return f"{1e6 * 2.0 * THINKER.vocab * THINKER.hidden / results.bandwidth():.0f}"
+
+
+def frame_table(results: Results) -> str:
+    """A talker's frame in three parts."""
+    lines = []
+    for batch in (1, 8, 32):
+        step = results.step("talker frame", batch)
+        if step is None or not step.get("timeline"):
+            continue
+        ran = one_step(step["timeline"])
+        last = max((i for i, r in enumerate(ran) if r.name == "_decode"), default=-1)
+        heads = [i for i, r in enumerate(ran) if r.name == "_pick_code"]
+        if last < 0 or len(heads) <= 1:
+            continue
+
+        def adds(part: Sequence[Ran]) -> float:
+            return sum(r.adds for r in part)
+
+        first, picks = adds(ran[: heads[0] + 1]), adds([ran[i] for i in heads[1:]])
+        rest = adds(ran[heads[0] + 1 :]) - picks
+        lines.append(
+            (
+                str(batch), f"{first:.0f}", f"{first / TALKER.layers:.1f}", f"{rest:.0f}",
+                f"{rest / PREDICTOR_PASSES:.1f}", f"{picks:.0f}", f"{1e3 * step['p50_ms'][0]:.0f}",
+            )
+        )  # fmt: skip
+    head = ("rows", "talker and code 0, µs", "per layer", "predictor, µs", "per pass", "its 15 picks, µs", "frame, µs")
+    return markdown(head, lines)
+
+
+def prompt_table(results: Results) -> str:
+    prompts, lines = results.prompts(), []
+    for rows in (16, 100, 128, 512, 1024, 2048, 2500):
+        cells = [
+            prompts.get(f"{m} pass {how} rows={rows}") for m in ("thinker", "talker") for how in ("graph", "eager")
+        ]
+        if any(cells):
+            lines.append((str(rows), *(f"{c / 1e3:.1f} ms" if c else "" for c in cells)))
+    return markdown(("rows", "thinker, graph", "launched", "talker, graph", "launched"), lines)
+
+
+# ---- serving
+
+
+def latency(results: Results) -> str:
+    lines = []
+    for serving in results.serving():
+        for f in (*found_in(serving, "latency"), *found_in(serving, "prompts")):
+            s = f["summary"]
+            if "first_audio_s" not in s:
+                continue
+            first, text = s["first_audio_s"], s["first_text_s"]
+            lines.append(
+                (
+                    f["workload"], str(f["streams"]), str(f["answers"]), f"{1e3 * text['p50']:.1f}",
+                    f"{1e3 * first['p50']:.1f}", f"{1e3 * first['p99']:.1f}", f"{s['rtf']['p50']:.3f}",
+                    f"{1e3 * s['gap_s']['p99']:.0f}", f"{1e3 * s['wait_0ms_s']['max']:.0f}",
+                    f"{f['rates']['audio_s_per_s']:.0f}", f"{f['gpu'].get('busy_percent', 0):.0f} %",
+                )
+            )  # fmt: skip
+    return markdown(
+        ("workload", "streams", "answers", "first text p50, ms", "first audio p50, ms", "p99", "RTF p50",
+         "between packets p99, ms", "longest wait, ms", "speech made, s/s", "GPU busy"), lines,
+    )  # fmt: skip
+
+
+def realtime(results: Results) -> str:
+    lines = []
+    for serving in results.serving():
+        for f in found_in(serving, "realtime"):
+            s = f["summary"]
+            lines.append(
+                (
+                    str(f["streams"]), str(f["answers"]), str(f["stuttered"]), f"{f['waited_s']:.3f} s",
+                    f"{1e3 * s['first_audio_s']['p50']:.0f} ms" if "first_audio_s" in s else "",
+                    f"{f['rates']['audio_s_per_s']:.0f}",
+                )
+            )  # fmt: skip
+    head = ("streams", "whole answers", "that stuttered", "waited in all", "first audio p50", "speech made, s/s")
+    return markdown(head, lines)
+
+
+def phases(results: Results) -> str:
+    columns = [(f["streams"], f["phases_s"]) for s in results.serving()[:1] for f in found_in(s, "timeline")]
+    columns = [(n, p) for n, p in columns if p]
+    if not columns:
+        return ""
+    lines = [(name, *(f"{1e3 * p[name]:.1f} ms" for _, p in columns)) for name in columns[0][1]]
+    lines.append(("**together**", *(f"**{1e3 * sum(p.values()):.1f} ms**" for _, p in columns)))
+    return markdown(("median", *(many(n) for n, _ in columns)), lines)
+
+
+def start(results: Results) -> str:
+    """What was said while starting. Stages load one after the other, so a phase lasts until anybody's next word."""
+    servings = [s for s in results.serving() if s.get("start")]
+    if not servings:
+        return ""
+    told, lines = servings[0]["start"], []
+    before: dict[str, str] = {}
+    said = told["phases"]
+    for i, phase in enumerate(said[:-1]):
+        now = phase["stages"] or {"server": phase["state"]}
+        news = [f"{stage}: {what}" for stage, what in now.items() if before.get(stage, "starting") != what]
+        before = now
+        until = said[i + 1]["at_s"]
+        lines.append((f"{phase['at_s']:.1f} s", f"{until - phase['at_s']:.1f} s", "; ".join(news) or "server: loading"))
+    return markdown(("from", "took", ""), lines) + f"\n\nReady after {told['ready_s']:.0f} s."
+
+
+def memory(results: Results) -> str:
+    """What the plan left for the KV pools, as the stages said it, and what is in use while it serves."""
+    for serving in results.serving():
+        said = [w for p in (serving.get("start") or {"phases": []})["phases"] for w in p["stages"].items()]
+        room = dict.fromkeys(f"{stage}: {what}" for stage, what in said if "room" in what)
+        used = [f["gpu"]["memory.used"] for f in found_in(serving, "latency") if f.get("gpu")]
+        lines = [f"- {line.replace('loading, with', '')}" for line in room]
+        if used:
+            lines.append(f"- in use while serving: {max(used) / 1024:.0f} GiB")
+        if lines:
+            return "\n".join(lines).replace(":  ", ": ")
+    return ""
+
+
+def host(results: Results) -> str:
+    lines = []
+    for found in (h for s in results.serving() for h in found_in(s, "host")):
+        for r in found["runs"]:
+            d = r["device"] or {}
+            idle = f"{100 * d['idle_share']:.1f} %" if d else ""
+            steps = ", ".join(f"{n} {v:.2f}" for n, v in d.get("step_ms_p50", {}).items())
+            lines.append(
+                (
+                    str(r["streams"]), f"{r['wall_ms_per_frame']:.2f} ms", f"{r['busy_us_per_frame'] / 1e3:.2f} ms",
+                    f"{100 * r['busy_share']:.0f} %", idle, steps,
+                )
+            )  # fmt: skip
+    return markdown(
+        ("streams", "a frame takes", "of it the loop thread works", "share", "GPU idle", "steps p50, ms"), lines
+    )
+
+
+def ablation(results: Results) -> str:
+    found = results.file("ablation_h200")
+    if found is None:
+        return ""
+    runs = [r for r in found["runs"] if "streams" in r]
+    counts = sorted({r["streams"] for r in runs})
+    lines = []
+    for name in dict.fromkeys(r["variant"] for r in runs):
+        mine = {r["streams"]: r for r in runs if r["variant"] == name}
+        cells = []
+        for n in counts:
+            if n not in mine:
+                cells += ["", ""]
+                continue
+            r = mine[n]
+            same = r["variant"] == r["base"]
+            first, ratio = 1e3 * r["seconds"]["first_audio"], r["ratios"]["first_audio"]
+            cells.append(f"{first:.1f} ms" + ("" if same else f" (x {ratio:.2f})"))
+            cells.append(f"{r['rtf']:.3f}" + ("" if same else f" (x {r['ratios']['total']:.2f})"))
+        base = next(iter(mine.values()))["base"]
+        lines.append((name, base if name != base else "", *cells))
+    heads = [h for n in counts for h in (f"first audio, {many(n)}", "RTF")]
+    return markdown(("", "compared with", *heads), lines)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "targets": targets,
+    "summary": summary,
+    "steps": steps,
+    "layer": layer_table,
+    "frame": frame_table,
+    "prompts": prompt_table,
+    "latency": latency,
+    "realtime": realtime,
+    "phases": phases,
+    "start": start,
+    "memory": memory,
+    "host": host,
+    "ablation": ablation,
+}

@@ -1,0 +1,104 @@
+"""The ablation on one loaded host: each row does what it says, gives the same answer and leaves nothing behind."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from bench.onehost import LOCAL, ROWS, SHARED, Asker, OneHost, Question, Row, measure_row
+from bench.workload import read
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.orchestrator.messages import FromHost, Pcm
+from stretto.orchestrator.settings import HostSettings
+from stretto.prompt.build import PromptBuilder
+from stretto.types import RequestId
+
+NUMBERS = itertools.count()
+
+
+class Listening(OneHost):
+    """Keeps the samples too."""
+
+    sound: dict[RequestId, list[bytes]]
+
+    def _report(self, message: FromHost, blob: bytes) -> None:
+        super()._report(message, blob)
+        if isinstance(message, Pcm):
+            self.sound.setdefault(message.request, []).append(bytes(blob))
+
+
+@pytest.fixture(scope="module")
+def host(tiny_dir: Path) -> Iterator[Listening]:
+    settings = HostSettings(max_rows=2, thinker_blocks=64, talker_blocks=64)
+    Listening.sound = {}
+    host = Listening(tiny_dir, settings)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def asker(tiny_dir: Path) -> Asker:
+    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+    short = {"text_tokens": 12, "frames": 9}
+    return Asker(builder, replace(read("small"), **short), replace(read("small-audio"), **short))
+
+
+def state(host: OneHost) -> list[object]:
+    """What rows change."""
+    stages = [node.stage for node in host.host.nodes.values()]
+    runners = host.runners()
+    kept: list[object] = [host.host.switches, host.codec().config, host.codec()._graphs]
+    kept += [s.scheduler.config for s in stages if s is not host.codec()]
+    kept += [(r.graphs, r.lane.fused, r.lane.prompts) for r in runners]
+    return kept
+
+
+def heard(host: Listening, questions: list[Question]) -> list[np.ndarray]:
+    """The sound of each answer. No id is ever used twice, so the same questions go by other names."""
+    host.sound.clear()
+    named = [(msgspec.structs.replace(a, request=RequestId(f"n{next(NUMBERS)}")), blob) for a, blob in questions]
+    host.ask(named)
+    return [np.frombuffer(b"".join(host.sound[a.request]), np.float32) for a, _ in named]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
+def test_a_row_changes_no_answer_and_is_undone(host: Listening, asker: Asker, row: Row) -> None:
+    questions = asker.round(row.base, 2)
+    plain = heard(host, questions)
+    before = state(host)
+    with row.change(host):
+        again = heard(host, questions)
+        samples = list(host.heard.values())
+    assert state(host) == before
+    assert {len(sound) for sound in plain} == {host.codec().model.num_samples(9)}
+    for a, b in zip(again, plain, strict=True):  # frames may go to the vocoder in other groups
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for s in samples:
+        assert s.first_audio is not None
+        assert s.end is not None
+        assert s.first_audio < s.end
+        if row.name == "stage by stage":
+            assert s.first_audio > max(w for other in samples for w in other.words)
+
+
+def test_streaming_sounds_before_the_text_is_over(host: Listening, asker: Asker) -> None:
+    for s in host.ask(asker.round(LOCAL, 1)):
+        assert s.first_audio is not None
+        assert s.first_audio < s.words[-1]
+
+
+def test_links_of_rows_about_links_carry_media(asker: Asker) -> None:
+    (local, _), (linked, blob) = asker.round(LOCAL, 1)[0], asker.round(SHARED, 1)[0]
+    assert not local.prompt.audios
+    assert linked.prompt.audios
+    assert linked.media
+    assert blob
+
+
+def test_a_round_at_least_is_measured(host: Listening, asker: Asker) -> None:
+    assert len(measure_row(host, asker, ROWS[0], 2, rounds=5, seconds=0.0)) == 2
+    assert {r.base for r in ROWS} == {r.name for r in ROWS if r.name == r.base}

@@ -1,0 +1,194 @@
+"""Processes that compile ahead may fail in any way, and the note that they are done is believed only if it is whole."""
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.kernels.fast import linear
+from stretto.kernels.fast.warm import Marker, Workers, digest, python, sources
+from stretto.layers import decoder
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Source
+from stretto.stage import warming
+from stretto.stage.runner import graphs, prefill_graphs
+from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.rows import How
+from stretto.stage.runner.talker import TalkerLane
+from stretto.stage.runner.thinker import ThinkerLane
+
+ABOUT = {"sources": "a", "tuning": "b", "torch": "2", "triton": "3", "gpu": "x", "tasks": [["thinker", [1, 2]]]}
+
+
+def code(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+@pytest.mark.parametrize("key", sorted(ABOUT))
+def test_another_ingredient_is_another_marker(key: str, tmp_path: Path) -> None:
+    Marker.of(tmp_path, ABOUT).write()
+    assert Marker.of(tmp_path, dict(reversed(ABOUT.items()))).there
+    assert not Marker.of(tmp_path, {**ABOUT, key: "other"}).there
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"sources": "z"}', b"\xff\x00"])
+def test_a_broken_marker_counts_for_nothing_and_is_replaced(text: bytes, tmp_path: Path) -> None:
+    marker = Marker.of(tmp_path / "cache", ABOUT)
+    assert not marker.there
+    marker.write()
+    assert marker.there
+    marker.path.write_bytes(text)
+    assert not marker.there
+    marker.write()
+    assert marker.there
+    assert [p.name for p in marker.path.parent.iterdir()] == [marker.path.name]
+
+
+def test_a_marker_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    marker = Marker.of(tmp_path / "file" / "cache", ABOUT)
+    marker.write()
+    assert "cannot be written" in caplog.text
+    assert not marker.there
+
+
+def test_digest_sees_content_names_and_absence(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.write_text("1")
+    seen = {digest([a]), digest([a, b])}
+    b.write_text("")
+    seen |= {digest([a, b]), digest([b])}
+    a.write_text("2")
+    seen |= {digest([a]), digest([a, b])}
+    assert len(seen) == 6
+    assert digest([a, b]) == digest([b, a])
+
+
+def test_sources_are_there() -> None:
+    found = sources()
+    assert all(p.is_file() for p in found)
+    assert {"warm.py", "linear.py", "fused.py", "fused_frame.py", "lane.py", "warming.py"} <= {p.name for p in found}
+
+
+def test_all_is_well_if_all_end_well() -> None:
+    workers = Workers([code("pass"), code("import sys; sys.stderr.write('a warning')")])
+    assert workers.wait(60)
+    assert not workers.running
+
+
+def test_who_dies_is_told_of_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    dead = code("raise MemoryError('none left')")
+    killed = code("import os; os.kill(os.getpid(), 9)")
+    workers = Workers([dead, code("pass"), killed, ["/no/such/program"]])
+    assert not workers.wait(60)
+    assert workers.failed == 3
+    assert "none left" in caplog.text
+    assert "ended with -9" in caplog.text
+    assert "did not start" in caplog.text
+
+
+def test_who_hangs_is_ended() -> None:
+    workers = Workers([code("import signal; signal.pause()")])
+    assert workers.running
+    assert not workers.wait(0)
+    assert not workers.running
+
+
+def test_close_ends_them() -> None:
+    workers = Workers([code("import signal; signal.pause()")])
+    process = workers._running[0][0]
+    workers.close()
+    assert process.poll() == -9
+
+
+def test_python_runs_modules() -> None:
+    assert Workers([python("compileall", "-h")]).wait(60)
+
+
+# -- what is compiled ahead is what will be launched
+
+
+def kind_of(value: object) -> object:
+    """What a kernel is specialised by: of a number, whether it is 1 or divisible by 16; of a tensor, its type and
+    whether it is aligned."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "one" if value == 1 else ("int", value % 16 == 0)
+    return type(value)
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> set[object]:
+    """Variants of kernels that are launched, on a CPU; nothing is computed."""
+    interpreted = type(linear._matrix)
+    if interpreted.__name__ != "InterpretedFunction":
+        pytest.skip("kernels are compiled for real here")
+    found: set[object] = set()
+
+    def launch(self: Any, *args: object, grid: object, warmup: bool, **constants: object) -> None:
+        plain = self.kwargs["do_not_specialize"] or ()
+        given = [None if name in plain else kind_of(a) for name, a in zip(self.arg_names, args, strict=False)]
+        found.add((self.fn.__name__, tuple(given), tuple(sorted(constants.items()))))
+
+    monkeypatch.setattr(interpreted, "run", launch)
+    monkeypatch.setattr(decoder, "usable", lambda x: True)
+    return found
+
+
+def wide(c: OmniConfig, layers: int) -> OmniConfig:
+    """A configuration that there are kernels for."""
+    text, talker, predictor = c.thinker.text, c.talker.text, c.talker.predictor
+    assert talker.moe is not None
+    speech = replace(talker, hidden_size=64, num_layers=layers, moe=replace(talker.moe, expert_size=32, shared_size=64))
+    predictor = replace(predictor, hidden_size=64, num_layers=layers)
+    thinker = replace(c.thinker, text=replace(text, num_layers=layers))
+    return replace(c, thinker=thinker, talker=replace(c.talker, text=speech, predictor=predictor))
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+@pytest.mark.parametrize(("blocks", "rows"), [(1000, 33), (1023, 32)])
+def test_no_captured_step_launches_anything_else(
+    stage: str, blocks: int, rows: int, variants: set[object], tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deep models with a large pool launch the variants that the processes launched before them, and no others."""
+    config = wide(tiny_config, 5)
+    monkeypatch.setattr(OmniConfig, "read", lambda model: config)
+    sizes = [n for n in graphs.SIZES if n <= rows]
+    tasks = warming.tasks_of(stage, sizes, prefill_graphs.SIZES)
+    for share in warming.share_out(tasks, 3):
+        pool = warming.blocks_alike(blocks)
+        warming.run(warming.Job("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share)))
+    ahead = set(variants)
+    variants.clear()
+
+    source = Source.open(config, "cpu", torch.bfloat16, "dummy", progress=False)
+    lane: Any
+    if stage == "thinker":
+        thinker = source.thinker()
+        lane = ThinkerLane(thinker, thinker.cache(blocks + 1), rows, 2048)
+    else:
+        talker = source.talker()
+        lane = TalkerLane(talker, talker.cache(blocks + 1), rows, 2048)
+    assert lane.fused
+    decoding = graphs.DecodeGraphs(lane, sizes)
+    accept = config.talker.accept_layer if stage == "thinker" else None
+    prompts = prefill_graphs.PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
+    assert prompts is not None
+    with torch.inference_mode():
+        for size in decoding.sizes:
+            inputs = decoding.inputs(size)
+            decode_step(lane, inputs[0], inputs[1], inputs[2], decoding.ways[0])
+        for size in prompts.sizes:
+            prompts.forward(size)
+        for n in range(1, 9):  # as `Runner` does after a pass over prompts
+            hidden = torch.zeros(n, 64, dtype=torch.bfloat16)
+            pick, numbers, positions = torch.zeros(3, n, dtype=torch.int64)
+            lane.pick(numbers, positions, hidden[pick], How(True, True), [])
+    assert len(variants) > 30
+    assert variants <= ahead, variants - ahead
