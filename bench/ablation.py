@@ -51,6 +51,7 @@ from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.settings import ONE_HOST, PROCESSES, TWO_HOSTS, EngineConfig
 from stretto.prompt.build import PromptBuilder
 from stretto.prompt.template import Tokenizer
+from stretto.stage.host import settle_down
 
 DEFAULT, SPLIT = "default", "processes"
 How = Callable[[PipelineEngine, Questions, SystemClock], Send]
@@ -315,6 +316,7 @@ def once(args: argparse.Namespace) -> dict[str, Any]:
     with checkpoint(args.model) as directory:
         start = time.perf_counter()
         host = OneHost(directory, settings)
+        settle_down()  # as a host's process does
         result["load_s"] = time.perf_counter() - start
         print(f"loaded in {result['load_s']:.1f} s\n{head()}", flush=True)
         builder = PromptBuilder.open(directory, OmniConfig.read(directory))

@@ -140,14 +140,32 @@ class Ran:
         return self.start + self.took
 
 
-def one_step(timeline: list[Any]) -> list[Ran]:
+def second(timeline: list[Any]) -> list[Any]:
     """The second of the recorded steps (the first may have begun cold), from its `_begin` on."""
     begins = [i for i, e in enumerate(timeline) if e[0].startswith("_begin")]
     if not begins:
         return []
     first = begins[1] if len(begins) > 1 else begins[0]
     after = next((b for b in begins if b > first), len(timeline))
-    events = timeline[first:after]
+    return timeline[first:after]
+
+
+def slim(steps: Any) -> Any:
+    """The file of bench/steps.py with one step in each timeline, and none where another says the same."""
+    kept = []
+    for s in steps["steps"]:
+        drop = s.get("timeline") is None or "sampled" in s["what"]
+        events = [] if drop else [(n, round(a, 2), round(t, 2)) for n, a, t in second(s["timeline"])]
+        kept.append(s | {"timeline": events or None})
+    about = steps.get("about", {})
+    command = re.sub(r"\S*/", "", about.get("command", ""))  # files by their names alone
+    return steps | {"about": about | {"command": command}, "steps": kept}
+
+
+def one_step(timeline: list[Any]) -> list[Ran]:
+    events = second(timeline)
+    if not events:
+        return []
     zero, end, ran = events[0][1], events[0][1], []
     for name, start, took in events:
         ran.append(Ran(name, start - zero, took, max(0.0, start + took - end)))
@@ -156,8 +174,8 @@ def one_step(timeline: list[Any]) -> list[Ran]:
 
 
 NAMES = {
-    "decode": "attention", "route": "router", "top": "router, choice", "up_vector": "up", "up_matrix": "up",
-    "down_vector": "down", "down_matrix": "down", "add_slots": "down, sum",
+    "decode": "attention", "combine": "attention, sum", "route": "router", "top": "router, choice", "up_vector": "up",
+    "up_matrix": "up", "down_vector": "down", "down_matrix": "down", "add_slots": "down, sum",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
     python -m bench.plots                 # writes the pictures to docs/img and prints the tables
     python -m bench.plots --write         # and puts the tables where the documents want them
     python -m bench.plots --tables        # prints the tables, nothing else
+    python -m bench.plots --steps FILE    # first takes what `bench.steps --trace` wrote into bench/results, slimmed
 
 Tables stand in docs/performance.md, README.md and bench/notes between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
 Pictures: roofline.svg (steps and kernels against what memory and arithmetic allow), overlap.svg (one answer, stage by
@@ -11,6 +12,7 @@ stage over time) and layers.svg (the kernels of a thinker's layer over time). On
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from bench.measured import (
     layer_bytes,
     layers,
     one_step,
+    slim,
     step_flops,
 )
 from bench.svg import COLOURS, Picture, Scale
@@ -223,9 +226,13 @@ def main() -> int:
     p.add_argument("--results", type=Path, default=FOLDER)
     p.add_argument("--img", type=Path, default=ROOT / "docs" / "img")
     p.add_argument("--tables", action="store_true", help="print the tables, nothing else")
+    p.add_argument("--steps", type=Path, help="a file of bench/steps.py, to be kept as steps_h200.json")
     p.add_argument("--write", action="store_true", help="put the tables into the pages too")
     args = p.parse_args()
     results = Results(args.results)
+    if args.steps is not None:
+        kept = slim(json.loads(args.steps.read_text(encoding="utf-8")))
+        (args.results / "steps_h200.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
     tables = {name: text for name, make in TABLES.items() if (text := make(results))}
     for name, text in tables.items():
         print(f"\n## {name}\n\n{text}")

@@ -211,7 +211,7 @@ class _PagedBell(_Bell):
                     note = unpack_note(self._view)
                     return [(note, self._pages[note[1]])]
             else:
-                pass
+                self._usual = -1.0
                 got = self._read(timeout)
             notes = self._split(got)
             self._usual = self._bound if not self._rest and not self._spin_s else -1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import plots, tables
-from bench.measured import THINKER, Results, distinct, layer_bytes, layers, one_step, row_flops
+from bench.measured import THINKER, Results, distinct, layer_bytes, layers, one_step, row_flops, slim
 from bench.svg import Picture, Scale
 
 LAYER = ["_vector", "_decode", "_vector", "_route", "_up_vector", "_down_vector"]
@@ -51,6 +51,19 @@ def test_what_kernels_add_is_the_step() -> None:
     assert sum(r.adds for r in ran) == pytest.approx(ran[-1].stop)
     assert all(r.adds == pytest.approx(10.0) for r in ran[1:])
     assert one_step([["_norm", 0.0, 1.0]]) == []
+
+
+def test_a_slimmed_file_says_the_same(tmp_path: Path) -> None:
+    full = steps(2.0, num_layers=30)
+    full["steps"].append(full["steps"][0] | {"what": "thinker step (sampled)"})
+    small = json.loads(json.dumps(slim(full)))
+    assert [s["timeline"] is None for s in small["steps"]] == [False] * 6 + [True]
+    for before, after in zip(full["steps"][:6], small["steps"], strict=False):
+        assert len(after["timeline"]) < len(before["timeline"]) / 2
+        names = [(r.name, r.start, r.adds) for r in one_step(before["timeline"])]
+        for mine, theirs in zip(one_step(after["timeline"]), names, strict=True):
+            assert (mine.name, mine.start, mine.adds) == (theirs[0], pytest.approx(theirs[1]), pytest.approx(theirs[2]))
+    assert json.loads(json.dumps(slim(small))) == small
 
 
 def test_layers_name_products_by_their_place() -> None:

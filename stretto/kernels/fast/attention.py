@@ -20,18 +20,21 @@ MAX_SPLITS = 32  # programs per row and key head
 
 
 @triton.jit
-def _turned(at, gain, cos, sin, rows, D: tl.constexpr, eps):
-    """Heads [rows, D] at pointers `at` (of their first element), normalised and rotated, in float32."""
+def _halves(at, D: tl.constexpr):
+    """A vector [D] twice: as it is, and with its halves exchanged."""
     d = tl.arange(0, D)
-    half: tl.constexpr = D // 2
-    other = (d + half) % D
-    x = tl.load(at[:, None] + d[None, :], mask=rows[:, None], other=0.0).to(tl.float32)
-    y = tl.load(at[:, None] + other[None, :], mask=rows[:, None], other=0.0).to(tl.float32)
+    return tl.load(at + d).to(tl.float32), tl.load(at + (d + D // 2) % D).to(tl.float32)
+
+
+@triton.jit
+def _turned(x, y, gain, crossed, cos, sin, eps, D: tl.constexpr):
+    """Heads x [rows, D], and y, the same with their halves exchanged (and so their gain, `crossed`): normalised and
+    rotated, in float32."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    x = x * scale * tl.load(gain + d).to(tl.float32)[None, :]
-    y = y * scale * tl.load(gain + other).to(tl.float32)[None, :]
-    y = tl.where((d < half)[None, :], -y, y)
-    return x * tl.load(cos + d).to(tl.float32)[None, :] + y * tl.load(sin + d).to(tl.float32)[None, :]
+    x = x * scale * gain[None, :]
+    y = y * scale * crossed[None, :]
+    y = tl.where((tl.arange(0, D) < D // 2)[None, :], -y, y)
+    return x * cos[None, :] + y * sin[None, :]
 
 
 @triton.jit
@@ -63,21 +66,30 @@ def _decode(
         at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + d[None, :]
         k = tl.load(at, mask=seen[:, None], other=0.0, cache_modifier=".cg")
         v = tl.load(at + plane, mask=seen[:, None], other=0.0, cache_modifier=".cg")
+        # Small things that are far away: asked for before the wait too, and the new rows all at once after it.
+        gain_q, crossed_q = _halves(q_gain, D)
+        gain_k, crossed_k = _halves(k_gain, D)
+        cosine = tl.load(cos + m * D + d, cache_modifier=".cg").to(tl.float32)
+        sine = tl.load(sin + m * D + d, cache_modifier=".cg").to(tl.float32)
+        slot = tl.load(slots + m, cache_modifier=".cg")
+        one = tl.arange(0, 1)
+        other = (d + D // 2) % D
+        row = qkv + m * ((HQ + 2 * HK) * D)
+        from_q = row + ((head * GROUP + g) * D)[:, None]
+        from_k = row + ((HQ + head) * D + one)[:, None]
         if PDL:
             gdc_wait()
-        row = qkv + m * ((HQ + 2 * HK) * D)
-        turn = m * D
-        q = _turned(row + (head * GROUP + g) * D, q_gain, cos + turn, sin + turn, heads, D, eps)
-        q = (q * scale).to(k.dtype)
+        x = tl.load(from_q + d[None, :], mask=heads[:, None], other=0.0).to(tl.float32)
+        y = tl.load(from_q + other[None, :], mask=heads[:, None], other=0.0).to(tl.float32)
+        new_x = tl.load(from_k + d[None, :]).to(tl.float32)
+        new_y = tl.load(from_k + other[None, :]).to(tl.float32)
+        new_v = tl.load(row + (HQ + HK + head) * D + d)
+        q = (_turned(x, y, gain_q, crossed_q, cosine, sine, eps, D) * scale).to(k.dtype)
         acc = tl.zeros([GP, D], tl.float32)
         top = tl.zeros([GP], tl.float32) + float("-inf")
         total = tl.zeros([GP], tl.float32)
         if split == 0:
-            one = tl.arange(0, 1)
-            new_k = _turned(row + (HQ + head) * D + one, k_gain, cos + turn, sin + turn, one < 1, D, eps)
-            new_k = tl.reshape(new_k, [D]).to(k.dtype)
-            new_v = tl.load(row + (HQ + HK + head) * D + d)
-            slot = tl.load(slots + m)
+            new_k = tl.reshape(_turned(new_x, new_y, gain_k, crossed_k, cosine, sine, eps, D), [D]).to(k.dtype)
             to = layer + (slot // BS) * (HK * BS * D) + (slot % BS) * D + d
             tl.store(to, new_k)
             tl.store(to + plane, new_v)
@@ -185,22 +197,32 @@ def _frame(
     past = (p < start)[:, None]
     k = tl.load(at, mask=past, other=0.0).to(tl.float32)
     v = tl.load(at + plane, mask=past, other=0.0).to(tl.float32)
+    gain_q, crossed_q = _halves(q_gain, D)
+    gain_k, crossed_k = _halves(k_gain, D)
+    other = (d + D // 2) % D
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     for i in tl.static_range(QUERIES):
         here = start + i
         row = qkv + (m * QUERIES + i) * ((HQ + 2 * HK) * D)
-        turn = here * D
-        new_k = _turned(row + (HQ + head) * D + one, k_gain, cos + turn, sin + turn, one < 1, D, eps)
-        new_k = tl.reshape(new_k, [D]).to(cache.dtype.element_ty)
+        from_q = row + ((head * GROUP + g) * D)[:, None]
+        from_k = row + ((HQ + head) * D + one)[:, None]
+        x = tl.load(from_q + d[None, :]).to(tl.float32)
+        y = tl.load(from_q + other[None, :]).to(tl.float32)
+        new_x = tl.load(from_k + d[None, :]).to(tl.float32)
+        new_y = tl.load(from_k + other[None, :]).to(tl.float32)
         new_v = tl.load(row + (HQ + HK + head) * D + d)
+        cosine = tl.load(cos + here * D + d).to(tl.float32)
+        sine = tl.load(sin + here * D + d).to(tl.float32)
+        new_k = _turned(new_x, new_y, gain_k, crossed_k, cosine, sine, eps, D)
+        new_k = tl.reshape(new_k, [D]).to(cache.dtype.element_ty)
         to = cache + m * row_stride + head * (P * D) + here * D + d
         tl.store(to, new_k)
         tl.store(to + plane, new_v)
         k = tl.where((p == here)[:, None], new_k.to(tl.float32)[None, :], k)
         v = tl.where((p == here)[:, None], new_v.to(tl.float32)[None, :], v)
-        q = _turned(row + (head * GROUP + g) * D, q_gain, cos + turn, sin + turn, g < GROUP, D, eps)
+        q = _turned(x, y, gain_q, crossed_q, cosine, sine, eps, D)
         q = q.to(cache.dtype.element_ty).to(tl.float32) * scale
         scores = tl.sum(q[:, None, :] * k[None, :, :], 2)
         scores = tl.where((p <= here)[None, :], scores, float("-inf"))

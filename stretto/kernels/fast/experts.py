@@ -78,17 +78,21 @@ def _top(
     K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, RENORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Picks for one row of a batch, by its logits [rows, E]; also its gate of the shared expert, and norm(x)."""
+    m = tl.program_id(0)
+    k = tl.arange(0, K)
+    g = tl.load(gain + k).to(tl.float32)
+    gate = g
+    if SLOTS > TOP:
+        gate = tl.load(shared_gate + k).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    m = tl.program_id(0)
-    k = tl.arange(0, K)
     xs = tl.load(x + m * K + k).to(tl.float32)
-    xs = xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps) * tl.load(gain + k).to(tl.float32)
+    xs = xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps) * g
     tl.store(normed + m * K + k, xs.to(normed.dtype.element_ty))
     shared = 0.0
     if SLOTS > TOP:
-        shared = tl.sigmoid(tl.sum(xs * tl.load(shared_gate + k).to(tl.float32), 0))
+        shared = tl.sigmoid(tl.sum(xs * gate, 0))
     _choose(logits + m * E, gain, ids + m * SLOTS, weights + m * SLOTS, shared, E, TOP, SLOTS, RENORM)
 
 
@@ -189,10 +193,11 @@ def _down_vector(
     at = base[:, None, None] + n[None, :, None] * width[:, None, None] + k[None, None, :]
     mask = there[:, None, None]
     first = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    weight = tl.load(weights + slot, mask=there, other=0.0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    weight = tl.load(weights + slot, mask=there, other=0.0)
+    before = tl.load(x + n).to(tl.float32)
     from_h = h + slot[:, None] * SIZE + k[None, :]
     hi = tl.load(from_h, mask=there[:, None], other=0.0).to(tl.float32) * weight[:, None]
     acc = first.to(tl.float32) * hi[:, None, :]
@@ -200,7 +205,7 @@ def _down_vector(
         wi = tl.load(at + i * BK, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         hi = tl.load(from_h + i * BK, mask=there[:, None], other=0.0).to(tl.float32) * weight[:, None]
         acc += wi * hi[:, None, :]
-    total = tl.sum(tl.sum(acc, 2), 0) + tl.load(x + n).to(tl.float32)
+    total = tl.sum(tl.sum(acc, 2), 0) + before
     tl.store(x + n, total.to(x.dtype.element_ty))
 
 
@@ -284,11 +289,14 @@ def _add_slots(
     H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x += the sum of a row's slots, in order. EMIT: also as `Gained`."""
+    m = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    g = tl.zeros([BN], tl.float32)
+    if EMIT:
+        g = tl.load(next_gain + n).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    m = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.load(x + m * H + n).to(tl.float32)
     for s in tl.static_range(SLOTS):
         acc += tl.load(parts + (m * SLOTS + s) * H + n)
@@ -296,7 +304,7 @@ def _add_slots(
     tl.store(x + m * H + n, rounded)
     if EMIT:
         value = rounded.to(tl.float32)
-        tl.store(gained + m * H + n, (value * tl.load(next_gain + n).to(tl.float32)).to(gained.dtype.element_ty))
+        tl.store(gained + m * H + n, (value * g).to(gained.dtype.element_ty))
         tl.store(squares + tl.program_id(0) * tl.num_programs(1) + m, tl.sum(value * value, 0))
 
 

@@ -70,8 +70,17 @@ def _vector(
         w3 = tl.load(at + 3 * BK, mask=inside, other=0.0)
     if GLU:
         u0 = tl.load(at + N * K, mask=inside, other=0.0)
+    g0 = tl.zeros([BK], tl.float32)
+    g1 = g0
+    if NORM:  # seldom in any cache: ask before the wait
+        g0 = tl.load(gain + k).to(tl.float32)
+        if K // BK > 1:
+            g1 = tl.load(gain + BK + k).to(tl.float32)
     if PDL:
         gdc_wait()
+    before = tl.zeros([BN], tl.float32)
+    if ADD:
+        before = tl.load(residual + n, mask=n < N, other=0.0).to(tl.float32)
     acc = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
     squares = tl.zeros([BK], tl.float32)
@@ -79,7 +88,12 @@ def _vector(
         xi = tl.load(x + i * BK + k).to(tl.float32)
         if NORM:
             squares += xi * xi
-            xi = xi * tl.load(gain + i * BK + k).to(tl.float32)
+            if i == 0:
+                xi = xi * g0
+            elif i == 1:
+                xi = xi * g1
+            else:
+                xi = xi * tl.load(gain + i * BK + k).to(tl.float32)
         if i == 0:
             wi = w0
         elif i == 1:
@@ -105,7 +119,7 @@ def _vector(
     elif GLU:
         total = total * tl.sigmoid(total) * tl.sum(up, 1)
     if ADD:
-        total += tl.load(residual + n, mask=n < N, other=0.0).to(tl.float32)
+        total += before
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
@@ -133,8 +147,16 @@ def _matrix(
     ui = wi
     if GLU:
         ui = tl.load(at + N * K, mask=inside, other=0.0)
+    g = tl.zeros([BN], tl.float32)
+    if EMIT:
+        g = tl.load(next_gain + n, mask=n < N, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
+    where = m[:, None] * N + n[None, :]
+    keep = (m < M)[:, None] & (n < N)[None, :]
+    before = tl.zeros([BM, BN], tl.float32)
+    if ADD:
+        before = tl.load(residual + where, mask=keep, other=0.0).to(tl.float32)
     from_x = x + m[None, :, None] * stride + k
     acc = tl.zeros([S, BM, BN], tl.float32)
     up = tl.zeros([S, BM, BN], tl.float32)
@@ -168,15 +190,12 @@ def _matrix(
         other *= scale
     if GLU:
         total = total * tl.sigmoid(total) * other
-    where = m[:, None] * N + n[None, :]
-    keep = (m < M)[:, None] & (n < N)[None, :]
     if ADD:
-        total += tl.load(residual + where, mask=keep, other=0.0).to(tl.float32)
+        total += before
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + where, rounded, mask=keep)
     if EMIT:
         value = tl.where(keep, rounded.to(tl.float32), 0.0)
-        g = tl.load(next_gain + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(gained + where, (value * g[None, :]).to(gained.dtype.element_ty), mask=keep)
         tl.store(next_squares + tl.program_id(0) * M + m, tl.sum(value * value, 1), mask=m < M)
 
@@ -205,14 +224,15 @@ def _wide(
 
 @triton.jit
 def _norm(x, gain, out, eps, stride, K: tl.constexpr, PDL: tl.constexpr):
+    m = tl.program_id(0)
+    k = tl.arange(0, K)
+    g = tl.load(gain + k).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    m = tl.program_id(0)
-    k = tl.arange(0, K)
     xs = tl.load(x + m * K + k).to(tl.float32)
     xs = (xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + m * stride + k, (xs * tl.load(gain + k).to(tl.float32)).to(out.dtype.element_ty))
+    tl.store(out + m * stride + k, (xs * g).to(out.dtype.element_ty))
 
 
 def norm(x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
