@@ -37,7 +37,7 @@ def _turned(x, y, gain, crossed, cos, sin, eps, D: tl.constexpr):
     return x * cos[None, :] + y * sin[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _decode(
     qkv, q_gain, k_gain, cos, sin, cache, slots, tables, owners, lengths, out, parts, maxima, sums, counters,
     eps, scale, num_blocks, width,

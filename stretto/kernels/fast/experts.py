@@ -209,6 +209,16 @@ def _down_vector(
     tl.store(x + n, total.to(x.dtype.element_ty))
 
 
+@triton.jit
+def _takers(ids, e, M, BM: tl.constexpr, SLOTS: tl.constexpr):
+    """Rows [BM], which of them chose expert e, and at which place of [rows, SLOTS] each did."""
+    m = tl.arange(0, BM)
+    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
+    there = (m < M)[:, None] & (slot < SLOTS)[None, :]
+    mine = (tl.load(ids + m[:, None] * SLOTS + slot[None, :], mask=there, other=-1) == e).to(tl.int32)
+    return m, tl.sum(mine, 1) > 0, tl.sum(mine * slot[None, :], 1) + m * SLOTS
+
+
 @triton.jit(do_not_specialize=["M"])
 def _up_matrix(
     x, gate_up, shared_gate_up, ids, out, M,
@@ -220,11 +230,7 @@ def _up_matrix(
         gdc_wait()
         gdc_launch_dependents()
     e = tl.program_id(1)
-    m = tl.arange(0, BM)
-    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
-    there = (m < M)[:, None] & (slot < SLOTS)[None, :]
-    mine = (tl.load(ids + m[:, None] * SLOTS + slot[None, :], mask=there, other=-1) == e).to(tl.int32)
-    rows = tl.sum(mine, 1) > 0
+    m, rows, where = _takers(ids, e, M, BM, SLOTS)
     if tl.sum(rows.to(tl.int32), 0) > 0:
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         k = tl.arange(0, BK)
@@ -243,7 +249,6 @@ def _up_matrix(
             a = dot(xi, tl.load(gate + i).T, a, PDL)
             b = dot(xi, tl.load(gate + apart + i).T, b, PDL)
         h = a * tl.sigmoid(a) * b
-        where = tl.sum(mine * slot[None, :], 1) + m * SLOTS
         tl.store(out + where[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=rows[:, None])
 
 
@@ -258,11 +263,7 @@ def _down_matrix(
         gdc_launch_dependents()
         gdc_wait()
     e = tl.program_id(1)
-    m = tl.arange(0, BM)
-    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
-    there = (m < M)[:, None] & (slot < SLOTS)[None, :]
-    mine = (tl.load(ids + m[:, None] * SLOTS + slot[None, :], mask=there, other=-1) == e).to(tl.int32)
-    rows = tl.sum(mine, 1) > 0
+    _, rows, where = _takers(ids, e, M, BM, SLOTS)
     if tl.sum(rows.to(tl.int32), 0) > 0:
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         k = tl.arange(0, BK)
@@ -273,7 +274,6 @@ def _down_matrix(
                 base = shared_down + (e - E) * SIZE
                 width = PIECES * SIZE
         at = base + n[:, None] * width + k[None, :]
-        where = tl.sum(mine * slot[None, :], 1) + m * SLOTS
         from_h = h + where[:, None] * SIZE + k[None, :]
         acc = tl.zeros([BM, BN], tl.float32)
         for i in range(0, SIZE, BK):
