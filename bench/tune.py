@@ -23,7 +23,7 @@ import torch
 
 from bench.env import describe
 from stretto.kernels.fast import attention, experts
-from stretto.kernels.fast.linear import MANY, Gained, project
+from stretto.kernels.fast.linear import MANY, Gained, project, tile_rows
 from stretto.kernels.fast.tuning import name_of, own_file, save
 
 Tuned = dict[str, int]
@@ -89,7 +89,7 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
             if 32 <= per_thread <= 256:
                 found.append({"BN": bn, "BK": bk, "warps": warps})
         return Case("vector", (outputs, inputs), found, make, nbytes)
-    tile = max(16, 1 << (rows - 1).bit_length())
+    tile = tile_rows(rows)
     if outputs >= MANY:
         for bn, bk, warps, stages in (
             (64, 128, 4, 4),
@@ -125,7 +125,7 @@ def weights_of(model: str, count: int) -> list[experts.ExpertWeights]:
 
 def mixture_case(model: str, rows: int, part: str) -> Case:
     hidden, num, size, top_k, pieces = MIXTURES[model]
-    tile = max(16, 1 << (rows - 1).bit_length())
+    tile = tile_rows(rows)
     distinct = top_k if rows == 1 else num * (1 - (1 - top_k / num) ** rows)
     nbytes = (distinct + pieces) * size * hidden * 2.0 * (2 if part == "up" else 1)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from stretto.kernels.fast import usable
+from stretto.kernels.fast import MAX_ROWS, usable
 from stretto.kernels.norm import rms_norm
 from stretto.kernels.paged import KVCache, Paging, paged_attention, write_kv
 from stretto.kernels.rope import rotate
@@ -30,9 +30,6 @@ class Attention(Protocol):
         ...
 
 
-MAX_FUSED = 128
-"""Rows of a decode step that fused kernels take."""
-
 AfterLayer = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer index, residual stream after it) -> the residual stream to go on with."""
 
@@ -50,7 +47,7 @@ class PagedPass:
 
     def decodes(self, rows: int) -> bool:
         """Every row is the one query of its sequence, and there are few."""
-        return self.paging.num_decode == rows <= MAX_FUSED
+        return self.paging.num_decode == rows <= MAX_ROWS
 
 
 class RMSNorm(nn.Module):

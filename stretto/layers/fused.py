@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from stretto.kernels.fast import attention, experts
-from stretto.kernels.fast.linear import MAX_ROWS, Gained, norm, project, project_onto
+from stretto.kernels.fast import MAX_ROWS, attention, experts
+from stretto.kernels.fast.linear import Gained, norm, project, project_onto
 from stretto.layers.config import DecoderConfig
 from stretto.layers.mlp import DenseMLP, MoeMLP
 

@@ -11,6 +11,9 @@ from functools import cache
 
 import torch
 
+MAX_ROWS = 128
+"""Rows of a decode step that the fused kernels take."""
+
 
 @cache
 def dtypes() -> tuple[torch.dtype, ...]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast.linear import dot, pdl
+from stretto.kernels.fast.linear import dot, protocol
 from stretto.kernels.fast.tuning import config
 
 MAX_SPLITS = 32  # programs per row and key head
@@ -37,6 +37,14 @@ def _turned(x, y, gain, crossed, cos, sin, eps, D: tl.constexpr):
     return x * cos[None, :] + y * sin[None, :]
 
 
+@triton.jit
+def _splits(past, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """How the keys of a row are shared out: tiles per split, and splits with work."""
+    tiles = (past + BLOCK - 1) // BLOCK
+    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)
+    return each, tl.maximum((tiles + each - 1) // each, 1)
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _decode(
     qkv, q_gain, k_gain, cos, sin, cache, slots, tables, owners, lengths, out, parts, maxima, sums, counters,
@@ -50,9 +58,7 @@ def _decode(
     # Before the wait, nothing may come from the first-level cache: it could be older than this step.
     past = tl.load(lengths + m, cache_modifier=".cg") - 1  # keys in the cache before this step
     table = tables + tl.load(owners + m, cache_modifier=".cg") * width
-    tiles = (past + BLOCK - 1) // BLOCK
-    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)  # tiles per split
-    used = tl.maximum((tiles + each - 1) // each, 1)  # splits with work
+    each, used = _splits(past, BLOCK, SPLITS)
     if split < used:
         g = tl.arange(0, GP)
         heads = g < GROUP
@@ -117,11 +123,7 @@ def _decode(
         if PDL:  # not earlier: the next kernel's weights would stand in the way of what was read here
             gdc_launch_dependents()
         mine = m * HQ + head * GROUP + g
-        if APART:
-            tl.store(maxima + mine * SPLITS + split, top, heads)
-            tl.store(sums + mine * SPLITS + split, total, heads)
-            tl.store(parts + (mine * SPLITS + split)[:, None] * D + d[None, :], acc, heads[:, None])
-        elif used == 1:
+        if used == 1 and not APART:
             tl.store(
                 out + mine[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), heads[:, None]
             )
@@ -129,33 +131,34 @@ def _decode(
             tl.store(maxima + mine * SPLITS + split, top, heads)
             tl.store(sums + mine * SPLITS + split, total, heads)
             tl.store(parts + (mine * SPLITS + split)[:, None] * D + d[None, :], acc, heads[:, None])
-            tl.debug_barrier()
-            if tl.atomic_add(counters + m * HK + head, 1, sem="acq_rel") == used - 1:
-                tl.store(counters + m * HK + head, 0)
-                s = tl.arange(0, SPLITS)
-                there = heads[:, None] & (s < used)[None, :]
-                where = mine[:, None] * SPLITS + s[None, :]
-                tops = tl.load(maxima + where, mask=there, other=float("-inf"), volatile=True)
-                high = tl.max(tl.where(heads[:, None], tops, 0.0), 1)
-                share = tl.exp(tops - high[:, None])
-                total = tl.sum(share * tl.load(sums + where, mask=there, other=0.0, volatile=True), 1)
-                acc = tl.zeros([GP, D], tl.float32)
-                for i in tl.static_range(SPLITS):
-                    mask = heads & (i < used)
-                    weight = tl.exp(
-                        tl.load(maxima + mine * SPLITS + i, mask=mask, other=float("-inf"), volatile=True) - high
+            if not APART:
+                tl.debug_barrier()
+                if tl.atomic_add(counters + m * HK + head, 1, sem="acq_rel") == used - 1:
+                    tl.store(counters + m * HK + head, 0)
+                    s = tl.arange(0, SPLITS)
+                    there = heads[:, None] & (s < used)[None, :]
+                    where = mine[:, None] * SPLITS + s[None, :]
+                    tops = tl.load(maxima + where, mask=there, other=float("-inf"), volatile=True)
+                    high = tl.max(tl.where(heads[:, None], tops, 0.0), 1)
+                    share = tl.exp(tops - high[:, None])
+                    total = tl.sum(share * tl.load(sums + where, mask=there, other=0.0, volatile=True), 1)
+                    acc = tl.zeros([GP, D], tl.float32)
+                    for i in tl.static_range(SPLITS):
+                        mask = heads & (i < used)
+                        weight = tl.exp(
+                            tl.load(maxima + mine * SPLITS + i, mask=mask, other=float("-inf"), volatile=True) - high
+                        )
+                        part = tl.load(
+                            parts + (mine * SPLITS + i)[:, None] * D + d[None, :],
+                            mask=mask[:, None], other=0.0, volatile=True,
+                        )  # fmt: skip
+                        acc += part * weight[:, None]
+                    total = tl.where(heads, total, 1.0)
+                    tl.store(
+                        out + mine[:, None] * D + d[None, :],
+                        (acc / total[:, None]).to(out.dtype.element_ty),
+                        heads[:, None],
                     )
-                    part = tl.load(
-                        parts + (mine * SPLITS + i)[:, None] * D + d[None, :],
-                        mask=mask[:, None], other=0.0, volatile=True,
-                    )  # fmt: skip
-                    acc += part * weight[:, None]
-                total = tl.where(heads, total, 1.0)
-                tl.store(
-                    out + mine[:, None] * D + d[None, :],
-                    (acc / total[:, None]).to(out.dtype.element_ty),
-                    heads[:, None],
-                )
 
 
 @triton.jit
@@ -168,9 +171,7 @@ def _combine(
         gdc_launch_dependents()
     m, head = tl.program_id(0), tl.program_id(1)
     past = tl.load(lengths + m, cache_modifier=".cg") - 1
-    tiles = (past + BLOCK - 1) // BLOCK
-    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)
-    used = tl.maximum((tiles + each - 1) // each, 1)
+    _, used = _splits(past, BLOCK, SPLITS)
     s, d = tl.arange(0, SPLITS), tl.arange(0, D)
     there = s < used
     at = (m * HQ + head) * SPLITS + s
@@ -195,8 +196,8 @@ def _frame(
     d, g, p, one = tl.arange(0, D), tl.arange(0, GROUP), tl.arange(0, P), tl.arange(0, 1)
     at = cache + m * row_stride + head * (P * D) + p[:, None] * D + d[None, :]
     past = (p < start)[:, None]
-    k = tl.load(at, mask=past, other=0.0).to(tl.float32)
-    v = tl.load(at + plane, mask=past, other=0.0).to(tl.float32)
+    k = tl.load(at, mask=past, other=0.0, cache_modifier=".cg").to(tl.float32)  # before the wait: as in `_decode`
+    v = tl.load(at + plane, mask=past, other=0.0, cache_modifier=".cg").to(tl.float32)
     gain_q, crossed_q = _halves(q_gain, D)
     gain_k, crossed_k = _halves(k_gain, D)
     other = (d + D // 2) % D
@@ -259,7 +260,6 @@ def decode(
     default = {"BLOCK": 64, "SPLITS": splits, "warps": 4, "apart": 0}
     c = config("decode", (triton.next_power_of_2(rows), heads, kv_heads), default) if tuned is None else tuned
     splits, apart = c["SPLITS"], bool(c.get("apart", 0))
-    launch = {"launch_pdl": True} if pdl(qkv) else {}
     out = qkv.new_empty(rows, heads * dim)
     parts = qkv.new_empty(rows, heads, splits, dim, dtype=torch.float32)
     scores = qkv.new_empty(2, rows, heads, splits, dtype=torch.float32)
@@ -267,12 +267,12 @@ def decode(
         qkv, gains[0], gains[1], cos, sin, cache, slots, tables, owners, lengths, out, parts, scores[0], scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
         HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, PDL=pdl(qkv), num_warps=c["warps"], **launch,
+        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, num_warps=c["warps"], **protocol(qkv),
     )  # fmt: skip
     if apart:
         _combine[(rows, heads)](
             lengths, out, parts, scores[0], scores[1],
-            HQ=heads, D=dim, BLOCK=c["BLOCK"], SPLITS=splits, PDL=pdl(qkv), num_warps=2, **launch,
+            HQ=heads, D=dim, BLOCK=c["BLOCK"], SPLITS=splits, num_warps=2, **protocol(qkv),
         )  # fmt: skip
     return out
 
@@ -295,7 +295,7 @@ def frame(
     out = qkv.new_empty(qkv.shape[0], heads * dim)
     _frame[(rows, kv_heads)](
         qkv, gains[0], gains[1], cos, sin, cache, out, gains[2], dim**-0.5, start, cache.stride(0), cache.stride(1),
-        HQ=heads, HK=kv_heads, D=dim, P=positions, GROUP=heads // kv_heads, QUERIES=queries, PDL=pdl(qkv),
-        num_warps=c["warps"], **({"launch_pdl": True} if pdl(qkv) else {}),
+        HQ=heads, HK=kv_heads, D=dim, P=positions, GROUP=heads // kv_heads, QUERIES=queries,
+        num_warps=c["warps"], **protocol(qkv),
     )  # fmt: skip
     return out

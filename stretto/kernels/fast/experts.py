@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast.linear import Gained, dot, fetch, pdl, project, tile_rows
+from stretto.kernels.fast.linear import Gained, dot, fetch, pdl, project, protocol, tile_rows
 from stretto.kernels.fast.tuning import config
 
 
@@ -318,8 +318,7 @@ MOST_AHEAD = 24 << 20  # bytes: about half of the cache
 
 
 def _common(x: torch.Tensor, w: ExpertWeights) -> dict[str, int | bool]:
-    launch = {"launch_pdl": True} if pdl(x) else {}
-    return {"E": w.router.shape[0], "SIZE": w.down.shape[2], "PIECES": w.pieces, "PDL": pdl(x), **launch}
+    return {"E": w.router.shape[0], "SIZE": w.down.shape[2], "PIECES": w.pieces, **protocol(x)}
 
 
 def route_one(
@@ -337,8 +336,8 @@ def route_one(
     logits = x.new_empty(experts + 1, dtype=torch.float32)
     _route[(triton.cdiv(experts, c["BE"]) + (w.pieces > 0),)](
         x, w.gain, w.router, x if w.shared_gate is None else w.shared_gate, logits, ids, weights, counter, w.eps,
-        K=hidden, E=experts, BE=c["BE"], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk, PDL=pdl(x),
-        num_warps=c["warps"], **({"launch_pdl": True} if pdl(x) else {}),
+        K=hidden, E=experts, BE=c["BE"], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk,
+        num_warps=c["warps"], **protocol(x),
     )  # fmt: skip
     return ids, weights
 
@@ -398,8 +397,8 @@ def _choice(x: torch.Tensor, logits: torch.Tensor, w: ExpertWeights) -> tuple[to
     normed = torch.empty_like(x)
     _top[(rows,)](
         x, w.gain, x if w.shared_gate is None else w.shared_gate, logits, ids, weights, normed, w.eps,
-        K=hidden, E=w.router.shape[0], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk, PDL=pdl(x), num_warps=4,
-        **({"launch_pdl": True} if pdl(x) else {}),
+        K=hidden, E=w.router.shape[0], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk, num_warps=4,
+        **protocol(x),
     )  # fmt: skip
     return ids, weights, normed
 
@@ -445,8 +444,7 @@ def down(
     _add_slots[(hidden // block, rows)](
         parts, x, x if following is None else following[0], x if gained is None else gained.x,
         x if gained is None else gained.squares,
-        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, PDL=pdl(x), num_warps=4,
-        **({"launch_pdl": True} if pdl(x) else {}),
+        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, num_warps=4, **protocol(x),
     )  # fmt: skip
     return gained
 

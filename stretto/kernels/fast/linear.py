@@ -18,12 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.tuning import config
 
-MAX_ROWS = 128  # `stretto.layers.decoder.MAX_FUSED` at least
-
 
 def pdl(x: torch.Tensor) -> bool:
     """Dependent launch needs the real device."""
     return x.is_cuda
+
+
+def protocol(x: torch.Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that waits for the one in front: what it is told, and how it is launched."""
+    return {"PDL": True, "launch_pdl": True} if pdl(x) else {"PDL": False}
 
 
 def tile_rows(rows: int) -> int:
@@ -238,8 +241,7 @@ def _norm(x, gain, out, eps, stride, K: tl.constexpr, PDL: tl.constexpr):
 def norm(x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """RMS norm of a few rows x [rows, K], K a power of two; the rows of `out` may lie apart."""
     out = torch.empty_like(x) if out is None else out
-    launch = {"launch_pdl": True} if pdl(x) else {}
-    _norm[(x.shape[0],)](x, gain, out, eps, out.stride(0), K=x.shape[1], PDL=pdl(x), num_warps=8, **launch)
+    _norm[(x.shape[0],)](x, gain, out, eps, out.stride(0), K=x.shape[1], num_warps=8, **protocol(x))
     return out
 
 
@@ -291,15 +293,14 @@ def project(
         return _few(x.x, w, x, None, add, glu, out, None, tuned)[0]
     rows, inputs = x.shape
     outputs = w.shape[0] // 2 if glu else w.shape[0]
-    launch = {"launch_pdl": True} if pdl(x) else {}
     if rows == 1:
         out = x.new_empty(rows, outputs) if out is None else out
         gain, eps = norm if norm is not None else (x, 0.0)
         c = config("vector", (w.shape[0], inputs), _vector_defaults(inputs, glu)) if tuned is None else tuned
         _vector[(triton.cdiv(outputs, c["BN"]),)](
             x, gain, w, x if add is None else add, out, eps, outputs,
-            K=inputs, BN=c["BN"], BK=c["BK"], NORM=norm is not None, ADD=add is not None, GLU=glu, PDL=pdl(x),
-            num_warps=c["warps"], **launch,
+            K=inputs, BN=c["BN"], BK=c["BK"], NORM=norm is not None, ADD=add is not None, GLU=glu,
+            num_warps=c["warps"], **protocol(x),
         )  # fmt: skip
         return out
     if outputs >= MANY and norm is None and add is None and not glu:
@@ -308,8 +309,8 @@ def project(
         default = {"BN": 64, "BK": 128 if tile <= 32 else 64, "warps": 4, "stages": 4}
         c = config("wide", (tile, outputs, inputs), default) if tuned is None else tuned
         _wide[(triton.cdiv(outputs, c["BN"]),)](
-            x, w, out, rows, outputs, x.stride(0), K=inputs, BM=tile, BN=c["BN"], BK=c["BK"], PDL=pdl(x),
-            num_warps=c["warps"], num_stages=c["stages"], **launch,
+            x, w, out, rows, outputs, x.stride(0), K=inputs, BM=tile, BN=c["BN"], BK=c["BK"],
+            num_warps=c["warps"], num_stages=c["stages"], **protocol(x),
         )  # fmt: skip
         return out
     return _few(x, w, None, norm, add, glu, out, None, tuned)[0]
@@ -351,6 +352,6 @@ def _few(
         eps, rows, outputs, parts, x.stride(0),
         K=inputs, BM=tile, BN=c["BN"], BK=c["BK"], S=c["S"], BP=1 << (parts - 1).bit_length(),
         NORM=norm is not None, GIVEN=given is not None, ADD=add is not None, GLU=glu, EMIT=gained is not None,
-        PDL=pdl(x), num_warps=c["warps"], **({"launch_pdl": True} if pdl(x) else {}),
+        num_warps=c["warps"], **protocol(x),
     )  # fmt: skip
     return out, gained

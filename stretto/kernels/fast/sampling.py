@@ -30,7 +30,7 @@ from stretto.kernels.fast.draw import (
     survivors,
     winner_of,
 )
-from stretto.kernels.fast.linear import pdl
+from stretto.kernels.fast.linear import protocol
 from stretto.kernels.fast.tuning import config
 
 CAPACITY = 64  # candidates of a block of a large vocabulary
@@ -86,7 +86,7 @@ def pick_text(
         logits, logits.stride(0), rows, positions, params.floats, params.ints, params.floats.shape[1],
         answer.seen.view(torch.uint8), answer.floor, found, about,
     )  # fmt: skip
-    launch = {"PDL": True, "launch_pdl": True} if pdl(logits) else {"PDL": False}
+    launch = protocol(logits)
     _search_blocks[(batch, blocks)](
         *shared, END=answer.end, SIZE=size, BLOCK=c["block"], CAP=CAPACITY, num_warps=c["warps"], **launch
     )
@@ -173,7 +173,7 @@ def _pick(
         END=answer.end if answer else -1, FIRST=answer is not None, LAST=last, SIZE=size,
         BLOCK=triton.next_power_of_2(size), GROUPS=out.codes.shape[1], HIDDEN=hidden,
         HIDDEN_BLOCK=triton.next_power_of_2(hidden), SHIFT=shift, CAP=c["shortlist"], num_warps=c["warps"],
-        PDL=pdl(logits), **({"launch_pdl": True} if pdl(logits) else {}),
+        **protocol(logits),
     )  # fmt: skip
 
 
@@ -182,6 +182,21 @@ def _check(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) ->
     assert rows.dtype == positions.dtype == torch.int64, (rows.dtype, positions.dtype)
     assert rows.is_contiguous(), rows.stride()
     assert positions.is_contiguous(), positions.stride()
+
+
+@triton.jit
+def _parameters(floats, ints, num_rows, row, PDL: tl.constexpr):
+    """How a row is sampled. They are as old as the request, so they are read before the wait; all else may come from
+    the kernel in front, so it is waited for here."""
+    temperature = tl.load(floats + row)
+    top_p = tl.load(floats + num_rows + row)
+    penalty = tl.load(floats + 2 * num_rows + row)
+    top_k = tl.load(ints + row)
+    seed = tl.load(ints + num_rows + row)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    return temperature, top_p, penalty, top_k, seed
 
 
 # Small vocabularies: one program per row holds all of it.
@@ -225,16 +240,9 @@ def _pick_code(
     row = tl.load(rows + m)
     position = tl.load(positions + m)
     ids = tl.arange(0, BLOCK)[None, :]
-    temperature = tl.load(floats + row)
-    top_p = tl.load(floats + num_rows + row)
-    top_k = tl.load(ints + row)
-    seed = tl.load(ints + num_rows + row)
-    if PDL:  # the parameters are as old as the request; all else may come from the kernel in front
-        gdc_launch_dependents()
-        gdc_wait()
+    temperature, top_p, penalty, top_k, seed = _parameters(floats, ints, num_rows, row, PDL)
     if FIRST:
         held = held_id(floor, row, position, END)
-        penalty = tl.load(floats + 2 * num_rows + row)
         x = scores(logits + m * logits_stride, seen + row * SIZE, penalty, held, ids, SIZE)
         forbidden = tl.load(suppress + ids, mask=ids < SIZE, other=0)
         # What is not a number stays, to be noticed.
@@ -297,14 +305,7 @@ def _search_blocks(
     b = tl.program_id(1)
     row = tl.load(rows + m)
     position = tl.load(positions + m)
-    temperature = tl.load(floats + row)
-    top_p = tl.load(floats + num_rows + row)
-    penalty = tl.load(floats + 2 * num_rows + row)
-    top_k = tl.load(ints + row)
-    seed = tl.load(ints + num_rows + row)
-    if PDL:  # the parameters are as old as the request; all else may come from the kernel in front
-        gdc_launch_dependents()
-        gdc_wait()
+    temperature, top_p, penalty, top_k, seed = _parameters(floats, ints, num_rows, row, PDL)
     ids = b * BLOCK + tl.arange(0, BLOCK)[None, :]
     held = held_id(floor, row, position, END)
     x = scores(logits + m * logits_stride, seen + row * SIZE, penalty, held, ids, SIZE)
@@ -348,14 +349,7 @@ def _merge_blocks(
     m = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + m)
     position = tl.load(positions + m)
-    temperature = tl.load(floats + row)
-    top_p = tl.load(floats + num_rows + row)
-    penalty = tl.load(floats + 2 * num_rows + row)
-    top_k = tl.load(ints + row)
-    seed = tl.load(ints + num_rows + row)
-    if PDL:  # the parameters are as old as the request; all else may come from the kernel in front
-        gdc_launch_dependents()
-        gdc_wait()
+    temperature, top_p, penalty, top_k, seed = _parameters(floats, ints, num_rows, row, PDL)
     slots = tl.num_programs(0).to(tl.int64) * BLOCKS
     WIDTH: tl.constexpr = triton.next_power_of_2(BLOCKS)
     n = tl.arange(0, WIDTH)

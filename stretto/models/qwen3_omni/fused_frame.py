@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from stretto.kernels.fast.linear import MAX_ROWS, project
+from stretto.kernels.fast import MAX_ROWS
+from stretto.kernels.fast.linear import project
 from stretto.kernels.fast.sampling import Answer, Columns, FrameOut, pick_code0, pick_last, pick_residual
 from stretto.layers.fused import FusedLayers
 from stretto.models.qwen3_omni.code_predictor import FrameCache

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.paged import KVCache, Paging
-from stretto.layers.decoder import MAX_FUSED
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.rows import DeviceRows, How
 from stretto.stage.scheduler.batch import RowJoin
@@ -109,7 +109,7 @@ def decode_step(
     edits: list[tuple[int, StageRequest]] | None = None,
 ) -> torch.Tensor:
     """One decode step for rows whose inputs are on the device. Without `edits` it can be captured."""
-    if lane.fused and not edits and rows.shape[0] <= MAX_FUSED:
+    if lane.fused and not edits and rows.shape[0] <= MAX_ROWS:
         return lane.fused_step(rows, positions, values)
     x, rope = lane.device_input(rows, positions, values)
     hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])

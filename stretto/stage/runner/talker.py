@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from stretto.errors import Bug
+from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.paged import KVCache, Paging
-from stretto.layers.decoder import MAX_FUSED
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, first_text_row, opening_rows, user_rows
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
@@ -165,7 +165,7 @@ class TalkerLane:
         how: How,
         edits: list[tuple[int, StageRequest]],
     ) -> Picked:
-        if self._frame is not None and len(hidden) <= MAX_FUSED:
+        if self._frame is not None and len(hidden) <= MAX_ROWS:
             pair = torch.stack((hidden, hidden), 1)  # the second place is for code 0
             return Picked(self._frame(pair, rows, positions, self.frame_cache, self.embedding))
         state = FrameRows(

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.paged import KVCache, Paging
 from stretto.kernels.sampling import sample
-from stretto.layers.decoder import MAX_FUSED
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
@@ -123,7 +123,7 @@ class ThinkerLane:
         how: How,
         edits: list[tuple[int, StageRequest]],
     ) -> Picked:
-        if self.fused and not edits and len(hidden) <= MAX_FUSED:
+        if self.fused and not edits and len(hidden) <= MAX_ROWS:
             return Picked(self._fused_pick(rows, positions, hidden))
         logits = self.model.logits(hidden)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
