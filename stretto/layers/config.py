@@ -12,6 +12,7 @@ class MoeConfig:
     expert_size: int
     norm_topk: bool
     shared_size: int | None  # width of the shared expert; None: there is none
+    float8: bool = False  # the experts' weights in 8 bits; no property of a checkpoint, but how it is to be loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_eps)
         self.mlp: nn.Module
         if c.moe is not None:
-            m = c.moe
-            self.mlp = MoeMLP(c.hidden_size, m.num_experts, m.top_k, m.expert_size, m.norm_topk, m.shared_size)
+            self.mlp = MoeMLP(c.hidden_size, c.moe)
         else:
             assert c.dense_size is not None
             self.mlp = DenseMLP(c.hidden_size, c.dense_size)

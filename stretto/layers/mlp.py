@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from stretto.kernels import moe
+from stretto.kernels.quantized import FLOAT8, quantize
+from stretto.layers.config import MoeConfig
 from stretto.layers.linear import FusedLinear, Linear
-from stretto.layers.targets import frozen
+from stretto.layers.targets import Float8Rows, Target, frozen
 
 
 class DenseMLP(nn.Module):
@@ -23,17 +27,42 @@ class DenseMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer; per-expert tensors in the checkpoint, two fused ones in memory."""
+    """All experts of a layer; per-expert tensors in the checkpoint, two fused ones in memory.
 
-    def __init__(self, num_experts: int, hidden: int, size: int) -> None:
+    Either both are of the model's dtype and there are no scales, or both are float8 with a scale per output row
+    (`stretto.kernels.quantized`): from the start with `float8`, or from `quantize()` on."""
+
+    gate_up_scale: torch.Tensor | None  # [experts, 2 * size] float32
+    down_scale: torch.Tensor | None  # [experts, hidden] float32
+
+    def __init__(self, num_experts: int, hidden: int, size: int, float8: bool = False) -> None:
         super().__init__()
-        self.gate_up = frozen(num_experts, 2 * size, hidden)
-        self.down = frozen(num_experts, hidden, size)
+        dtype = FLOAT8 if float8 else None
+        self.gate_up = frozen(num_experts, 2 * size, hidden, dtype=dtype)
+        self.down = frozen(num_experts, hidden, size, dtype=dtype)
+        rows = (num_experts, 2 * size), (num_experts, hidden)
+        scales = [torch.empty(n, dtype=torch.float32) if float8 else None for n in rows]
+        self.register_buffer("gate_up_scale", scales[0])
+        self.register_buffer("down_scale", scales[1])
 
-    def fused(self, prefix: str) -> dict[str, torch.Tensor]:
-        found = {}
-        for e, (gate_up, down) in enumerate(zip(self.gate_up.data.unbind(), self.down.data.unbind(), strict=True)):
-            gate, up = gate_up.chunk(2)
+    @property
+    def scales(self) -> moe.Scales | None:
+        if self.gate_up_scale is None or self.down_scale is None:
+            return None
+        return self.gate_up_scale, self.down_scale
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """To float8, in place; the wide weights are given back, one tensor after the other."""
+        assert self.scales is None, "quantised already"
+        self.gate_up, self.gate_up_scale = _quantized(self.gate_up)
+        self.down, self.down_scale = _quantized(self.down)
+
+    def fused(self, prefix: str) -> dict[str, Target]:
+        found: dict[str, Target] = {}
+        gate_ups, downs = _by_expert(self.gate_up, self.gate_up_scale), _by_expert(self.down, self.down_scale)
+        for e, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
+            gate, up = gate_up.split(gate_up.shape[0] // 2)
             name = f"{prefix}experts.{e}"
             found[f"{name}.gate_proj.weight"] = gate
             found[f"{name}.up_proj.weight"] = up
@@ -41,18 +70,30 @@ class Experts(nn.Module):
         return found
 
 
+def _quantized(wide: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
+    weight, scale = torch.empty_like(wide, dtype=FLOAT8), wide.new_empty(wide.shape[:-1], dtype=torch.float32)
+    quantize(wide, weight, scale)
+    return nn.Parameter(weight, requires_grad=False), scale
+
+
+def _by_expert(weight: nn.Parameter, scale: torch.Tensor | None) -> Sequence[Target]:
+    if scale is None:
+        return weight.data.unbind()
+    return [Float8Rows(w, s) for w, s in zip(weight.data.unbind(), scale.unbind(), strict=True)]
+
+
 class MoeMLP(nn.Module):
-    def __init__(self, hidden: int, num_experts: int, top_k: int, size: int, norm: bool, shared: int | None) -> None:
+    def __init__(self, hidden: int, m: MoeConfig) -> None:
         super().__init__()
-        self.top_k, self.norm = top_k, norm
-        self.gate = Linear(hidden, num_experts)
-        self.experts = Experts(num_experts, hidden, size)
-        self.shared_expert = DenseMLP(hidden, shared) if shared is not None else None
-        self.shared_expert_gate = Linear(hidden, 1) if shared is not None else None
+        self.top_k, self.norm = m.top_k, m.norm_topk
+        self.gate = Linear(hidden, m.num_experts)
+        self.experts = Experts(m.num_experts, hidden, m.expert_size, m.float8)
+        self.shared_expert = DenseMLP(hidden, m.shared_size) if m.shared_size is not None else None
+        self.shared_expert_gate = Linear(hidden, 1) if m.shared_size is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = moe.route(self.gate(x), self.top_k, self.norm)
-        out = moe.experts(x, self.experts.gate_up, self.experts.down, weights, ids)
+        out = moe.experts(x, self.experts.gate_up, self.experts.down, weights, ids, self.experts.scales)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return out
