@@ -119,28 +119,38 @@ def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: in
     return decoder(model.model) + model.codec_head.weight.nbytes + cache + passes * decoder(predictor.model) + heads
 
 
-def measure(
-    model: Thinker | Talker, batch: int, context: int, steps: int, sampled: bool, trace: bool
-) -> dict[str, Any]:
+def ready(
+    model: Thinker | Talker, batch: int, context: int, sampled: bool, stream: torch.cuda.Stream
+) -> tuple[DecodeGraphs, How, float]:
+    """A captured step of `batch` seated rows, how it picks, and the different experts that a layer reads in it."""
     thinker = isinstance(model, Thinker)
     per_row = -(-(context + 512) // BLOCK)
     cache = filled_cache(model, batch * per_row)
     lane = (ThinkerLane if thinker else TalkerLane)(model, cache, batch, per_row * BLOCK)  # type: ignore[arg-type]
     seat(lane, batch, context, SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None)
     how = How(sampled or not thinker, not thinker)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    host = np.zeros((3, batch), np.int64)
-    host[0] = np.arange(batch)
     distinct = float("nan")
     with torch.cuda.stream(stream):
-        inputs = torch.from_numpy(host).cuda()
+        inputs = torch.zeros(3, batch, dtype=torch.int64, device="cuda")
+        inputs[0] = torch.arange(batch, device="cuda")
         inputs[1] = context - 1
         decoder = model.model
         if any(isinstance(layer.mlp, MoeMLP) for layer in decoder.layers) and decoder.fused is not None:
             distinct = Routes(decoder).count(lambda: decode_step(lane, inputs[0], inputs[1], inputs[2], how))
     graphs = DecodeGraphs(lane, sizes=(batch,), ways=[how])
     graphs.capture(stream, "steps", progress=False)
+    return graphs, how, distinct
+
+
+def measure(
+    model: Thinker | Talker, batch: int, context: int, steps: int, sampled: bool, trace: bool
+) -> dict[str, Any]:
+    thinker = isinstance(model, Thinker)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs, how, distinct = ready(model, batch, context, sampled, stream)
+    host = np.zeros((3, batch), np.int64)
+    host[0] = np.arange(batch)
     runs = []
     for _ in range(2):
         marks = []

@@ -15,16 +15,17 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.env import describe
-from stretto.kernels.fast import attention, experts
+from stretto.kernels.fast import attention, experts, grouped
 from stretto.kernels.fast.linear import MANY, Gained, project, tile_rows
 from stretto.kernels.fast.tuning import name_of, own_file, save
+from stretto.kernels.quantized import FLOAT8
 
 Tuned = dict[str, int]
 CHAIN = 24
@@ -110,27 +111,36 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
     return Case("matrix", (tile, outputs, inputs), found, make, nbytes)
 
 
-def weights_of(model: str, count: int) -> list[experts.ExpertWeights]:
+def weights_of(model: str, count: int, float8: bool) -> list[experts.ExpertWeights]:
     hidden, num, size, top_k, pieces = MIXTURES[model]
 
     def one() -> experts.ExpertWeights:
-        return experts.ExpertWeights(
+        wide = experts.ExpertWeights(
             rand(hidden), 1e-6, rand(num, hidden, scale=0.02), rand(num, 2 * size, hidden, scale=0.02),
             rand(num, hidden, size, scale=0.02), top_k, True,
             *((rand(1, hidden), rand(2 * pieces * size, hidden), rand(hidden, pieces * size)) if pieces else ()),
         )  # fmt: skip
+        if not float8:
+            return wide
+        return replace(
+            wide,
+            gate_up=wide.gate_up.to(FLOAT8),
+            down=wide.down.to(FLOAT8),
+            scales=(torch.ones(num, 2 * size, device="cuda"), torch.ones(num, hidden, device="cuda")),
+        )
 
     return [one() for _ in range(count)]
 
 
-def mixture_case(model: str, rows: int, part: str) -> Case:
+def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case:
     hidden, num, size, top_k, pieces = MIXTURES[model]
     tile = tile_rows(rows)
     distinct = top_k if rows == 1 else num * (1 - (1 - top_k / num) ** rows)
-    nbytes = (distinct + pieces) * size * hidden * 2.0 * (2 if part == "up" else 1)
+    nbytes = (distinct + pieces) * size * hidden * (1.0 if float8 else 2.0) * (2 if part == "up" else 1)
+    kind = "_float8" if float8 else ""
 
     def make() -> Callable[[Tuned, int], Any]:
-        ws = weights_of(model, 4)
+        ws = weights_of(model, 4, float8)
         x = rand(rows, hidden)
         picks = []
         for _ in range(8):
@@ -165,22 +175,62 @@ def mixture_case(model: str, rows: int, part: str) -> Case:
         for bn, warps in itertools.product((2, 4, 8, 16), (2, 4, 8)):
             if 64 <= bn * hidden * 4 / (warps * 32) <= 512:
                 found.append({"BN": bn, "warps": warps})
-        return Case("up_vector", (size, hidden), found, make, nbytes)
+        return Case(f"up_vector{kind}", (size, hidden), found, make, nbytes)
     if rows == 1:
         for bn, bk, warps in itertools.product((1, 2, 4, 8), (128, 256), (2, 4, 8)):
             if size % bk == 0 and 32 <= bn * bk * 8 * 2 / (warps * 32) <= 256:
                 found.append({"BN": bn, "BK": bk, "warps": warps})
-        return Case("down_vector", (hidden, size), found, make, nbytes)
+        return Case(f"down_vector{kind}", (hidden, size), found, make, nbytes)
     inner = hidden if part == "up" else size
     for bn, bk, warps, stages in (
         (16, 128, 4, 4), (32, 64, 4, 5), (32, 128, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (32, 128, 8, 4),
         (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 3),
+        *(((16, 256, 4, 4), (32, 256, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3)) if float8 else ()),
     ):  # fmt: skip
         width = size if part == "up" else hidden
-        shared = stages * bk * 2 * (bn * (2 if part == "up" else 1) + tile)
+        shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * tile)
         if inner % bk == 0 and width % bn == 0 and shared < 200_000:
             found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
-    return Case(f"{part}_matrix", (tile, *((size, hidden) if part == "up" else (hidden, size))), found, make, nbytes)
+    return Case(
+        f"{part}_matrix{kind}", (tile, *((size, hidden) if part == "up" else (hidden, size))), found, make, nbytes
+    )
+
+
+def prompt_case(model: str, rows: int, part: str) -> Case:
+    """Products of a prompt pass with float8 weights. (Those with wide ones: `bench/kernels/prefill.py`.)"""
+    hidden, num, size, top_k, _ = MIXTURES[model]
+    distinct = num * (1 - (1 - top_k / num) ** rows)
+
+    def make() -> Callable[[Tuned, int], Any]:
+        ws = weights_of(model, 4, True)
+        x, h = rand(rows, hidden), rand(rows * top_k, size)
+        routed = grouped.route(rand(rows, num), top_k, True, torch.tensor([rows], dtype=torch.int32, device="cuda"))
+
+        def run(c: Tuned, i: int) -> Any:
+            w = ws[i % 4]
+            assert w.scales is not None
+            if part == "gate_up":
+                return grouped.gate_up(x, w.gate_up, routed, c, w.scales[0])
+            return grouped.down(h, w.down, routed, c, w.scales[1])
+
+        return run
+
+    average = grouped.per_expert(rows * top_k, num)
+    wide = 2 if part == "down" else 1
+    tiles = {
+        8: ((16, 64, 128), (16, 32, 128), (16, 32, 256)),
+        32: ((32, 64, 128), (32, 64, 64), (64, 64, 64)),
+        64: ((64, 64, 64), (64, 128, 64)),
+        256: ((128, 128, 64), (64, 128, 64)),
+    }
+    found = [
+        {"M": m, "N": n * wide, "K": k, "SWAP": swap, "HALF": int(m == 128), "num_warps": warps, "num_stages": stages}
+        for (m, n, k), swap, (warps, stages) in itertools.product(
+            tiles[average], (0, 1), ((4, 4), (8, 3)) if average <= 64 else ((8, 4), (8, 3))
+        )
+    ]
+    nbytes = distinct * size * hidden * (2.0 if part == "gate_up" else 1.0)
+    return Case(f"prefill_{part}_float8", (num, hidden, size, average), found, make, nbytes)
 
 
 def attention_case(model: str, rows: int, context: int = 1024) -> Case:
@@ -233,6 +283,18 @@ def cases(only: list[str], batches: list[int]) -> Iterator[Case]:
                     yield mixture_case(model, rows, part)
             for model in ATTENTIONS:
                 yield attention_case(model, rows)
+    if "float8" in only:
+        yield from float8_cases(batches)
+
+
+def float8_cases(batches: list[int]) -> Iterator[Case]:
+    """The thinker's experts alone can be float8."""
+    for rows in (1, *batches):
+        for part in ("up", "down"):
+            yield mixture_case("thinker", rows, part, float8=True)
+    for rows in (100, 512, 1024, 2500):
+        for part in ("gate_up", "down"):
+            yield prompt_case("thinker", rows, part)
 
 
 def compile_some(only: list[str], batches: list[int], share: int, jobs: int) -> None:
@@ -277,7 +339,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, help="where the tuned parameters go")
     p.add_argument("--report", type=Path, help="all times as JSON")
-    p.add_argument("--only", default="vector,matrix")
+    p.add_argument("--only", default="vector,matrix,float8")
     p.add_argument("--batches", default="8,32", help="rows for the matrix kernels")
     p.add_argument("--jobs", type=int, default=12, help="processes that compile")
     p.add_argument("--limit", type=float, default=400.0, help="seconds after which no further case is timed")

@@ -33,7 +33,7 @@ def fits(c: DecoderConfig) -> bool:
     if c.moe is None:
         return c.dense_size is not None and c.dense_size % 16 == 0
     m = c.moe
-    even_shared = m.shared_size is None or m.shared_size % m.expert_size == 0
+    even_shared = m.shared_size is None or (m.shared_size % m.expert_size == 0 and not m.float8)
     return power(m.num_experts) and m.expert_size % 32 == 0 and even_shared
 
 
@@ -69,6 +69,7 @@ def _layer(layer: nn.Module) -> _Layer:
             shared_gate=None if mlp.shared_expert_gate is None else mlp.shared_expert_gate.weight,
             shared_gate_up=None if shared is None else shared.gate_up.weight,
             shared_down=None if shared is None else shared.down_proj.weight,
+            scales=mlp.experts.scales,
         )
     else:
         assert isinstance(mlp, DenseMLP)

@@ -113,7 +113,7 @@ def _mlp(
         return add_norm(stream, F.linear(h, mlp.down_proj.weight), norm.weight, norm.eps, count)
     assert isinstance(mlp, MoeMLP)
     routed = route(F.linear(normed, mlp.gate.weight), mlp.top_k, mlp.norm, count)
-    y, places = experts(normed, mlp.experts.gate_up, mlp.experts.down, routed)
+    y, places = experts(normed, mlp.experts.gate_up, mlp.experts.down, routed, mlp.experts.scales)
     shared = gate = None
     if mlp.shared_expert is not None and mlp.shared_expert_gate is not None:
         both = F.linear(normed, mlp.shared_expert.gate_up.weight)

@@ -6,7 +6,9 @@ over all experts: a program whose expert nobody chose leaves at once, the others
 matrix units; a last kernel adds each row's results in order, so that the sum never depends on which program came first.
 
 A shared expert (all rows, weighted by a sigmoid gate) is split into pieces as wide as the others and joins them as
-further experts. Launch protocol as in `linear`. Reference: `stretto.kernels.moe` and `stretto.layers.mlp.MoeMLP`."""
+further experts. Weights may be float8 with a scale per output row (not beside a shared expert): half the bytes, widened
+as they arrive, the scale applied to the sum. Launch protocol as in `linear`. Reference: `stretto.kernels.moe` and
+`stretto.layers.mlp.MoeMLP`."""
 
 from __future__ import annotations
 
@@ -35,6 +37,10 @@ class ExpertWeights:
     shared_gate: torch.Tensor | None = None  # [1, hidden]
     shared_gate_up: torch.Tensor | None = None  # [2 * shared size, hidden]
     shared_down: torch.Tensor | None = None  # [hidden, shared size]
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of gate_up [experts, 2 * size] and down [experts, hidden]
+
+    def __post_init__(self) -> None:
+        assert self.scales is None or self.shared_down is None, "a shared expert is read as one of the others"
 
     @property
     def pieces(self) -> int:
@@ -133,9 +139,20 @@ def _route(
 
 
 @triton.jit
+def _up_scales(scales, e, n, SIZE: tl.constexpr, SCALED: tl.constexpr):
+    """Scales of gate and up rows n of expert e [as n]; ones if there are none."""
+    gate = n * 0 + 1.0
+    up = gate
+    if SCALED:
+        gate = tl.load(scales + e * (2 * SIZE) + n)
+        up = tl.load(scales + e * (2 * SIZE) + SIZE + n)
+    return gate, up
+
+
+@triton.jit
 def _up_vector(
-    x, gain, gate_up, shared_gate_up, ids, out, ahead, eps, lines, each,
-    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    x, gain, gate_up, scales, shared_gate_up, ids, out, ahead, eps, lines, each,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
     BN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row through BN columns of one of its experts: silu(gate) * up. While the router still decides whose weights
@@ -162,18 +179,19 @@ def _up_vector(
     gate = base + n[:, None] * K + k[None, :]
     wg = tl.load(gate, eviction_policy="evict_first")
     wu = tl.load(gate + apart, eviction_policy="evict_first")
+    of_gate, of_up = _up_scales(scales, e, n, SIZE, SCALED)
     xs = tl.load(x + k).to(tl.float32)
     scale = tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)
     xs = xs * g
-    a = tl.sum(wg.to(tl.float32) * xs[None, :], 1) * scale
-    b = tl.sum(wu.to(tl.float32) * xs[None, :], 1) * scale
+    a = tl.sum(wg.to(tl.float32) * xs[None, :], 1) * (scale * of_gate)
+    b = tl.sum(wu.to(tl.float32) * xs[None, :], 1) * (scale * of_up)
     tl.store(out + slot * SIZE + n, (a * tl.sigmoid(a) * b).to(out.dtype.element_ty))
 
 
 @triton.jit
 def _down_vector(
-    h, down, shared_down, ids, weights, x,
-    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    h, down, scales, shared_down, ids, weights, x,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN columns of the weighted sum over a row's experts, added to the residual stream x in place. All slots are asked
@@ -193,19 +211,22 @@ def _down_vector(
     at = base[:, None, None] + n[None, :, None] * width[:, None, None] + k[None, None, :]
     mask = there[:, None, None]
     first = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    weight = tl.load(weights + slot, mask=there, other=0.0, cache_modifier=".cg")
+    weight = tl.load(weights + slot, mask=there, other=0.0, cache_modifier=".cg")[:, None]
+    factor = weight
+    if SCALED:
+        factor = weight * tl.load(scales + e[:, None] * H + n[None, :], mask=there[:, None], other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     before = tl.load(x + n).to(tl.float32)
     from_h = h + slot[:, None] * SIZE + k[None, :]
-    hi = tl.load(from_h, mask=there[:, None], other=0.0).to(tl.float32) * weight[:, None]
+    hi = tl.load(from_h, mask=there[:, None], other=0.0).to(tl.float32)
     acc = first.to(tl.float32) * hi[:, None, :]
     for i in tl.static_range(1, SIZE // BK):
         wi = tl.load(at + i * BK, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        hi = tl.load(from_h + i * BK, mask=there[:, None], other=0.0).to(tl.float32) * weight[:, None]
+        hi = tl.load(from_h + i * BK, mask=there[:, None], other=0.0).to(tl.float32)
         acc += wi * hi[:, None, :]
-    total = tl.sum(tl.sum(acc, 2), 0) + before
+    total = tl.sum(tl.sum(acc, 2) * factor, 0) + before
     tl.store(x + n, total.to(x.dtype.element_ty))
 
 
@@ -221,8 +242,8 @@ def _takers(ids, e, M, BM: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _up_matrix(
-    x, gate_up, shared_gate_up, ids, out, M,
-    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    x, gate_up, scales, shared_gate_up, ids, out, M,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The (normed) rows that chose one expert through BN of its columns; results to their slots [rows, SLOTS, SIZE]."""
@@ -246,16 +267,18 @@ def _up_matrix(
         b = tl.zeros([BM, BN], tl.float32)
         for i in range(0, K, BK):
             xi = tl.load(from_x + i, mask=rows[:, None], other=0.0)
-            a = dot(xi, tl.load(gate + i).T, a, PDL)
-            b = dot(xi, tl.load(gate + apart + i).T, b, PDL)
-        h = a * tl.sigmoid(a) * b
+            a = dot(xi, tl.load(gate + i).to(xi.dtype).T, a, PDL)
+            b = dot(xi, tl.load(gate + apart + i).to(xi.dtype).T, b, PDL)
+        of_gate, of_up = _up_scales(scales, e, n, SIZE, SCALED)
+        a *= of_gate[None, :]
+        h = a * tl.sigmoid(a) * (b * of_up[None, :])
         tl.store(out + where[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=rows[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
 def _down_matrix(
-    h, down, shared_down, ids, weights, out, M,
-    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    h, down, scales, shared_down, ids, weights, out, M,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weighted results of one expert for the rows that chose it, to their slots [rows, SLOTS, H], float32."""
@@ -278,7 +301,9 @@ def _down_matrix(
         acc = tl.zeros([BM, BN], tl.float32)
         for i in range(0, SIZE, BK):
             hi = tl.load(from_h + i, mask=rows[:, None], other=0.0)
-            acc = dot(hi, tl.load(at + i).T, acc, PDL)
+            acc = dot(hi, tl.load(at + i).to(hi.dtype).T, acc, PDL)
+        if SCALED:
+            acc *= tl.load(scales + e * H + n)[None, :]
         acc *= tl.load(weights + where, mask=rows, other=0.0)[:, None]
         tl.store(out + where[:, None] * H + n[None, :], acc, mask=rows[:, None])
 
@@ -318,7 +343,18 @@ MOST_AHEAD = 24 << 20  # bytes: about half of the cache
 
 
 def _common(x: torch.Tensor, w: ExpertWeights) -> dict[str, int | bool]:
-    return {"E": w.router.shape[0], "SIZE": w.down.shape[2], "PIECES": w.pieces, **protocol(x)}
+    return {
+        "E": w.router.shape[0],
+        "SIZE": w.down.shape[2],
+        "PIECES": w.pieces,
+        "SCALED": w.scales is not None,
+        **protocol(x),
+    }
+
+
+def _tuned(kernel: str, w: ExpertWeights, key: tuple[int, ...], default: dict[str, int]) -> dict[str, int]:
+    """Launch parameters; float8 weights have their own."""
+    return config(kernel if w.scales is None else f"{kernel}_float8", key, default)
 
 
 def route_one(
@@ -352,13 +388,14 @@ def up_one(
     """For one row x [1, hidden] of the residual stream: silu(gate) * up of its experts [slots, expert size]. `ahead`:
     weights (bfloat16, contiguous) of what comes after this layer, to get on their way."""
     hidden, size = x.shape[1], w.down.shape[2]
-    c = config("up_vector", (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
+    c = _tuned("up_vector", w, (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
     h = x.new_empty(w.slots, size)
     lines = 0 if ahead is None or not pdl(x) else min(ahead.nbytes, MOST_AHEAD) // 128
     each = triton.cdiv(lines, min(FETCHERS, size // c["BN"] * w.slots))
     _up_vector[(size // c["BN"], w.slots)](
-        x, w.gain, w.gate_up, w.gate_up if w.shared_gate_up is None else w.shared_gate_up,
-        ids, h, x if ahead is None else ahead, w.eps, lines, each,
+        x, w.gain, w.gate_up, x if w.scales is None else w.scales[0],
+        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, ids, h, x if ahead is None else ahead,
+        w.eps, lines, each,
         K=hidden, BN=c["BN"], AHEAD=triton.next_power_of_2(each) if lines else 0, num_warps=c["warps"],
         **_common(x, w),
     )  # fmt: skip
@@ -377,9 +414,10 @@ def down_one(
     on."""
     hidden, size = x.shape[1], w.down.shape[2]
     default = {"BN": 4, "BK": _chunk(size, 128), "warps": 4}
-    c = config("down_vector", (hidden, size), default) if tuned is None else tuned
+    c = _tuned("down_vector", w, (hidden, size), default) if tuned is None else tuned
     _down_vector[(hidden // c["BN"],)](
-        h, w.down, w.down if w.shared_down is None else w.shared_down, ids, weights, x,
+        h, w.down, x if w.scales is None else w.scales[1], w.down if w.shared_down is None else w.shared_down,
+        ids, weights, x,
         H=hidden, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], **_common(x, w),
     )  # fmt: skip
 
@@ -408,10 +446,11 @@ def up(normed: torch.Tensor, w: ExpertWeights, ids: torch.Tensor, tuned: dict[st
     rows, hidden = normed.shape
     size, tile = w.down.shape[2], tile_rows(rows)
     default = {"BN": 32, "BK": _chunk(hidden, 256 if tile <= 16 else 128), "warps": 4, "stages": 3}
-    c = config("up_matrix", (tile, size, hidden), default) if tuned is None else tuned
+    c = _tuned("up_matrix", w, (tile, size, hidden), default) if tuned is None else tuned
     h = normed.new_empty(rows, w.slots, size)
     _up_matrix[(size // c["BN"], w.router.shape[0] + w.pieces)](
-        normed, w.gate_up, w.gate_up if w.shared_gate_up is None else w.shared_gate_up, ids, h, rows,
+        normed, w.gate_up, normed if w.scales is None else w.scales[0],
+        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, ids, h, rows,
         K=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], num_stages=c["stages"],
         **_common(normed, w),
     )  # fmt: skip
@@ -432,10 +471,11 @@ def down(
     rows, hidden = x.shape
     size, tile = w.down.shape[2], tile_rows(rows)
     default = {"BN": 64, "BK": _chunk(size, 128), "warps": 4, "stages": 3}
-    c = config("down_matrix", (tile, hidden, size), default) if tuned is None else tuned
+    c = _tuned("down_matrix", w, (tile, hidden, size), default) if tuned is None else tuned
     parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
     _down_matrix[(hidden // c["BN"], w.router.shape[0] + w.pieces)](
-        h, w.down, w.down if w.shared_down is None else w.shared_down, ids, weights, parts, rows,
+        h, w.down, x if w.scales is None else w.scales[1], w.down if w.shared_down is None else w.shared_down,
+        ids, weights, parts, rows,
         H=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], num_stages=c["stages"],
         **_common(x, w),
     )  # fmt: skip

@@ -123,9 +123,16 @@ def _tile(offsets, tile, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.conste
 
 
 @triton.jit
+def _over(scale, SWAP: tl.constexpr):
+    """One number per weight row, shaped to be multiplied with a product of that orientation."""
+    return scale[:, None] if SWAP else scale[None, :]
+
+
+@triton.jit
 def _gate_up_tile(
-    x, w, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    x, w, scales, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, M)
     n = column + tl.arange(0, N)
@@ -149,6 +156,7 @@ def _gate_up_tile(
             a = tl.load(x_at + start)
             b = tl.load(gate_at + start)
             c = tl.load(up_at + start)
+        b, c = b.to(a.dtype), c.to(a.dtype)
         if SWAP:
             gate = tl.dot(b, tl.trans(a), gate, input_precision=PRECISION)
             up = tl.dot(c, tl.trans(a), up, input_precision=PRECISION)
@@ -156,6 +164,9 @@ def _gate_up_tile(
             gate = tl.dot(a, tl.trans(b), gate, input_precision=PRECISION)
             up = tl.dot(a, tl.trans(c), up, input_precision=PRECISION)
     dtype = out.dtype.element_ty
+    if SCALED:
+        gate *= _over(tl.load(scales + expert * (2 * SIZE) + inside_n), SWAP)
+        up *= _over(tl.load(scales + expert * (2 * SIZE) + SIZE + inside_n), SWAP)
     gate = gate.to(dtype).to(tl.float32)
     gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     h = (gate * up.to(dtype).to(tl.float32)).to(dtype)
@@ -167,9 +178,9 @@ def _gate_up_tile(
 
 @triton.jit
 def _gate_up(
-    x, w, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """silu(x @ gate) * (x @ up) for one tile. With SWAP the weights are the left operand: few rows then make a narrow
     product instead of one that is mostly padding. With HALF an expert's last rows take half a tile if they fit."""
@@ -181,18 +192,20 @@ def _gate_up(
     if HALF:
         if end - first <= M // 2:
             _gate_up_tile(
-                x, w, order, out, expert, first, end, column, HIDDEN, SIZE, TOP_K, M // 2, N, K, SWAP, PRECISION
-            )
-        else:
-            _gate_up_tile(x, w, order, out, expert, first, end, column, HIDDEN, SIZE, TOP_K, M, N, K, SWAP, PRECISION)
-    else:
-        _gate_up_tile(x, w, order, out, expert, first, end, column, HIDDEN, SIZE, TOP_K, M, N, K, SWAP, PRECISION)
+                x, w, scales, order, out, expert, first, end, column,
+                HIDDEN, SIZE, TOP_K, SCALED, M // 2, N, K, SWAP, PRECISION,
+            )  # fmt: skip
+            return
+    _gate_up_tile(
+        x, w, scales, order, out, expert, first, end, column, HIDDEN, SIZE, TOP_K, SCALED, M, N, K, SWAP, PRECISION
+    )
 
 
 @triton.jit
 def _down_tile(
-    h, w, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    h, w, scales, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, M)
     n = column + tl.arange(0, N)
@@ -210,10 +223,13 @@ def _down_tile(
         else:
             a = tl.load(h_at + start)
             b = tl.load(w_at + start)
+        b = b.to(a.dtype)
         if SWAP:
             y = tl.dot(b, tl.trans(a), y, input_precision=PRECISION)
         else:
             y = tl.dot(a, tl.trans(b), y, input_precision=PRECISION)
+    if SCALED:
+        y *= _over(tl.load(scales + expert * HIDDEN + inside_n), SWAP)
     rows = y.to(out.dtype.element_ty)
     if SWAP:
         rows = tl.trans(rows)
@@ -224,9 +240,9 @@ def _down_tile(
 
 @triton.jit
 def _down(
-    h, w, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
+    h, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + N - 1) // N
     expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
@@ -235,11 +251,12 @@ def _down(
         return
     if HALF:
         if end - first <= M // 2:
-            _down_tile(h, w, order, out, expert, first, end, column, HIDDEN, SIZE, M // 2, N, K, SWAP, PRECISION)
-        else:
-            _down_tile(h, w, order, out, expert, first, end, column, HIDDEN, SIZE, M, N, K, SWAP, PRECISION)
-    else:
-        _down_tile(h, w, order, out, expert, first, end, column, HIDDEN, SIZE, M, N, K, SWAP, PRECISION)
+            _down_tile(
+                h, w, scales, order, out, expert, first, end, column,
+                HIDDEN, SIZE, SCALED, M // 2, N, K, SWAP, PRECISION,
+            )  # fmt: skip
+            return
+    _down_tile(h, w, scales, order, out, expert, first, end, column, HIDDEN, SIZE, SCALED, M, N, K, SWAP, PRECISION)
 
 
 def default_launch(kernel: str, average: int) -> dict[str, int]:
@@ -260,39 +277,55 @@ def per_expert(choices: int, experts: int) -> int:
     return int(triton.next_power_of_2(max(1, choices // experts)))
 
 
-def launch_for(kernel: str, experts: int, hidden: int, size: int, choices: int) -> dict[str, int]:
+def launch_for(kernel: str, experts: int, hidden: int, size: int, choices: int, float8: bool = False) -> dict[str, int]:
     average = per_expert(choices, experts)
-    return config(kernel, (experts, hidden, size, average), default_launch(kernel, average))
+    return config(
+        f"{kernel}_float8" if float8 else kernel, (experts, hidden, size, average), default_launch(kernel, average)
+    )
 
 
 def gate_up(
-    x: torch.Tensor, weight: torch.Tensor, routed: Routed, launch: dict[str, int] | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routed: Routed,
+    launch: dict[str, int] | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [rows, hidden] through gate and up [experts, 2 * size, hidden] of its experts: [choices, size], sorted."""
+    """x [rows, hidden] through gate and up [experts, 2 * size, hidden] of its experts: [choices, size], sorted. `scale`
+    [experts, 2 * size]: of float8 weights."""
     experts, double, hidden = weight.shape
     size, choices = double // 2, routed.order.shape[0]
-    launch = launch or launch_for("prefill_gate_up", experts, hidden, size, choices)
+    launch = launch or launch_for("prefill_gate_up", experts, hidden, size, choices, scale is not None)
     launch = launch | {"N": min(launch["N"], max(16, triton.next_power_of_2(size)))}
     out = x.new_empty(choices, size)
     tiles = choices // launch["M"] + experts
     _gate_up[(tiles * triton.cdiv(size, launch["N"]),)](
-        x, weight, routed.order, routed.offsets, out, HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1],
-        EXPERTS=experts, WIDE=triton.next_power_of_2(experts), PRECISION=_precision(x), **launch,
+        x, weight, x if scale is None else scale, routed.order, routed.offsets, out,
+        HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1], SCALED=scale is not None, EXPERTS=experts,
+        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(x), **launch,
     )  # fmt: skip
     return out
 
 
-def down(h: torch.Tensor, weight: torch.Tensor, routed: Routed, launch: dict[str, int] | None = None) -> torch.Tensor:
-    """Sorted rows h [choices, size] through down [experts, hidden, size]: [choices, hidden], in order of choice."""
+def down(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    routed: Routed,
+    launch: dict[str, int] | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sorted rows h [choices, size] through down [experts, hidden, size]: [choices, hidden], in order of choice.
+    `scale` [experts, hidden]: of float8 weights."""
     experts, hidden, size = weight.shape
     choices = routed.order.shape[0]
-    launch = launch or launch_for("prefill_down", experts, hidden, size, choices)
+    launch = launch or launch_for("prefill_down", experts, hidden, size, choices, scale is not None)
     launch = launch | {"N": min(launch["N"], max(16, triton.next_power_of_2(hidden)))}
     out = h.new_empty(choices, hidden)
     tiles = choices // launch["M"] + experts
     _down[(tiles * triton.cdiv(hidden, launch["N"]),)](
-        h, weight, routed.order, routed.offsets, out, HIDDEN=hidden, SIZE=size,
-        EXPERTS=experts, WIDE=triton.next_power_of_2(experts), PRECISION=_precision(h), **launch,
+        h, weight, h if scale is None else scale, routed.order, routed.offsets, out,
+        HIDDEN=hidden, SIZE=size, SCALED=scale is not None, EXPERTS=experts,
+        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(h), **launch,
     )  # fmt: skip
     return out
 
@@ -330,9 +363,16 @@ def library_experts(
 
 
 def experts(
-    x: torch.Tensor, gate_up_weight: torch.Tensor, down_weight: torch.Tensor, routed: Routed
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    routed: Routed,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x through each row's experts: rows by choice, and where each choice is among them if they are still sorted."""
+    if scales is not None:
+        h = gate_up(x, gate_up_weight, routed, scale=scales[0])
+        return down(h, down_weight, routed, scale=scales[1]), None
     choices, n = routed.order.shape[0], gate_up_weight.shape[0]
     key = (n, x.shape[1], down_weight.shape[2], per_expert(choices, n))
     if config("prefill_experts", key, {"library": 0})["library"]:

@@ -5,10 +5,13 @@ The interpreter is chosen when a kernel is defined, so this must come before any
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+from stretto.kernels import quantized
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -57,3 +60,20 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def narrow() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Weights [experts, outputs, inputs] as float8 with their scales. Rows differ much in size, so that a scale at
+    the wrong place shows, and one is all zeros."""
+
+    def narrowed(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = 2.0 ** (torch.arange(wide.shape[1], device=wide.device) % 3)
+        wide = wide * sizes[:, None].to(wide.dtype)
+        wide[1, 0] = 0
+        weight = torch.empty_like(wide, dtype=quantized.FLOAT8)
+        scale = torch.empty(wide.shape[:2], dtype=torch.float32, device=wide.device)
+        quantized.quantize(wide, weight, scale)
+        return weight, scale
+
+    return narrowed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ fast_linear = pytest.importorskip("stretto.kernels.fast.linear")
 fast_experts = pytest.importorskip("stretto.kernels.fast.experts")
 fast_attention = pytest.importorskip("stretto.kernels.fast.attention")
 
+Narrow = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 EPS = 1e-6
 # The interpreter cuts float32 down to bfloat16 where the device rounds.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if torch.cuda.is_available() else 2e-2}
@@ -91,9 +95,10 @@ def test_norm(device: torch.device, dtype: torch.dtype) -> None:
 
 @both
 @pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("kind", ["alone", "shared", "float8"])
 @pytest.mark.parametrize("renorm", [False, True], ids=["raw", "renorm"])
-def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, shared: bool, renorm: bool) -> None:
+def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str, renorm: bool, narrow: Narrow) -> None:
+    shared = kind == "shared"
     r = Random(device, dtype, rows + 100)
     hidden, experts, size, top_k, pieces = 64, 16, 96, 3, 2
     w = fast_experts.ExpertWeights(
@@ -108,10 +113,13 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, shared: bo
         shared_gate_up=r(2 * pieces * size, hidden, scale=hidden**-0.5) if shared else None,
         shared_down=r(hidden, pieces * size, scale=size**-0.5) if shared else None,
     )
+    if kind == "float8":
+        (gate_up, of_gate_up), (down, of_down) = narrow(w.gate_up), narrow(w.down)
+        w = dataclasses.replace(w, gate_up=gate_up, down=down, scales=(of_gate_up, of_down))
     x = r(rows, hidden)
     normed = rms_norm(x, w.gain, EPS)
     weights, ids = moe.route(F.linear(normed, w.router), top_k, renorm)
-    wanted = moe.experts(normed.float(), w.gate_up.float(), w.down.float(), weights.float(), ids)
+    wanted = moe.experts(normed.float(), w.gate_up.float(), w.down.float(), weights.float(), ids, w.scales)
     if shared:
         h = moe.swiglu(F.linear(normed.float(), w.shared_gate_up.float()))
         gate = torch.sigmoid(F.linear(normed.float(), w.shared_gate.float()))

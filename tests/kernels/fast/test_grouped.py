@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from stretto.kernels import moe
 from stretto.kernels.fast import grouped
 from stretto.kernels.fast.prefill import combine
+
+Narrow = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def scalar(value: int, device: torch.device) -> torch.Tensor:
@@ -79,20 +83,33 @@ def weights_for(experts: int, hidden: int, size: int, device: torch.device, dtyp
 @pytest.mark.parametrize(("launch", "hidden", "size"), [(LAUNCHES[0], 48, 24), (LAUNCHES[1], 64, 32)])
 @pytest.mark.parametrize("kind", ["all", "one", "few"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("float8", [False, True], ids=["wide", "float8"])
 def test_experts_equal_the_plain_version(
-    launch: dict[str, int], kind: str, hidden: int, size: int, dtype: torch.dtype, limit: float, device: torch.device
+    launch: dict[str, int],
+    kind: str,
+    hidden: int,
+    size: int,
+    dtype: torch.dtype,
+    limit: float,
+    float8: bool,
+    device: torch.device,
+    narrow: Narrow,
 ) -> None:
     rows, experts, top_k = 40, 4, 2  # so that a tile does not hold an expert's rows
     gate_up, down = weights_for(experts, hidden, size, device, dtype)
+    of_gate_up = of_down = None
+    if float8:
+        (gate_up, of_gate_up), (down, of_down) = narrow(gate_up), narrow(down)
     x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     logits = logits_for(kind, rows, experts, device, dtype)
     routed = grouped.route(logits, top_k, True, scalar(rows, device))
-    h = grouped.gate_up(x, gate_up, routed, launch)
-    y = grouped.down(h, down, routed, launch)
+    h = grouped.gate_up(x, gate_up, routed, launch, of_gate_up)
+    y = grouped.down(h, down, routed, launch, of_down)
     norm = torch.ones(hidden, device=device, dtype=dtype)
     total, _ = combine(torch.zeros_like(x), y, routed.weights, norm, 1e-6, scalar(rows, device))
     weights, ids = moe.route(logits.float(), top_k, True)
-    close(total, moe.experts(x.float(), gate_up.float(), down.float(), weights, ids), limit)
+    scales = None if of_gate_up is None or of_down is None else (of_gate_up, of_down)
+    close(total, moe.experts(x.float(), gate_up.float(), down.float(), weights, ids, scales), limit)
 
 
 def test_experts_of_padded_rows(device: torch.device) -> None:
@@ -114,7 +131,7 @@ REAL = [(128, 8, 2048, 768), (128, 6, 1024, 384)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("experts", "top_k", "hidden", "size"), REAL)
-def test_real_sizes(experts: int, top_k: int, hidden: int, size: int, device: torch.device) -> None:
+def test_real_sizes(experts: int, top_k: int, hidden: int, size: int, device: torch.device, narrow: Narrow) -> None:
     """Both ways of the product, at numbers of rows that take every default launch."""
     gate_up, down = weights_for(experts, hidden, size, device, torch.bfloat16)
     norm = torch.ones(hidden, device=device, dtype=torch.bfloat16)
@@ -130,3 +147,8 @@ def test_real_sizes(experts: int, top_k: int, hidden: int, size: int, device: to
         for y, places in ((ours, None), (theirs, routed.places)):
             total, _ = combine(torch.zeros_like(x), y, routed.weights, norm, 1e-6, count, places)
             close(total, want, 1e-2)
+        (gate_up8, of_gate_up), (down8, of_down) = narrow(gate_up), narrow(down)
+        want = moe.experts(x, gate_up8.to(x.dtype), down8.to(x.dtype), weights.bfloat16(), ids, (of_gate_up, of_down))
+        y, _ = grouped.experts(x, gate_up8, down8, routed, (of_gate_up, of_down))
+        total, _ = combine(torch.zeros_like(x), y, routed.weights, norm, 1e-6, count)
+        close(total, want, 1e-2)

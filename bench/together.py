@@ -1,0 +1,124 @@
+"""What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on two streams.
+
+    python -m bench.together [--batches 1,8,16,32] [--out FILE]
+
+One answer of the usual workload is 64 thinker steps and 125 talker frames. Both are put on the device behind one event,
+as captured graphs on streams with the priorities of the service, and run to their ends: first the thinker's by
+themselves, then the talker's, then both together. If the GPU did one after the other, together would take the sum; if
+they shared nothing, the longer of the two. `overlap` is where it lies between: 0 for the sum, 1 for the longer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.env import describe, quantile
+from bench.steps import ready
+from stretto.models.qwen3_omni.config import parse
+from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.rows import How
+
+STEPS = {"thinker": 64, "talker": 125}
+PRIORITY = {"thinker": 0, "talker": -1}
+CONTEXT = 256
+AHEAD_CYCLES = 200_000_000  # a tenth of a second: everything is enqueued before anything runs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Player:
+    """One stage's steps at one batch size, ready to be enqueued."""
+
+    name: str
+    graphs: DecodeGraphs
+    how: How
+    stream: torch.cuda.Stream
+    batch: int
+
+    def enqueue(self, begin: torch.cuda.Event) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        host = np.zeros((3, self.batch), np.int64)
+        host[0], host[1] = np.arange(self.batch), CONTEXT
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(begin)
+            first.record()
+            for _ in range(STEPS[self.name]):
+                self.graphs.replay(host, self.how)
+            last.record()
+        return first, last
+
+
+def play(players: Sequence[Player]) -> dict[str, float]:
+    """Milliseconds from the common start to each one's end."""
+    begin = torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(AHEAD_CYCLES)
+    begin.record()
+    marks = [p.enqueue(begin) for p in players]
+    torch.cuda.synchronize()
+    return {p.name: begin.elapsed_time(last) for p, (_, last) in zip(players, marks, strict=True)}
+
+
+def compare(thinker: Player, talker: Player, rounds: int) -> dict[str, Any]:
+    alone: dict[str, list[float]] = {"thinker": [], "talker": []}
+    both: list[dict[str, float]] = []
+    for _ in range(rounds):
+        alone["thinker"].append(play([thinker])["thinker"])
+        alone["talker"].append(play([talker])["talker"])
+        both.append(play([talker, thinker]))
+    a, b = quantile(alone["thinker"], 0.5), quantile(alone["talker"], 0.5)
+    total = quantile([max(r.values()) for r in both], 0.5)
+    return {
+        "thinker_alone_ms": a,
+        "talker_alone_ms": b,
+        "together_ms": total,
+        "thinker_together_ms": quantile([r["thinker"] for r in both], 0.5),
+        "talker_together_ms": quantile([r["talker"] for r in both], 0.5),
+        "overlap": (a + b - total) / min(a, b),
+        "raw_ms": {"alone": alone, "both": both},
+    }
+
+
+def say(label: str, r: dict[str, Any]) -> None:
+    print(
+        f"{label}: thinker alone {r['thinker_alone_ms']:7.1f} ms, talker alone {r['talker_alone_ms']:7.1f}, "
+        f"together {r['together_ms']:7.1f} (thinker ends {r['thinker_together_ms']:7.1f}, "
+        f"talker {r['talker_together_ms']:7.1f}), overlap {r['overlap']:.2f}",
+        flush=True,
+    )
+
+
+@torch.inference_mode()
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--batches", default="1,8,16,32")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
+    p.add_argument("--out", type=Path)
+    args = p.parse_args()
+    source = Source.open(parse(tiny_config() if args.tiny else released_config()), "cuda", torch.bfloat16, "dummy")
+    thinker, talker = source.thinker(), source.talker()
+    result: dict[str, Any] = {"about": describe(), "steps": STEPS, "priorities": PRIORITY, "batches": {}}
+    streams = {name: torch.cuda.Stream(priority=p) for name, p in PRIORITY.items()}
+    for stream in streams.values():
+        stream.wait_stream(torch.cuda.current_stream())
+    for batch in map(int, args.batches.split(",")):
+        players = []
+        for name, model in (("thinker", thinker), ("talker", talker)):
+            graphs, how, _ = ready(model, batch, CONTEXT, name == "talker", streams[name])
+            players.append(Player(name, graphs, how, streams[name], batch))
+        result["batches"][batch] = r = compare(*players, args.rounds)
+        say(f"batch {batch:3}", r)
+    if args.out is not None:
+        args.out.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
