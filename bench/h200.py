@@ -29,7 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,10 @@ from bench.workload import Workload, read
 from stretto.client.bench import Closed, Level
 from stretto.client.player import play
 from stretto.client.report import client, errors, rates, rows, table
+from stretto.orchestrator.settings import HostSettings
 from stretto.prompt.template import Tokenizer
-from stretto.server.command import find_device
+from stretto.server.command import ModelConfig, find_device
+from stretto.server.settings import add_flags
 
 PARTS = ("latency", "prompts", "realtime", "timeline", "host")
 PREBUFFERS = (0.0, 0.2)
@@ -309,11 +311,20 @@ def brief(extra: dict[str, Any]) -> str:
     return shown
 
 
+def model_flags(serve: list[str]) -> list[str]:
+    """What `stretto serve` is told about its model, as bench/host.py is told: both should measure the same one."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, ModelConfig, {"model": "the model"})
+    given, names = vars(parser.parse_known_args(serve)[0]), {f.name for f in fields(HostSettings)} - {"device"}
+    return [word for n, value in given.items() if n in names for word in ("--host", f"{n}={json.dumps(value)}")]
+
+
 def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     out = folder / "host.json"
     command = [sys.executable, "-m", "bench.host", "--model", args.model, "--device", args.device, "--out", str(out)]
     command += ["--streams", *map(str, args.host_streams), "--max-rows", str(args.max_rows)]
     command += ["--frames", "12" if args.quick else "125"] + (["--profile"] if args.profile else [])
+    command += model_flags(args.serve)
     subprocess.run(command, cwd=ROOT, env=environment(), timeout=args.host_timeout, check=True)
     yield json.loads(out.read_text())
 

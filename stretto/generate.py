@@ -53,6 +53,9 @@ def add_generate_parser(jobs: Any) -> None:
     run.add_argument("--device", default=None, help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     run.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU")
     run.add_argument("--load-format", choices=["safetensors", "dummy"], default="safetensors")
+    run.add_argument(
+        "--expert-weights", choices=["full", "float8"], default="full", help="of the thinker; float8: half the bytes"
+    )
     run.add_argument("--placement", default="one", help="one, two, processes, or such as thinker,talker+code2wav")
     run.add_argument("--connector", help="between processes: shm, tcp, mooncake (default: by placement)")
     run.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
@@ -136,7 +139,12 @@ def settings(args: argparse.Namespace) -> tuple[EngineConfig, Params]:
     from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
     from stretto.server.command import find_device
 
-    host = HostSettings(device=args.device or find_device(), dtype=args.dtype, load_format=args.load_format)
+    host = HostSettings(
+        device=args.device or find_device(),
+        dtype=args.dtype,
+        load_format=args.load_format,
+        expert_weights=args.expert_weights,
+    )
     each = args.each_frames if args.each_frames is not None else args.first_frames
     params = Params(
         temperature=0.0 if args.greedy else args.temperature,

@@ -51,6 +51,7 @@ def test_generate_answers_a_file_of_conversations(tiny_dir: Path, tmp_path: Path
         (["generate", "TINY", "--text", "hi", "--voice", "nobody"], "nobody"),
         (["generate", "TINY", "--messages", "/nowhere.json"], "nowhere.json"),
         (["generate", "TINY", "--text", "hi", "--placement", "moon"], "placement"),
+        (["generate", "TINY", "--text", "hi", "--expert-weights", "float8", "--dtype", "float16"], "float8"),
     ],
 )
 def test_mistakes_are_told_in_one_line(args: list[str], says: str, tiny_dir: Path, capsys) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -58,15 +56,24 @@ class Experts(nn.Module):
         self.gate_up, self.gate_up_scale = _quantized(self.gate_up)
         self.down, self.down_scale = _quantized(self.down)
 
+    def rows(self) -> tuple[Target, Target]:
+        """Both weights as matrices, one expert's rows after another's."""
+        gate_up, down = self.gate_up.data.flatten(0, 1), self.down.data.flatten(0, 1)
+        if self.scales is None:
+            return gate_up, down
+        s, t = self.scales
+        return Float8Rows(gate_up, s.flatten()), Float8Rows(down, t.flatten())
+
     def fused(self, prefix: str) -> dict[str, Target]:
         found: dict[str, Target] = {}
-        gate_ups, downs = _by_expert(self.gate_up, self.gate_up_scale), _by_expert(self.down, self.down_scale)
-        for e, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
-            gate, up = gate_up.split(gate_up.shape[0] // 2)
+        _, hidden, size = self.down.shape
+        gate_up, down = self.rows()
+        halves = gate_up.split(size)  # gate, up, gate, up, ...
+        for e, rows in enumerate(down.split(hidden)):
             name = f"{prefix}experts.{e}"
-            found[f"{name}.gate_proj.weight"] = gate
-            found[f"{name}.up_proj.weight"] = up
-            found[f"{name}.down_proj.weight"] = down
+            found[f"{name}.gate_proj.weight"] = halves[2 * e]
+            found[f"{name}.up_proj.weight"] = halves[2 * e + 1]
+            found[f"{name}.down_proj.weight"] = rows
         return found
 
 
@@ -74,12 +81,6 @@ def _quantized(wide: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
     weight, scale = torch.empty_like(wide, dtype=FLOAT8), wide.new_empty(wide.shape[:-1], dtype=torch.float32)
     quantize(wide, weight, scale)
     return nn.Parameter(weight, requires_grad=False), scale
-
-
-def _by_expert(weight: nn.Parameter, scale: torch.Tensor | None) -> Sequence[Target]:
-    if scale is None:
-        return weight.data.unbind()
-    return [Float8Rows(w, s) for w, s in zip(weight.data.unbind(), scale.unbind(), strict=True)]
 
 
 class MoeMLP(nn.Module):

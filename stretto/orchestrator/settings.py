@@ -26,6 +26,7 @@ class HostSettings:
     device: str = "cpu"
     dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
     load_format: Literal["safetensors", "dummy"] = "safetensors"
+    expert_weights: Literal["full", "float8"] = "full"  # of the thinker; full: of `dtype`
     threads: int = 1  # of arithmetic, on a CPU
     graphs: bool = True  # on a GPU
     warm: bool = True  # there, compile kernels in several processes before the first start
@@ -44,6 +45,13 @@ class HostSettings:
     link_slots: int = 64
     link_slot_bytes: int = 1 << 20
     switches: Mapping[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.expert_weights not in ("full", "float8"):
+            raise Invalid(f"expert_weights must be full or float8, got {self.expert_weights!r}", "expert_weights")
+        if self.expert_weights == "float8" and self.dtype == "float16":
+            # Sums over float8 numbers come before their scale, and are far beyond what float16 holds.
+            raise Invalid("float8 expert weights need dtype bfloat16 or float32", "expert_weights")
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "switches": dict(self.switches)}

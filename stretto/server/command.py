@@ -54,6 +54,9 @@ class ModelConfig:
         None, "model", "of weights and arithmetic (default: bfloat16 on a GPU)"
     )
     load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
+    expert_weights: Literal["full", "float8"] = setting(
+        "full", "model", "of the thinker; float8: half the bytes, so larger batches are faster; other answers than full"
+    )
     max_model_len: int | None = setting(None, "model", "longest context, in tokens", "TOKENS")
     placement: str = setting(
         "one", "model", "stages by process: one, two, processes, or such as thinker,talker+code2wav", "HOSTS"
@@ -73,6 +76,7 @@ class ModelConfig:
             device=self.device or find_device(),
             dtype=self.dtype,
             load_format=self.load_format,
+            expert_weights=self.expert_weights,
             max_context=self.max_model_len or host.max_context,
             max_rows=self.max_rows or host.max_rows,
             thinker_blocks=self.thinker_blocks or host.thinker_blocks,

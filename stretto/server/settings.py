@@ -118,7 +118,9 @@ def _parse(value: Any, kind: Any, name: str) -> Any:
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         return tuple(str(p).strip() for p in parts if str(p).strip())
     if get_origin(kind) is Literal:
-        kind = str
+        if value not in get_args(kind):
+            raise Invalid(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}", name)
+        return value
     parsers: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: float, str: str}
     try:
         return parsers[kind](value)

@@ -128,6 +128,7 @@ class Host:
             getattr(torch, s.dtype) if s.dtype else None,
             s.load_format,
             progress=False,
+            expert_weights=s.expert_weights,
         )
         order = sorted(self.configure.stages, key=lambda name: name != "code2wav")
         self.settings = s = sized(source.config, order, s, source.dtype, self.device)
@@ -202,7 +203,8 @@ class Host:
         s = self.settings
         blocks = {"thinker": s.thinker_blocks, "talker": s.talker_blocks}.get(stage)
         room = f"{blocks * s.block_size} tokens" if blocks is not None else f"{s.max_rows} streams"
-        return f"loading, with room for {room}"
+        narrow = ", experts as float8" if stage == "thinker" and s.expert_weights == "float8" else ""
+        return f"loading{narrow}, with room for {room}"
 
     def _progress(self, stage: str, what: str) -> None:
         self.report(Loading(stage, what), b"")

@@ -47,6 +47,7 @@ class StagePlan:
     state: int  # KV pool, or the vocoder's slots
     passing: int = 0  # needed while it loads, and given back
     knobs: str = ""  # the settings that `state` follows
+    lighter: str = ""  # what would make the weights smaller
 
     @property
     def kept(self) -> int:
@@ -76,7 +77,8 @@ def check(plans: Sequence[StagePlan], free: int, reserve: int, where: str) -> No
     largest = max(plans, key=lambda p: p.state)
     raise DoesNotFit(
         f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has {size(free)} free; "
-        f"lower {largest.knobs} (now {size(largest.state)}), or place stages on different devices"
+        f"lower {largest.knobs} (now {size(largest.state)}), {''.join(f'{p.lighter}, ' for p in plans if p.lighter)}"
+        "or place stages on different devices"
     )
 
 
@@ -143,7 +145,8 @@ def _thinker(config: OmniConfig, s: HostSettings, dtype: torch.dtype) -> StagePl
     model = build(lambda: Thinker(config), "meta", dtype)
     assert s.thinker_blocks is not None
     pool = model.cache(s.thinker_blocks + 1, s.block_size).data.nbytes
-    return StagePlan("thinker", _weights(model), pool, knobs="thinker_blocks")
+    lighter = "" if s.expert_weights == "float8" else "load experts as float8 (expert_weights)"
+    return StagePlan("thinker", _weights(model), pool, knobs="thinker_blocks", lighter=lighter)
 
 
 def _talker(config: OmniConfig, s: HostSettings, dtype: torch.dtype, alone: bool) -> StagePlan:

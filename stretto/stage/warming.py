@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 import torch
@@ -81,6 +82,7 @@ class Job(msgspec.Struct, frozen=True):
     block_size: int
     blocks: int  # of the stage's real pool, the sink included
     tasks: tuple[Task, ...]  # of one stage
+    expert_weights: Literal["full", "float8"] = "full"
 
 
 def tasks_of(stage: str, decode: Sequence[int], prompts: Sequence[int]) -> list[Task]:
@@ -177,7 +179,7 @@ def begin(
     for share in share_out(tasks, workers):
         job = Job(
             model, s.device, str(dtype).removeprefix("torch."), s.max_rows, s.max_context, s.block_size,
-            blocks_alike(blocks[share[0].stage]), tuple(share),
+            blocks_alike(blocks[share[0].stage]), tuple(share), s.expert_weights,
         )  # fmt: skip
         commands.append(python(__name__, msgspec.json.encode(job).decode()))
     return Warming(Workers(commands), marker, apart=len(commands) * SPACE + weights > free)
@@ -219,7 +221,9 @@ def small(config: OmniConfig) -> OmniConfig:
 
 def build_lane(job: Job) -> ThinkerLane | TalkerLane:
     config = small(OmniConfig.read(job.model))
-    source = Source.open(config, job.device, getattr(torch, job.dtype), "dummy", progress=False)
+    source = Source.open(
+        config, job.device, getattr(torch, job.dtype), "dummy", progress=False, expert_weights=job.expert_weights
+    )
     if job.tasks[0].stage == "thinker":
         thinker = source.thinker()
         return ThinkerLane(thinker, thinker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)

@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 
-from bench.h200 import PHASES, Questions, delta, phases, run_part
+from bench.h200 import PHASES, Questions, delta, model_flags, phases, run_part
 from bench.listener import Heard, Job, run
-from bench.pipeline import checkpoint
+from bench.pipeline import checkpoint, host_fields
 from bench.workload import read
 from stretto.client.bench import Sample
 from stretto.client.player import Packet
@@ -110,3 +110,11 @@ def test_counters_are_told_as_what_they_grew_by() -> None:
     name = 'stretto_stage_steps_total{stage="talker"}'
     before, after = {name: 3.0}, {name: 10.0, "stretto_host_idle_seconds_total": 2.0, "stretto_stage_waiting": 5.0}
     assert delta(before, after) == {name: 7.0, "stretto_host_idle_seconds_total": 2.0}
+
+
+def test_the_host_alone_runs_the_model_that_is_served() -> None:
+    serve = ["--expert-weights", "float8", "--log-level", "debug", "--thinker-blocks", "99", "--placement", "two"]
+    found = model_flags(serve)
+    assert found == ["--host", 'expert_weights="float8"', "--host", "thinker_blocks=99"]
+    assert host_fields(found[1::2]) == {"expert_weights": "float8", "thinker_blocks": 99}
+    assert model_flags([]) == []

@@ -11,7 +11,7 @@ import pytest
 
 from stretto.errors import Busy, Gone, Invalid, StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.load import Models, Source
 from stretto.orchestrator.api import ChunkSizes, Finished, Params, TextDelta
 from stretto.orchestrator.engine import PipelineEngine, SyncEngine
 from stretto.orchestrator.settings import ONE_HOST, PROCESSES, TWO_HOSTS, EngineConfig, HostSettings, parse_placement
@@ -66,6 +66,26 @@ def test_exact_in_every_placement(placement, connector, tiny_dir: Path, models: 
             assert silent.finish[1] is None
             assert len(silent.samples) == 0
             assert engine.metrics()["stretto_engine_running"] == 0
+
+    run(work())
+
+
+def test_exact_with_float8_experts(tiny_dir: Path, builder: PromptBuilder) -> None:
+    """Streamed by the stages as the plain driver has it, alone and beside each other."""
+    models = Models.open(Source.open(tiny_dir, progress=False, expert_weights="float8"))
+    cases = [
+        (m, replace(PARAMS, seed=i, temperature=0.8 * (i % 2), packets=p))
+        for i, (m, p) in enumerate(zip(CHATS.values(), PACKETS.values(), strict=True))
+    ]
+    wanted = [expected(models, builder, m, p) for m, p in cases]
+
+    async def work() -> None:
+        config = EngineConfig(host=HostSettings(expert_weights="float8"))
+        async with PipelineEngine.open(tiny_dir, config) as engine:
+            same(await collect(engine.generate(cases[0][0], params=cases[0][1])), wanted[0])
+            together = [collect(engine.generate(m, params=p)) for m, p in cases]
+            for got, want in zip(await asyncio.gather(*together), wanted, strict=True):
+                same(got, want)
 
     run(work())
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from stretto.errors import Invalid
+from stretto.orchestrator.settings import HostSettings
 from stretto.server import codecs
 from stretto.server.access import NOBODY, Admission, Keys
 from stretto.server.command import ModelConfig, add_env_parser, add_serve_parser, describe, settle
@@ -236,7 +237,18 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["prot: 1", "- 1", "port: [", "port: high", "port: 99999", "port: 1.5", "log_format: xml"]
+    "text",
+    [
+        "prot: 1",
+        "- 1",
+        "port: [",
+        "port: high",
+        "port: 99999",
+        "port: 1.5",
+        "log_format: xml",
+        "dtype: int8",
+        "expert_weights: int4",
+    ],
 )
 def test_bad_settings_are_named(text: str, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
@@ -254,6 +266,25 @@ def test_bad_environment() -> None:
     assert unknown_variables({"STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}, (ServerConfig,)) == [
         "STRETTO_PROT"
     ]
+
+
+def test_expert_weights_come_from_all_places_and_reach_the_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("expert-weights: float8\n")
+
+    def found(words: tuple[str, ...], environ: dict[str, str]) -> str:
+        return settle(flags(*words), environ)[1].engine(4).host.expert_weights
+
+    assert found((), {}) == "full"
+    assert found(("--config", str(file)), {}) == "float8"
+    assert found((), {"STRETTO_EXPERT_WEIGHTS": "float8"}) == "float8"
+    assert found(("--expert-weights", "full"), {"STRETTO_EXPERT_WEIGHTS": "float8"}) == "full"
+    with pytest.raises(Invalid, match="STRETTO_EXPERT_WEIGHTS must be one of full, float8, got 'fp8'"):
+        found((), {"STRETTO_EXPERT_WEIGHTS": "fp8"})
+    with pytest.raises(Invalid, match="bfloat16 or float32"):
+        found(("--expert-weights", "float8", "--dtype", "float16"), {})
+    with pytest.raises(Invalid, match="expert_weights must be full or float8"):
+        HostSettings(expert_weights="int4")  # type: ignore[arg-type]
 
 
 def test_keys_are_never_shown() -> None:

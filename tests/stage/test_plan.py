@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
+from stretto.orchestrator.messages import Configure, Loading
 from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.stage.codec import CodecConfig, CodecStage
+from stretto.stage.host import Host
 from stretto.stage.plan import (
     GIB,
     DoesNotFit,
@@ -41,6 +43,38 @@ def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> No
     assert plans["talker"].state == talker.cache(10, s.block_size).data.nbytes
     state = CodecStage(code2wav, lambda o: None, CodecConfig(slots=5)).state
     assert plans["code2wav"].state == state.window.nbytes + state.tails.nbytes
+
+
+def test_float8_experts_are_planned_as_they_are_built(tiny_dir: Path, tiny_config: OmniConfig) -> None:
+    s = HostSettings(expert_weights="float8")
+    source = Source.open(tiny_dir, progress=False, expert_weights="float8")
+    [p] = plan(source.config, ("thinker",), s, torch.float32)
+    model = source.thinker()
+    assert 0 <= sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - p.weights < 1 << 14
+    [full] = plan(tiny_config, ("thinker",), HostSettings(), torch.float32)
+    experts = sum(e.numel() for n, e in model.named_parameters() if ".experts." in n)
+    scales = sum(b.nbytes for n, b in model.named_buffers() if n.endswith("_scale"))
+    assert full.weights - p.weights == 3 * experts - scales > 0
+    # Where it is not chosen, and would help, it is named.
+    assert [(q.lighter, q.state) for q in (p, full)] == [
+        ("", p.state), ("load experts as float8 (expert_weights)", p.state)
+    ]  # fmt: skip
+    with pytest.raises(DoesNotFit, match=r"MiB\), load experts as float8 \(expert_weights\), or place"):
+        check([full], 1 << 20, 0, "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "how"),
+    [(HostSettings(), "loading"), (HostSettings(expert_weights="float8"), "loading, experts as float8")],
+)
+def test_a_host_says_how_it_loads(settings: HostSettings, how: str, tiny_dir: Path) -> None:
+    told: list[object] = []
+    host = Host(Configure(str(tiny_dir), ("thinker",), {}), settings, lambda message, blob: told.append(message))
+    host.load()
+    assert told == [Loading("thinker", f"{how}, with room for 8192 tokens")]
+    source = Source.open(tiny_dir, progress=False, expert_weights=settings.expert_weights)
+    [p] = plan(source.config, ("thinker",), host.settings, torch.float32)
+    assert host.memory == {"thinker": p.kept}
 
 
 def test_a_talker_without_a_thinker_borrows_its_words(tiny_config: OmniConfig) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -169,6 +169,27 @@ def test_another_host_compiles_its_own(tiny_config: OmniConfig, commands: list[J
     ]
     assert None not in others
     assert start(tiny_config, replace(SETTINGS, thinker_blocks=113)) is None, "a pool that is alike"
+
+
+def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, commands: list[Job]) -> None:
+    first = start(tiny_config)
+    assert first is not None
+    first.finish()
+    assert {job.expert_weights for job in commands} == {"full"}
+    commands.clear()
+    second = start(tiny_config.with_float8_experts(), replace(SETTINGS, expert_weights="float8"))
+    assert second is not None, "other kernels"
+    second.close()
+    assert {job.expert_weights for job in commands} == {"float8"}
+
+
+@pytest.mark.parametrize("experts", ["full", "float8"])
+def test_a_process_builds_the_experts_it_is_told(experts: Literal["full", "float8"], tiny_dir: Path) -> None:
+    lane = warming.build_lane(
+        Job(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, (Task("thinker", "picks", ()),), experts)
+    )
+    dtypes = {p.dtype for n, p in lane.model.named_parameters() if ".experts." in n}
+    assert dtypes == {torch.float8_e4m3fn if experts == "float8" else torch.float32}
 
 
 def test_some_hosts_have_nothing_to_compile(tiny_config: OmniConfig, commands: list[Job]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,13 @@ class OmniConfig:
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
         return parse(raw, str(path))
+
+    def with_float8_experts(self) -> OmniConfig:
+        """The same model, its thinker's routed experts to be kept as float8."""
+        text = self.thinker.text
+        assert text.moe is not None
+        text = replace(text, moe=replace(text.moe, float8=True))
+        return replace(self, thinker=replace(self.thinker, text=text))
 
 
 def conv_length(n: int) -> int:

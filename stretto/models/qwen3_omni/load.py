@@ -1,7 +1,7 @@
 """From a checkpoint (or from nothing) to stages that are ready to run.
 
-Each stage loads only its own tensors, straight to its device. The talker also reads the thinker's word embedding,
-which becomes its text table and is dropped."""
+Each stage loads only its own tensors, straight to its device; the thinker's experts as float8 if asked to. The talker
+also reads the thinker's word embedding, which becomes its text table and is dropped."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.weights import CheckpointFiles, build, fill_dummy, load
 
 LoadFormat = Literal["safetensors", "dummy"]
+ExpertWeights = Literal["full", "float8"]
 M = TypeVar("M", bound=nn.Module)
 
 EMBEDDING = "thinker.model.embed_tokens."
@@ -31,7 +32,7 @@ EMBEDDING = "thinker.model.embed_tokens."
 class Source:
     """Where weights come from and where they go."""
 
-    config: OmniConfig
+    config: OmniConfig  # says which experts are float8
     files: CheckpointFiles | None  # None: random weights
     device: torch.device
     dtype: torch.dtype
@@ -45,9 +46,14 @@ class Source:
         dtype: torch.dtype | None = None,
         load_format: LoadFormat = "safetensors",
         progress: bool = True,
+        expert_weights: ExpertWeights = "full",
     ) -> Source:
-        """A checkpoint directory; with `load_format="dummy"` its config alone (or a config) is enough."""
+        """A checkpoint directory; with `load_format="dummy"` its config alone (or a config) is enough.
+
+        `expert_weights="float8"` is for the thinker's routed experts alone: decision 0013 says why."""
         config = model if isinstance(model, OmniConfig) else OmniConfig.read(model)
+        if expert_weights == "float8":
+            config = config.with_float8_experts()
         where = torch.device(device)
         if dtype is None:
             dtype = torch.bfloat16 if where.type == "cuda" else torch.float32

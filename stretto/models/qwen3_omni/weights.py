@@ -2,7 +2,8 @@
 
 Owns the safetensors headers of a checkpoint (read and checked here, byte by byte) and the copy from file to device:
 in file order, through two staging buffers of fixed size, so host memory stays bounded whatever the checkpoint's
-size. Called once per stage at start, on the stage's main thread."""
+size. What is to be float8 is quantised as it lands, a few rows at a time, so it is never wide all at once. Called once
+per stage at start, on the stage's main thread."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from torch import nn
 from tqdm import tqdm
 
 from stretto.errors import CheckpointError
-from stretto.layers.targets import targets
+from stretto.kernels.quantized import FLOAT8, finite
+from stretto.layers.mlp import Experts
+from stretto.layers.targets import Float8Rows, Target, targets
 from stretto.models.qwen3_omni.shapes import spread
 
 M = TypeVar("M", bound=nn.Module)
@@ -190,7 +193,7 @@ class _Piece:
     source: StoredTensor
     start: int  # in the file
     nbytes: int
-    into: torch.Tensor
+    into: Target
 
 
 @dataclass(slots=True)
@@ -204,7 +207,7 @@ class _Span:
 
 def load(
     files: CheckpointFiles,
-    destinations: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, Target],
     prefixes: Sequence[str],
     progress: bool = True,
     label: str = "weights",
@@ -212,6 +215,7 @@ def load(
 ) -> LoadReport:
     """Fill `destinations` (checkpoint name -> view) from the checkpoint, converting dtypes where they differ.
 
+    Float8 rows are made from the numbers in the file, which must be finite: quantising would hide that they are not.
     Every destination must be in the checkpoint, and every checkpoint tensor under one of `prefixes` must have a
     destination; shapes must agree. Otherwise nothing is read, and one error names the offenders."""
     _check_fit(files, destinations, prefixes)
@@ -221,7 +225,9 @@ def load(
     devices = {d.device for d in destinations.values()} or {torch.device("cpu")}
     assert len(devices) == 1, f"a stage lives on one device, got {devices}"
     assert staging_bytes >= 8, staging_bytes  # the largest item must fit
-    staging_bytes = min(staging_bytes, max(total, 8))
+    # A row to be quantised is staged whole.
+    widest = max((t.shape[-1] for t in destinations.values() if isinstance(t, Float8Rows)), default=1)
+    staging_bytes = min(max(staging_bytes, 8 * widest), max(total, 8))
     spans = _spans(wanted, destinations, staging_bytes)
     buffers = [_Staging(staging_bytes, device) for device in (*devices, *devices)]
     with ExitStack() as stack:
@@ -238,6 +244,7 @@ def load(
             bar.update(span.nbytes)
         for b in buffers:
             b.wait()
+    _check_finite(files, destinations)
     return LoadReport(total, time.perf_counter() - began, len(wanted))
 
 
@@ -250,7 +257,7 @@ def _open_file(path: Path, stack: ExitStack) -> int:
     return fd
 
 
-def _check_fit(files: CheckpointFiles, destinations: Mapping[str, torch.Tensor], prefixes: Sequence[str]) -> None:
+def _check_fit(files: CheckpointFiles, destinations: Mapping[str, Target], prefixes: Sequence[str]) -> None:
     problems: list[str] = []
     for name, into in destinations.items():
         stored = files.tensors.get(name)
@@ -270,7 +277,16 @@ def _check_fit(files: CheckpointFiles, destinations: Mapping[str, torch.Tensor],
         raise CheckpointError(f"{files.directory}: does not fit the model: {'; '.join(problems[:SHOWN])}{more}")
 
 
-def _spans(wanted: Sequence[StoredTensor], destinations: Mapping[str, torch.Tensor], limit: int) -> Iterator[_Span]:
+def _check_finite(files: CheckpointFiles, destinations: Mapping[str, Target]) -> None:
+    rows = {name: into.scale for name, into in destinations.items() if isinstance(into, Float8Rows)}
+    if rows and not finite(torch.cat(list(rows.values()))):
+        name = next(name for name, scale in rows.items() if not finite(scale))
+        raise CheckpointError(
+            f"{files.tensors[name].file}: tensor {name}: holds infinities or NaN, and cannot be made float8"
+        )
+
+
+def _spans(wanted: Sequence[StoredTensor], destinations: Mapping[str, Target], limit: int) -> Iterator[_Span]:
     """Gather pieces in file order; only bytes that some destination needs are ever in a span."""
     span: _Span | None = None
     file: Path | None = None
@@ -296,10 +312,12 @@ def _spans(wanted: Sequence[StoredTensor], destinations: Mapping[str, torch.Tens
         yield span
 
 
-def _pieces(into: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+def _pieces(into: Target, limit: int) -> Iterator[Target]:
     """Parts of a destination of at most `limit` elements, in the order of the file's elements."""
     if into.numel() <= limit:
         yield into
+    elif isinstance(into, Float8Rows):
+        yield from into.split(limit // into.shape[-1])
     elif into.is_contiguous():
         yield from torch.split(into.view(-1), limit)
     else:
@@ -352,7 +370,10 @@ def _unreadable(span: _Span, at: int, why: str) -> CheckpointError:
     return CheckpointError(f"{piece.source.file}: tensor {piece.source.name}: cannot be read ({why})")
 
 
-def _copy(into: torch.Tensor, staged: torch.Tensor) -> None:
+def _copy(into: Target, staged: torch.Tensor) -> None:
+    if isinstance(into, Float8Rows):
+        into.fill(staged.to(into.device, non_blocking=True))
+        return
     if into.is_cuda and (into.dtype != staged.dtype or not into.is_contiguous()):
         # Left to itself copy_ would convert on the host, in memory of its own, and wait.
         staged = staged.to(into.device, non_blocking=True)
@@ -372,21 +393,34 @@ def build(factory: Callable[[], M], device: torch.device | str, dtype: torch.dty
 
 @torch.no_grad()
 def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Random weights, drawn on the module's device; the same for the same seed and kind of device.
+    """Random weights, drawn on the module's device; the same for the same seed and kind of device. Float8 ones are
+    drawn as wide as the others, and quantised layer by layer.
 
     Sizes are chosen as in the tiny checkpoint: activations stay finite and of order one through all layers.
     `prefix` is the module's own in the checkpoint, for a module too small to tell its kind from its names."""
-    views: dict[int, list[tuple[torch.Tensor, tuple[float, float]]]] = defaultdict(list)
+    views: dict[int, list[tuple[Target, tuple[float, float]]]] = defaultdict(list)
     for name, into in targets(module, prefix).items():
-        views[into.untyped_storage().data_ptr()].append((into, spread(name, tuple(into.shape))))
-    whole = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+        views[_storage(into)].append((into, spread(name, tuple(into.shape))))
+    whole: dict[int, Target] = {_storage(p): p for p in module.parameters()}
+    for experts in module.modules():
+        if isinstance(experts, Experts):
+            whole |= {_storage(rows): rows for rows in experts.rows()}
     generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in whole.values()}
+    dtype = next(p.dtype for p in module.parameters() if p.dtype != FLOAT8)
     for storage, parts in views.items():
         # All experts of a layer are views of one parameter: one launch instead of hundreds.
         if len({sizes for _, sizes in parts}) == 1:
             parts = [(whole[storage], parts[0][1])]
         for into, (mean, std) in parts:
-            into.normal_(mean, std, generator=generators[into.device])
+            if isinstance(into, Float8Rows):
+                wide = torch.empty(into.shape, dtype=dtype, device=into.device)
+                into.fill(wide.normal_(mean, std, generator=generators[into.device]))
+            else:
+                into.normal_(mean, std, generator=generators[into.device])
+
+
+def _storage(t: Target) -> int:
+    return (t.weight if isinstance(t, Float8Rows) else t).untyped_storage().data_ptr()
 
 
 def estimate(factories: Mapping[str, Callable[[], nn.Module]], dtype: torch.dtype) -> dict[str, int]:
