@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stretto.kernels.fast import MAX_ROWS, attention, experts
-from stretto.kernels.fast.linear import COUNTERS, Gained, norm, project, project_onto
+from stretto.kernels.fast.linear import COUNTERS, Gained, normalise, project, project_onto
 from stretto.layers.config import DecoderConfig
 from stretto.layers.mlp import DenseMLP, MoeMLP
 
@@ -98,7 +98,7 @@ class FusedLayers:
         self.final = (decoder.norm.weight, decoder.norm.eps)
         self._own = torch.arange(MAX_ROWS, device=device)
         self._picked = torch.zeros(1, dtype=torch.int32, device=device)
-        self._tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._split = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
 
     def paged(
@@ -122,7 +122,7 @@ class FusedLayers:
                 paging.lengths, self._split, self.heads,
             )  # fmt: skip
 
-        return norm(self._run(x, attend, after), *self.final, out=out)
+        return normalise(self._run(x, attend, after), *self.final, out=out)
 
     def frame(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, start: int, queries: int
@@ -159,20 +159,20 @@ class FusedLayers:
         for i, layer in enumerate(self.layers):
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) and after is None else None
             if gained is None:
-                qkv = project(x, layer.qkv, norm=layer.input_norm)
+                qkv = project(x, layer.qkv, norm=layer.input_norm, counters=self.tiles)
             else:
-                qkv = project(gained, layer.qkv, counters=self._tiles)
-            x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self._tiles)
+                qkv = project(gained, layer.qkv, counters=self.tiles)
+            x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles)
             out = x
             if layer.experts is not None:
-                gained = experts.mixture(x, middle, layer.experts, following, self._tiles)
+                gained = experts.mixture(x, middle, layer.experts, following, self.tiles)
             else:
-                h = project(middle, layer.gate_up, glu=True, counters=self._tiles)
+                h = project(middle, layer.gate_up, glu=True, counters=self.tiles)
                 if following is None:
                     gained = None
-                    project(h, layer.down, add=x, out=x, counters=self._tiles)
+                    project(h, layer.down, add=x, out=x, counters=self.tiles)
                 else:
-                    _, gained = project_onto(x, h, layer.down, following, x, self._tiles)
+                    _, gained = project_onto(x, h, layer.down, following, x, self.tiles)
             if after is not None:
                 x = out = after(i, x)
         return x

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast.linear import Gained, dot, fetch, pdl, project, protocol, tile_rows
+from stretto.kernels.fast.linear import Gained, dot, fetch, pdl, project, protocol, tile_rows, widen
 from stretto.kernels.fast.tuning import config
 
 
@@ -267,8 +267,8 @@ def _up_matrix(
         b = tl.zeros([BM, BN], tl.float32)
         for i in range(0, K, BK):
             xi = tl.load(from_x + i, mask=rows[:, None], other=0.0)
-            a = dot(xi, tl.load(gate + i).to(xi.dtype).T, a, PDL)
-            b = dot(xi, tl.load(gate + apart + i).to(xi.dtype).T, b, PDL)
+            a = dot(xi, widen(tl.load(gate + i), xi, PDL).T, a, PDL)
+            b = dot(xi, widen(tl.load(gate + apart + i), xi, PDL).T, b, PDL)
         of_gate, of_up = _up_scales(scales, e, n, SIZE, SCALED)
         a *= of_gate[None, :]
         h = a * tl.sigmoid(a) * (b * of_up[None, :])
@@ -301,7 +301,7 @@ def _down_matrix(
         acc = tl.zeros([BM, BN], tl.float32)
         for i in range(0, SIZE, BK):
             hi = tl.load(from_h + i, mask=rows[:, None], other=0.0)
-            acc = dot(hi, tl.load(at + i).to(hi.dtype).T, acc, PDL)
+            acc = dot(hi, widen(tl.load(at + i), hi, PDL).T, acc, PDL)
         if SCALED:
             acc *= tl.load(scales + e * H + n)[None, :]
         acc *= tl.load(weights + where, mask=rows, other=0.0)[:, None]

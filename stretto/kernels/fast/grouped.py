@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stretto.kernels.fast.linear import widen
 from stretto.kernels.fast.prefill import swiglu
 from stretto.kernels.fast.tuning import config
 
@@ -132,7 +133,7 @@ def _over(scale, SWAP: tl.constexpr):
 def _gate_up_tile(
     x, w, scales, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
     TOP_K: tl.constexpr, SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, M)
     n = column + tl.arange(0, N)
@@ -156,7 +157,7 @@ def _gate_up_tile(
             a = tl.load(x_at + start)
             b = tl.load(gate_at + start)
             c = tl.load(up_at + start)
-        b, c = b.to(a.dtype), c.to(a.dtype)
+        b, c = widen(b, a, DEVICE), widen(c, a, DEVICE)
         if SWAP:
             gate = tl.dot(b, tl.trans(a), gate, input_precision=PRECISION)
             up = tl.dot(c, tl.trans(a), up, input_precision=PRECISION)
@@ -180,7 +181,7 @@ def _gate_up_tile(
 def _gate_up(
     x, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
     SCALED: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     """silu(x @ gate) * (x @ up) for one tile. With SWAP the weights are the left operand: few rows then make a narrow
     product instead of one that is mostly padding. With HALF an expert's last rows take half a tile if they fit."""
@@ -193,11 +194,29 @@ def _gate_up(
         if end - first <= M // 2:
             _gate_up_tile(
                 x, w, scales, order, out, expert, first, end, column,
-                HIDDEN, SIZE, TOP_K, SCALED, M // 2, N, K, SWAP, PRECISION,
+                HIDDEN, SIZE, TOP_K, SCALED, M // 2, N, K, SWAP, PRECISION, DEVICE,
             )  # fmt: skip
             return
     _gate_up_tile(
-        x, w, scales, order, out, expert, first, end, column, HIDDEN, SIZE, TOP_K, SCALED, M, N, K, SWAP, PRECISION
+        x,
+        w,
+        scales,
+        order,
+        out,
+        expert,
+        first,
+        end,
+        column,
+        HIDDEN,
+        SIZE,
+        TOP_K,
+        SCALED,
+        M,
+        N,
+        K,
+        SWAP,
+        PRECISION,
+        DEVICE,
     )
 
 
@@ -205,7 +224,7 @@ def _gate_up(
 def _down_tile(
     h, w, scales, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
     SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, M)
     n = column + tl.arange(0, N)
@@ -223,7 +242,7 @@ def _down_tile(
         else:
             a = tl.load(h_at + start)
             b = tl.load(w_at + start)
-        b = b.to(a.dtype)
+        b = widen(b, a, DEVICE)
         if SWAP:
             y = tl.dot(b, tl.trans(a), y, input_precision=PRECISION)
         else:
@@ -242,7 +261,7 @@ def _down_tile(
 def _down(
     h, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
     EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + N - 1) // N
     expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
@@ -253,10 +272,12 @@ def _down(
         if end - first <= M // 2:
             _down_tile(
                 h, w, scales, order, out, expert, first, end, column,
-                HIDDEN, SIZE, SCALED, M // 2, N, K, SWAP, PRECISION,
+                HIDDEN, SIZE, SCALED, M // 2, N, K, SWAP, PRECISION, DEVICE,
             )  # fmt: skip
             return
-    _down_tile(h, w, scales, order, out, expert, first, end, column, HIDDEN, SIZE, SCALED, M, N, K, SWAP, PRECISION)
+    _down_tile(
+        h, w, scales, order, out, expert, first, end, column, HIDDEN, SIZE, SCALED, M, N, K, SWAP, PRECISION, DEVICE
+    )
 
 
 def default_launch(kernel: str, average: int) -> dict[str, int]:
@@ -302,7 +323,7 @@ def gate_up(
     _gate_up[(tiles * triton.cdiv(size, launch["N"]),)](
         x, weight, x if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1], SCALED=scale is not None, EXPERTS=experts,
-        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(x), **launch,
+        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(x), DEVICE=x.is_cuda, **launch,
     )  # fmt: skip
     return out
 
@@ -325,7 +346,7 @@ def down(
     _down[(tiles * triton.cdiv(hidden, launch["N"]),)](
         h, weight, h if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, SCALED=scale is not None, EXPERTS=experts,
-        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(h), **launch,
+        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(h), DEVICE=h.is_cuda, **launch,
     )  # fmt: skip
     return out
 

@@ -43,6 +43,35 @@ def dot(a, b, acc, DEVICE: tl.constexpr):
 
 
 @triton.jit
+def widen(w, like, DEVICE: tl.constexpr):
+    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: sign, exponent and fraction
+    moved to where bfloat16 has them (a number 2^120 times too small), then times 2^120. The hardware's own conversions
+    go by float32 and are slower than the memory."""
+    if DEVICE:
+        if w.dtype == tl.float8e4nv and like.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 a, b, s, t;
+                prmt.b32 a, $2, 0, 0x1404;
+                prmt.b32 b, $2, 0, 0x3424;
+                shr.b32 s, a, 4;
+                shr.b32 t, b, 4;
+                and.b32 s, s, 0x07f007f0;
+                and.b32 t, t, 0x07f007f0;
+                lop3.b32 s, s, a, 0x80008000, 0xf8;
+                lop3.b32 t, t, b, 0x80008000, 0xf8;
+                mov.b32 a, 0x7b807b80;
+                mul.rn.bf16x2 $0, s, a;
+                mul.rn.bf16x2 $1, t, a;
+                }
+                """,
+                "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
+            )  # fmt: skip
+    return w.to(like.dtype)
+
+
+@triton.jit
 def fetch(at):
     """Ask for the cache lines at these addresses; nobody waits for them."""
     tl.inline_asm_elementwise(
@@ -303,22 +332,22 @@ def _wide(
 
 
 @triton.jit
-def _norm(x, gain, out, eps, stride, K: tl.constexpr, PDL: tl.constexpr):
+def _norm(x, gain, out, eps, x_stride, out_stride, K: tl.constexpr, PDL: tl.constexpr):
     m = tl.program_id(0)
     k = tl.arange(0, K)
     g = tl.load(gain + k).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    xs = tl.load(x + m * K + k).to(tl.float32)
+    xs = tl.load(x + m * x_stride + k).to(tl.float32)
     xs = (xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + m * stride + k, (xs * g).to(out.dtype.element_ty))
+    tl.store(out + m * out_stride + k, (xs * g).to(out.dtype.element_ty))
 
 
-def norm(x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """RMS norm of a few rows x [rows, K], K a power of two; the rows of `out` may lie apart."""
-    out = torch.empty_like(x) if out is None else out
-    _norm[(x.shape[0],)](x, gain, out, eps, out.stride(0), K=x.shape[1], num_warps=8, **protocol(x))
+def normalise(x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """RMS norm of a few rows x [rows, K], K a power of two; rows may lie apart."""
+    out = x.new_empty(x.shape) if out is None else out
+    _norm[(x.shape[0],)](x, gain, out, eps, x.stride(0), out.stride(0), K=x.shape[1], num_warps=8, **protocol(x))
     return out
 
 
@@ -429,7 +458,9 @@ def _few(
     out = x.new_empty(rows, outputs) if out is None else out
     tile = tile_rows(rows)
     c = config("split", (tile, w.shape[0], inputs), {"SPLITS": 0}) if tuned is None else tuned
-    split = c.get("SPLITS", 0) > 0 and counters is not None and norm is None
+    split = c.get("SPLITS", 0) > 0 and counters is not None
+    if split and norm is not None:
+        x, norm = normalise(x, *norm), None
     if not split and tuned is None:
         c = config("matrix", (tile, w.shape[0], inputs), matrix_defaults(rows, inputs))
     programs = triton.cdiv(outputs, c["BN"])

@@ -56,7 +56,7 @@ class FusedFrame:
                 last = self._layers(pair[:, i].contiguous(), cache, i, 1)
         x = hidden.new_empty(batch, size)
         for g in range(1, groups):
-            logits = project(last, self.heads[g - 1], norm=self.layers.final)
+            logits = project(last, self.heads[g - 1], norm=self.layers.final, counters=self.layers.tiles)
             if g + 1 == groups:
                 pick_last(logits, rows, positions, self.rest, g, self.tables[g - 1], embedding, out)
             else:

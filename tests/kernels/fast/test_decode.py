@@ -76,8 +76,8 @@ def normed_by(gained: object) -> torch.Tensor:
 def test_rows_on_their_way_into_a_norm(device: torch.device, dtype: torch.dtype, rows: int) -> None:
     """A product that leaves its rows as `Gained`, and one that takes them so."""
     r = Random(device, dtype, rows)
-    x, y, gain = r(rows, 40), r(rows, 96), r.gain(40)
-    w, v = r(40, 96, scale=0.1), r(2 * 24, 40, scale=0.15)
+    x, y, gain = r(rows, 48), r(rows, 96), r.gain(48)
+    w, v = r(48, 96, scale=0.1), r(2 * 24, 48, scale=0.15)
     total, gained = fast_linear.project_onto(x, y, w, (gain, EPS), None)
     assert error(total, x.float() + F.linear(y.float(), w.float())) < ERROR[dtype]
     normed = rms_norm(total, gain, EPS)
@@ -109,6 +109,10 @@ def test_products_in_parts(device: torch.device, dtype: torch.dtype, rows: int, 
             assert error(fast_linear.project(gained, v, glu=glu, counters=counters, tuned=one), want) < ERROR[dtype]
         plain = fast_linear.project(y, w, counters=counters, tuned=sizes)
         assert error(plain, F.linear(y.float(), w.float())) < ERROR[dtype]
+        apart = wide[:, :64]  # normalised by a kernel of its own first
+        normed = rms_norm(apart, gain, EPS)
+        found = fast_linear.project(apart, v, norm=(gain, EPS), counters=counters, tuned=one)
+        assert error(found, F.linear(normed.float(), v.float())) < ERROR[dtype]
         assert not counters.any()
 
 
@@ -116,7 +120,7 @@ def test_products_in_parts(device: torch.device, dtype: torch.dtype, rows: int, 
 def test_norm(device: torch.device, dtype: torch.dtype) -> None:
     r = Random(device, dtype, 5)
     x, gain = r(3, 64), r.gain(64)
-    assert error(fast_linear.norm(x, gain, EPS), rms_norm(x, gain, EPS)) < ERROR[dtype]
+    assert error(fast_linear.normalise(x, gain, EPS), rms_norm(x, gain, EPS)) < ERROR[dtype]
 
 
 @both
