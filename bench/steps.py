@@ -195,14 +195,20 @@ def main() -> None:
     p.add_argument("--batches", default="1,8,32")
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--steps", type=int, default=150)
+    p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
     p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
     p.add_argument("--trace", action="store_true", help="also record when each kernel of three steps ran")
     p.add_argument("--out", type=Path)
     args = p.parse_args()
     config = parse(tiny_config() if args.tiny else released_config())
-    source = Source.open(config, "cuda", torch.bfloat16, "dummy", progress=False)
+    source = Source.open(config, "cuda", torch.bfloat16, "dummy", False, args.expert_weights)
     bandwidth = copy_bandwidth()
-    result: dict[str, Any] = {"about": describe(), "copy_bytes_per_s": bandwidth, "steps": []}
+    result: dict[str, Any] = {
+        "about": describe(),
+        "copy_bytes_per_s": bandwidth,
+        "expert_weights": args.expert_weights,
+        "steps": [],
+    }
     print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for kind in args.stages.split(","):
         model = source.thinker() if kind == "thinker" else source.talker()

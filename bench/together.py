@@ -100,12 +100,20 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--batches", default="1,8,16,32")
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
     p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
     p.add_argument("--out", type=Path)
     args = p.parse_args()
-    source = Source.open(parse(tiny_config() if args.tiny else released_config()), "cuda", torch.bfloat16, "dummy")
+    config = parse(tiny_config() if args.tiny else released_config())
+    source = Source.open(config, "cuda", torch.bfloat16, "dummy", False, args.expert_weights)
     thinker, talker = source.thinker(), source.talker()
-    result: dict[str, Any] = {"about": describe(), "steps": STEPS, "priorities": PRIORITY, "batches": {}}
+    result: dict[str, Any] = {
+        "about": describe(),
+        "expert_weights": args.expert_weights,
+        "steps": STEPS,
+        "priorities": PRIORITY,
+        "batches": {},
+    }
     streams = {name: torch.cuda.Stream(priority=p) for name, p in PRIORITY.items()}
     for stream in streams.values():
         stream.wait_stream(torch.cuda.current_stream())

@@ -23,8 +23,8 @@ import torch
 
 from bench.env import describe
 from stretto.kernels.fast import attention, experts, grouped
-from stretto.kernels.fast.linear import MANY, Gained, project, tile_rows
-from stretto.kernels.fast.tuning import name_of, own_file, save
+from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, matrix_defaults, project, project_onto, tile_rows
+from stretto.kernels.fast.tuning import config, name_of, own_file, save
 from stretto.kernels.quantized import FLOAT8
 
 Tuned = dict[str, int]
@@ -42,6 +42,7 @@ LINEARS = [  # rows of w, inputs, norm, add, glu
     (1024, 3072, False, True, False),
     (2048, 1024, True, False, False),
 ]
+ROUTERS = [(128, 2048, True, False, False), (128, 1024, True, False, False)]
 MIXTURES = {"thinker": (2048, 128, 768, 8, 0), "talker": (1024, 128, 384, 6, 2)}
 ATTENTIONS = {"thinker": (32, 4), "talker": (16, 2)}
 
@@ -73,11 +74,15 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
         residual = rand(rows, outputs) if add else None
 
         gained = Gained(x, torch.ones(64, rows, device="cuda"), 1e-6)
+        counters = torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
+        next_gain = rand(outputs)
 
         def run(c: Tuned, i: int) -> Any:
             w = ws[i % len(ws)]
             if norm and rows > 1:
-                return project(gained, w, glu=glu, tuned=c)
+                return project(gained, w, glu=glu, counters=counters, tuned=c)
+            if residual is not None and rows > 1:
+                return project_onto(residual, x, w, (next_gain, 1e-6), None, counters, c)
             return project(x, w, norm=(gain, 1e-6) if norm else None, add=residual, glu=glu, tuned=c)
 
         return run
@@ -102,6 +107,8 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
             if stages * bk * 2 * (bn + tile) < 210_000:
                 found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
         return Case("wide", (tile, outputs, inputs), found, make, nbytes)
+    if kind == "split":
+        return Case("split", (tile, outputs, inputs), split_candidates(tile, outputs, inputs, glu), make, nbytes)
     for bn, (bk, sides, warps) in itertools.product(
         (16, 32), ((64, 4, 4), (128, 4, 4), (256, 4, 4), (64, 8, 8), (128, 8, 8), (256, 8, 8), (128, 8, 4), (64, 16, 8))
     ):
@@ -109,6 +116,25 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
         if inputs % (bk * sides) == 0 and per_thread <= 320:
             found.append({"BN": bn, "BK": bk, "S": sides, "warps": warps})
     return Case("matrix", (tile, outputs, inputs), found, make, nbytes)
+
+
+def split_candidates(tile: int, outputs: int, inputs: int, glu: bool) -> list[Tuned]:
+    """Ways to cut a product into parts of K; the first is not to (`matrix`, as it is tuned so far)."""
+    found: list[Tuned] = [{"SPLITS": 0, **config("matrix", (tile, outputs, inputs), matrix_defaults(tile, inputs))}]
+    rows = outputs // (2 if glu else 1)
+    for bn, (bk, stages), splits in itertools.product((32, 64), ((64, 5), (128, 4)), (1, 2, 3, 4, 6, 8, 16)):
+        share, programs = inputs // splits, rows // bn * splits
+        held = stages * bk * 2 * (bn * (2 if glu else 1) + tile)
+        if (
+            inputs % splits
+            or share % bk
+            or share // bk < 2
+            or not min(60, rows // 4) <= programs <= 340
+            or held > 200_000
+        ):
+            continue
+        found.append({"SPLITS": splits, "BN": bn, "BK": bk, "warps": 4, "stages": stages})
+    return found
 
 
 def weights_of(model: str, count: int, float8: bool) -> list[experts.ExpertWeights]:
@@ -226,7 +252,7 @@ def prompt_case(model: str, rows: int, part: str) -> Case:
     found = [
         {"M": m, "N": n * wide, "K": k, "SWAP": swap, "HALF": int(m == 128), "num_warps": warps, "num_stages": stages}
         for (m, n, k), swap, (warps, stages) in itertools.product(
-            tiles[average], (0, 1), ((4, 4), (8, 3)) if average <= 64 else ((8, 4), (8, 3))
+            tiles[average], (0, 1), ((4, 4),) if average <= 64 else ((8, 3),)
         )
     ]
     nbytes = distinct * size * hidden * (2.0 if part == "gate_up" else 1.0)
@@ -283,6 +309,11 @@ def cases(only: list[str], batches: list[int]) -> Iterator[Case]:
                     yield mixture_case(model, rows, part)
             for model in ATTENTIONS:
                 yield attention_case(model, rows)
+    if "split" in only:
+        for rows in batches:
+            for linear in (*LINEARS, *ROUTERS):
+                if linear[0] < MANY:
+                    yield linear_case(rows, *linear, kind="split")
     if "float8" in only:
         yield from float8_cases(batches)
 
@@ -339,7 +370,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, help="where the tuned parameters go")
     p.add_argument("--report", type=Path, help="all times as JSON")
-    p.add_argument("--only", default="vector,matrix,float8")
+    p.add_argument("--only", default="vector,matrix,split,float8")
     p.add_argument("--batches", default="8,32", help="rows for the matrix kernels")
     p.add_argument("--jobs", type=int, default=12, help="processes that compile")
     p.add_argument("--limit", type=float, default=400.0, help="seconds after which no further case is timed")

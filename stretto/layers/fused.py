@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stretto.kernels.fast import MAX_ROWS, attention, experts
-from stretto.kernels.fast.linear import Gained, norm, project, project_onto
+from stretto.kernels.fast.linear import COUNTERS, Gained, norm, project, project_onto
 from stretto.layers.config import DecoderConfig
 from stretto.layers.mlp import DenseMLP, MoeMLP
 
@@ -98,6 +98,7 @@ class FusedLayers:
         self.final = (decoder.norm.weight, decoder.norm.eps)
         self._own = torch.arange(MAX_ROWS, device=device)
         self._picked = torch.zeros(1, dtype=torch.int32, device=device)
+        self._tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._split = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
 
     def paged(
@@ -160,18 +161,18 @@ class FusedLayers:
             if gained is None:
                 qkv = project(x, layer.qkv, norm=layer.input_norm)
             else:
-                qkv = project(gained, layer.qkv)
-            x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out)
+                qkv = project(gained, layer.qkv, counters=self._tiles)
+            x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self._tiles)
             out = x
             if layer.experts is not None:
-                gained = experts.mixture(x, middle, layer.experts, following)
+                gained = experts.mixture(x, middle, layer.experts, following, self._tiles)
             else:
-                h = project(middle, layer.gate_up, glu=True)
+                h = project(middle, layer.gate_up, glu=True, counters=self._tiles)
                 if following is None:
                     gained = None
-                    project(h, layer.down, add=x, out=x)
+                    project(h, layer.down, add=x, out=x, counters=self._tiles)
                 else:
-                    _, gained = project_onto(x, h, layer.down, following, x)
+                    _, gained = project_onto(x, h, layer.down, following, x, self._tiles)
             if after is not None:
                 x = out = after(i, x)
         return x

@@ -422,10 +422,12 @@ def down_one(
     )  # fmt: skip
 
 
-def route(x: torch.Tensor, gained: Gained, w: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route(
+    x: torch.Tensor, gained: Gained, w: ExpertWeights, counters: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which experts each row of the residual stream goes to, with which weights ([rows, slots] each), and norm(x).
-    `gained` is x for the norm in front of the experts."""
-    return _choice(x, project(gained, w.router), w)
+    `gained` is x for the norm in front of the experts, `counters` as for `project`."""
+    return _choice(x, project(gained, w.router, counters=counters), w)
 
 
 def _choice(x: torch.Tensor, logits: torch.Tensor, w: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -496,8 +498,12 @@ def mixture_one(x: torch.Tensor, w: ExpertWeights, counter: torch.Tensor, ahead:
 
 
 def mixture(
-    x: torch.Tensor, gained: Gained, w: ExpertWeights, following: tuple[torch.Tensor, float] | None = None
+    x: torch.Tensor,
+    gained: Gained,
+    w: ExpertWeights,
+    following: tuple[torch.Tensor, float] | None = None,
+    counters: torch.Tensor | None = None,
 ) -> Gained | None:
-    """The same for several rows; `gained` is x for the norm in front of the experts, `following` as in `down`."""
-    ids, weights, normed = route(x, gained, w)
+    """The same for several rows; `gained` and `counters` as in `route`, `following` as in `down`."""
+    ids, weights, normed = route(x, gained, w, counters)
     return down(up(normed, w, ids), w, ids, weights, x, following)

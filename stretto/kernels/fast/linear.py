@@ -203,6 +203,83 @@ def _matrix(
         tl.store(next_squares + tl.program_id(0) * M + m, tl.sum(value * value, 1), mask=m < M)
 
 
+@triton.jit(do_not_specialize=["M", "P"])
+def _split(
+    x, squares, w, residual, out, next_gain, gained, next_squares, parts, counters, eps, M, N, P, stride,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr,
+    BP: tl.constexpr, GIVEN: tl.constexpr, ADD: tl.constexpr, GLU: tl.constexpr, EMIT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_matrix` (without its norm), cut differently: a program takes BN outputs over one of SPLITS parts of K, with
+    the weights as left operand. So the rows are read N / BN times instead of N / 16 times, which is what many rows wait
+    for. Weights are asked for before the wait, LINES cache lines per output. The last program of a tile to finish adds
+    the parts up, in their order."""
+    if PDL:
+        gdc_launch_dependents()
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    inside = (n < N)[:, None]
+    share: tl.constexpr = K // SPLITS
+    at = w + n.to(tl.int64)[:, None] * K + split * share
+    if PDL:
+        line = at + tl.minimum(tl.arange(0, LINES) * 64, share - 1)[None, :]
+        line = tl.where(inside, line, w)
+        fetch(line)
+        if GLU:
+            fetch(line + tl.where(inside, N * K, 0))
+    g = tl.zeros([BN], tl.float32)
+    if EMIT:
+        g = tl.load(next_gain + n, mask=n < N, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    total = tl.zeros([BN, BM], tl.float32)
+    other = tl.zeros([BN, BM], tl.float32)
+    from_w = at + k[None, :]
+    from_x = x + m[:, None] * stride + split * share + k[None, :]
+    for i in range(0, share, BK):
+        xi = tl.load(from_x + i, mask=(m < M)[:, None], other=0.0).T
+        total = dot(tl.load(from_w + i, mask=inside, other=0.0), xi, total, PDL)
+        if GLU:
+            other = dot(tl.load(from_w + N * K + i, mask=inside, other=0.0), xi, other, PDL)
+    place = tl.arange(0, BN)[:, None] * BM + m[None, :]
+    size: tl.constexpr = BN * BM * (2 if GLU else 1)
+    mine = parts + tile * (SPLITS * size)
+    tl.store(mine + split * size + place, total)
+    if GLU:
+        tl.store(mine + split * size + BN * BM + place, other)
+    tl.debug_barrier()
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+        tl.store(counters + tile, 0)
+        where = m[:, None] * N + n[None, :]
+        keep = (m < M)[:, None] & (n < N)[None, :]
+        total = tl.zeros([BN, BM], tl.float32)
+        other = tl.zeros([BN, BM], tl.float32)
+        for part in tl.static_range(SPLITS):
+            total += tl.load(mine + part * size + place, cache_modifier=".cg")
+            if GLU:
+                other += tl.load(mine + part * size + BN * BM + place, cache_modifier=".cg")
+        if GIVEN:
+            p = tl.arange(0, BP)
+            there = (p < P)[:, None] & (m < M)[None, :]
+            total_squares = tl.sum(tl.load(squares + p[:, None] * M + m[None, :], mask=there, other=0.0), 0)
+            scale = tl.rsqrt(total_squares / K + eps)[None, :]
+            total *= scale
+            other *= scale
+        if GLU:
+            total = total * tl.sigmoid(total) * other
+        result = total.T
+        if ADD:
+            result += tl.load(residual + where, mask=keep, other=0.0).to(tl.float32)
+        rounded = result.to(out.dtype.element_ty)
+        tl.store(out + where, rounded, mask=keep)
+        if EMIT:
+            value = tl.where(keep, rounded.to(tl.float32), 0.0)
+            tl.store(gained + where, (value * g[None, :]).to(gained.dtype.element_ty), mask=keep)
+            tl.store(next_squares + tile * M + m, tl.sum(value * value, 1), mask=m < M)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _wide(
     x, w, out, M, N, stride,
@@ -251,7 +328,7 @@ def _vector_defaults(inputs: int, glu: bool) -> dict[str, int]:
     return {"BN": max(2, 8192 // chunk // (2 if glu else 1)), "BK": chunk, "warps": 4 if chunk >= 2048 else 2}
 
 
-def _matrix_defaults(rows: int, inputs: int) -> dict[str, int]:
+def matrix_defaults(rows: int, inputs: int) -> dict[str, int]:
     sides, chunk = 8, 128 if tile_rows(rows) <= 32 else 64
     while inputs % (sides * chunk):
         sides, chunk = (sides // 2, chunk) if sides > 1 else (sides, chunk // 2)
@@ -260,6 +337,8 @@ def _matrix_defaults(rows: int, inputs: int) -> dict[str, int]:
 
 MANY = 16384
 """Outputs from which `_wide` takes over."""
+COUNTERS = 512
+"""Tiles of outputs that may be added up from parts, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,13 +363,14 @@ def project(
     add: torch.Tensor | None = None,
     glu: bool = False,
     out: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     tuned: dict[str, int] | None = None,
 ) -> torch.Tensor:
     """x [rows, K] (rows may lie apart) -> [rows, N]: `act(norm(x) @ w.T) + add`. `norm`: weight and epsilon of an RMS
     norm; `Gained` rows bring theirs. `glu`: w holds gate and up rows [2N, K], the result is silu(gate) * up. `out` may
-    be `add` itself."""
+    be `add` itself. `counters` [COUNTERS] int32, 0 between calls and nobody else's: may be used to add up parts."""
     if isinstance(x, Gained):
-        return _few(x.x, w, x, None, add, glu, out, None, tuned)[0]
+        return _few(x.x, w, x, None, add, glu, out, None, counters, tuned)[0]
     rows, inputs = x.shape
     outputs = w.shape[0] // 2 if glu else w.shape[0]
     if rows == 1:
@@ -313,14 +393,20 @@ def project(
             num_warps=c["warps"], num_stages=c["stages"], **protocol(x),
         )  # fmt: skip
         return out
-    return _few(x, w, None, norm, add, glu, out, None, tuned)[0]
+    return _few(x, w, None, norm, add, glu, out, None, counters, tuned)[0]
 
 
 def project_onto(
-    x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, norm: tuple[torch.Tensor, float], out: torch.Tensor | None
+    x: torch.Tensor,
+    y: torch.Tensor,
+    w: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    out: torch.Tensor | None,
+    counters: torch.Tensor | None = None,
+    tuned: dict[str, int] | None = None,
 ) -> tuple[torch.Tensor, Gained]:
     """x + y @ w.T for several rows (into `out`, which may be x), and the same as `Gained` for the norm that follows."""
-    total, gained = _few(y, w, None, None, x, False, out, norm, None)
+    total, gained = _few(y, w, None, None, x, False, out, norm, counters, tuned)
     assert gained is not None
     return total, gained
 
@@ -334,24 +420,39 @@ def _few(
     glu: bool,
     out: torch.Tensor | None,
     emit: tuple[torch.Tensor, float] | None,
+    counters: torch.Tensor | None,
     tuned: dict[str, int] | None,
 ) -> tuple[torch.Tensor, Gained | None]:
-    """Two rows or more through `_matrix`."""
+    """Two rows or more: through `_split` where that is known to be better and possible, else through `_matrix`."""
     rows, inputs = x.shape
     outputs = w.shape[0] // 2 if glu else w.shape[0]
     out = x.new_empty(rows, outputs) if out is None else out
     tile = tile_rows(rows)
-    c = config("matrix", (tile, w.shape[0], inputs), _matrix_defaults(rows, inputs)) if tuned is None else tuned
+    c = config("split", (tile, w.shape[0], inputs), {"SPLITS": 0}) if tuned is None else tuned
+    split = c.get("SPLITS", 0) > 0 and counters is not None and norm is None
+    if not split and tuned is None:
+        c = config("matrix", (tile, w.shape[0], inputs), matrix_defaults(rows, inputs))
     programs = triton.cdiv(outputs, c["BN"])
     gained = None if emit is None else Gained.empty(out, programs, emit[1])
-    parts = 1 if given is None else given.squares.shape[0]
+    summed = 1 if given is None else given.squares.shape[0]
     eps = given.eps if given is not None else norm[1] if norm is not None else 0.0
-    _matrix[(programs,)](
-        x, x if norm is None else norm[0], x if given is None else given.squares, w, x if add is None else add, out,
-        x if emit is None else emit[0], x if gained is None else gained.x, x if gained is None else gained.squares,
-        eps, rows, outputs, parts, x.stride(0),
-        K=inputs, BM=tile, BN=c["BN"], BK=c["BK"], S=c["S"], BP=1 << (parts - 1).bit_length(),
-        NORM=norm is not None, GIVEN=given is not None, ADD=add is not None, GLU=glu, EMIT=gained is not None,
-        num_warps=c["warps"], **protocol(x),
-    )  # fmt: skip
+    squares = x if given is None else given.squares
+    residual = x if add is None else add
+    following = (x, x, x) if emit is None or gained is None else (emit[0], gained.x, gained.squares)
+    options = {
+        "K": inputs, "BM": tile, "BN": c["BN"], "BP": 1 << (summed - 1).bit_length(), "GIVEN": given is not None,
+        "ADD": add is not None, "GLU": glu, "EMIT": gained is not None, "num_warps": c["warps"], **protocol(x),
+    }  # fmt: skip
+    if split:
+        parts = x.new_empty(programs * c["SPLITS"] * c["BN"] * tile * (2 if glu else 1), dtype=torch.float32)
+        _split[(programs, c["SPLITS"])](
+            x, squares, w, residual, out, *following, parts, counters, eps, rows, outputs, summed, x.stride(0),
+            BK=c["BK"], SPLITS=c["SPLITS"], LINES=triton.next_power_of_2(triton.cdiv(inputs // c["SPLITS"], 64)),
+            num_stages=c["stages"], **options,
+        )  # fmt: skip
+    else:
+        _matrix[(programs,)](
+            x, x if norm is None else norm[0], squares, w, residual, out, *following, eps, rows, outputs, summed,
+            x.stride(0), BK=c["BK"], S=c["S"], NORM=norm is not None, **options,
+        )  # fmt: skip
     return out, gained

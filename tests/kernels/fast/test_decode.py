@@ -87,6 +87,32 @@ def test_rows_on_their_way_into_a_norm(device: torch.device, dtype: torch.dtype,
 
 
 @both
+@pytest.mark.parametrize("rows", [2, 7, 17, 40])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_products_in_parts(device: torch.device, dtype: torch.dtype, rows: int, splits: int) -> None:
+    """The same chain with K cut into parts: twice, so that the counters must be zero again in between."""
+    r = Random(device, dtype, rows + splits)
+    sizes = {"SPLITS": splits, "BN": 32, "BK": 16, "warps": 4, "stages": 2}
+    one = {"SPLITS": 1, "BN": 16, "BK": 32, "warps": 4, "stages": 3}
+    x, gain = r(rows, 64), r.gain(64)
+    wide = r(rows, 64 * splits)
+    w, v = r(64, 32 * splits, scale=0.1), r(2 * 24, 64, scale=0.15)
+    y = wide[:, : 32 * splits]  # rows that lie apart
+    counters = torch.zeros(fast_linear.COUNTERS, dtype=torch.int32, device=device)
+    for _ in range(2):
+        total, gained = fast_linear.project_onto(x, y, w, (gain, EPS), None, counters, sizes)
+        assert error(total, x.float() + F.linear(y.float(), w.float())) < ERROR[dtype]
+        normed = rms_norm(total, gain, EPS)
+        assert error(normed_by(gained), normed) < ERROR[dtype]
+        wanted = F.linear(normed.float(), v.float())
+        for glu, want in ((False, wanted), (True, moe.swiglu(wanted))):
+            assert error(fast_linear.project(gained, v, glu=glu, counters=counters, tuned=one), want) < ERROR[dtype]
+        plain = fast_linear.project(y, w, counters=counters, tuned=sizes)
+        assert error(plain, F.linear(y.float(), w.float())) < ERROR[dtype]
+        assert not counters.any()
+
+
+@both
 def test_norm(device: torch.device, dtype: torch.dtype) -> None:
     r = Random(device, dtype, 5)
     x, gain = r(3, 64), r.gain(64)
