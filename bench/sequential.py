@@ -79,7 +79,7 @@ class Plain:
         if host.device == "cpu":
             torch.set_num_threads(host.threads)
         dtype = getattr(torch, host.dtype) if host.dtype else None
-        models = Models.open(Source.open(directory, host.device, dtype, host.load_format, progress=False))
+        models = Models.open(Source.open(directory, host.device, dtype, host.load_format, False, host.expert_weights))
         return cls(models, PromptBuilder.open(directory, models.config))
 
     def run(self, messages: list[dict[str, Any]], params: Params, streamed: bool) -> Sample:

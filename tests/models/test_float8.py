@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, Invalid
 from stretto.kernels.quantized import FLOAT8, dequantize
 from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, targets
+from stretto.models.qwen3_omni import load as load_module
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.talker import Talker
@@ -204,6 +205,21 @@ def test_weights_that_are_not_finite_are_named(bad: float, tiny_dir: Path, tmp_p
     assert str(e.value) == f"{file}: tensor {name}: holds infinities or NaN, and cannot be made float8"
 
 
+def test_a_gpu_that_cannot_convert_is_refused(tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # which opening changes
+    monkeypatch.setattr(load_module, "dtypes", lambda: (torch.bfloat16,))
+    for capability, there in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        Source.open(tiny_config, "cuda", load_format="dummy")
+        if there:
+            Source.open(tiny_config, "cuda", load_format="dummy", expert_weights="float8")
+            continue
+        with pytest.raises(Invalid, match=r"capability 8\.9"):
+            Source.open(tiny_config, "cuda", load_format="dummy", expert_weights="float8")
+        # Plain PyTorch converts anywhere.
+        Source.open(tiny_config, "cuda", torch.float32, "dummy", expert_weights="float8")
+
+
 def test_the_released_thinker_takes_half() -> None:
     c = parse(released_config())
     full, narrow = (
@@ -217,3 +233,32 @@ def test_the_released_thinker_takes_half() -> None:
     assert full["thinker"] - narrow["thinker"] == numbers - 4 * rows
     assert narrow["talker"] == full["talker"]
     assert narrow["thinker"] < 33 << 30 < 59 << 30 < full["thinker"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("staging", [3000, 1 << 20])
+def test_a_gpu_quantises_to_the_same_bits(staging: int, tiny_dir: Path, tiny_config: OmniConfig) -> None:
+    files, config = CheckpointFiles.open(tiny_dir), tiny_config.with_float8_experts()
+    here, there = (build(lambda: Thinker(config), where, torch.bfloat16) for where in ("cpu", "cuda"))
+    for model in (here, there):
+        experts = {n: t for n, t in targets(model, "thinker.").items() if ".experts." in n}
+        load(files, experts, [], progress=False, staging_bytes=staging)
+    for a, b in zip(mixtures(here), mixtures(there), strict=True):
+        same_bits(a, b.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_released_float8_thinker_is_filled_in_its_own_size() -> None:
+    """One layer's wide weights at a time are all that comes on top."""
+    config = parse(released_config()).with_float8_experts()
+    size = estimate({"thinker": lambda: Thinker(config)}, torch.bfloat16)["thinker"]
+    if torch.cuda.mem_get_info()[0] < size + (4 << 30):
+        pytest.skip("needs a larger device")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    module = build(lambda: Thinker(config), "cuda", torch.bfloat16)
+    fill_dummy(module, 0)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < size + (2 << 30)
+    assert all(e.scales is not None and e.scales[0].isfinite().all() for e in mixtures(module))

@@ -23,6 +23,7 @@ MOE = dataclasses.replace(
     DENSE, num_kv_heads=1, mrope_section=(6, 5, 5), dense_size=None, moe=MoeConfig(8, 2, 32, True, None)
 )
 SHARED = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, 64))
+FLOAT8 = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, None, float8=True))
 
 
 def filled(module: torch.nn.Module, device: torch.device, seed: int) -> None:
@@ -30,13 +31,16 @@ def filled(module: torch.nn.Module, device: torch.device, seed: int) -> None:
     for name, p in module.named_parameters():
         values = torch.randn(p.shape, generator=generator)
         p.data.copy_((1 + 0.1 * values) if "norm" in name else values * p.shape[-1] ** -0.5)
+    for name, b in module.named_buffers():
+        if name.endswith("_scale"):  # of float8 weights
+            b.copy_(0.5 + torch.rand(b.shape, generator=generator))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-4) -> bool:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm()) < limit
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE, SHARED], ids=["dense", "moe", "shared"])
+@pytest.mark.parametrize("config", [DENSE, MOE, SHARED, FLOAT8], ids=["dense", "moe", "shared", "float8"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_layers_equal_the_plain_decoder(device: torch.device, config: DecoderConfig, rows: int) -> None:
     assert fused.fits(config)

@@ -36,6 +36,7 @@ def config(
 
 MOE = MoeConfig(num_experts=8, top_k=2, expert_size=24, norm_topk=True, shared_size=None)
 SHARED = MoeConfig(num_experts=8, top_k=3, expert_size=32, norm_topk=True, shared_size=40)
+FLOAT8 = MoeConfig(num_experts=8, top_k=2, expert_size=32, norm_topk=True, shared_size=None, float8=True)
 
 
 def build(c: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Decoder:
@@ -49,8 +50,11 @@ def build(c: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int 
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5, generator=g)
         else:
-            p.data.normal_(0, p.shape[-1] ** -0.5, generator=g)
+            p.data.copy_(torch.empty(p.shape, device=device, dtype=dtype).normal_(0, p.shape[-1] ** -0.5, generator=g))
         assert name
+    for name, b in decoder.named_buffers():
+        if name.endswith("_scale"):  # of float8 weights
+            b.uniform_(0.5, 1.5, generator=g)
     decoder.prepare(device)
     return decoder
 
@@ -97,7 +101,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
-@pytest.mark.parametrize("moe", [SHARED, None])
+@pytest.mark.parametrize("moe", [SHARED, None, FLOAT8])
 def test_equals_the_plain_pass_however_it_is_cut(moe: MoeConfig | None, device: torch.device) -> None:
     bed = Bed(config(moe), device, torch.float32, rows=3, length=16)
     whole = {row: bed.plain([(row, 0, n)]) for row, n in enumerate((13, 5, 9))}
