@@ -30,6 +30,7 @@ class HostSettings:
     graphs: bool = True  # on a GPU
     warm: bool = True  # there, compile kernels in several processes before the first start
     overlap_depth: int = 2
+    launch_lead_ms: float = 1.5  # beyond its own time, a launch begins so long before the device runs out of work
     prefix_cache: bool = True
     block_size: int = 16
     thinker_blocks: int | None = None  # None: on a GPU what the weights leave, see stage/plan.py
@@ -44,6 +45,10 @@ class HostSettings:
     link_slots: int = 64
     link_slot_bytes: int = 1 << 20
     switches: Mapping[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.launch_lead_ms >= 0:
+            raise Invalid(f"launch_lead_ms must not be negative, got {self.launch_lead_ms}", "launch_lead_ms")
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "switches": dict(self.switches)}

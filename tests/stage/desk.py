@@ -13,6 +13,7 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.prompt.prompt import Prompt
 from stretto.solo import Options
+from stretto.stage.ahead import Ahead
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
@@ -29,7 +30,14 @@ CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=
 class Desk:
     """One stage and what came out of it."""
 
-    def __init__(self, models: Models, kind: str, config: SchedulerConfig = CONFIG, graphs: bool = False) -> None:
+    def __init__(
+        self,
+        models: Models,
+        kind: str,
+        config: SchedulerConfig = CONFIG,
+        graphs: bool = False,
+        ahead: Ahead | None = None,
+    ) -> None:
         self.models = models
         model = models.thinker if kind == "thinker" else models.talker
         cache = model.cache(config.num_blocks + 1, config.block_size)
@@ -43,7 +51,7 @@ class Desk:
             assert runner.stream is not None
             captured.capture(runner.stream, kind, progress=False)
         store = PayloadStore()
-        self.stage = Stage(kind, Scheduler(config, store.drop), runner, self.collect, store)
+        self.stage = Stage(kind, Scheduler(config, store.drop), runner, self.collect, store, ahead=ahead)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, list[list[int]]] = defaultdict(list)
         self.media: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
