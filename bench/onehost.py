@@ -90,7 +90,7 @@ class OneHost(Bench):
             if self.failed is not None:
                 raise StageDead(self.failed)
             if not busy:
-                host.loop.bell.sleep()
+                host.loop.sleep()
         return list(self.heard.values())
 
     def over(self, stage: str) -> bool:
@@ -150,6 +150,11 @@ def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
 def depth_one(host: OneHost) -> AbstractContextManager[Any]:
     owners = [host.codec(), *(host.host.nodes[s].stage.scheduler for s in ("thinker", "talker"))]  # type: ignore[union-attr]
     return swapped([(o, "config", replace(o.config, overlap_depth=1)) for o in owners])
+
+
+def at_once(host: OneHost) -> AbstractContextManager[Any]:
+    """A step is launched as soon as the one before it runs."""
+    return swapped([(host.host.nodes[s].stage.ahead, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
 
 
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:
@@ -223,6 +228,7 @@ ROWS = [
     Row("no kernels", LOCAL, no_kernels, needs_cuda=True),
     Row("no graphs", LOCAL, no_graphs, needs_cuda=True),
     Row("depth 1", LOCAL, depth_one),
+    Row("no just_in_time", LOCAL, at_once, needs_cuda=True),
     Row("no prompt graphs", LOCAL, no_prompt_graphs, needs_cuda=True),
     Row("all on, again", LOCAL, nothing),
     Row(SHARED, SHARED, shared()),

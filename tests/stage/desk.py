@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from dataclasses import replace
 
@@ -23,12 +24,16 @@ from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, PayloadStore, Stage
 from stretto.types import RequestId, Span
+from tests.stage.simulated import MS, Clock, Device
 
 CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
 
 
 class Desk:
-    """One stage and what came out of it."""
+    """One stage and what came out of it. With `hold`, on a device that takes a time that cannot be foretold, where
+    every look at the clock takes time too: so steps are held back, and launched when due, early and late."""
+
+    hold = False
 
     def __init__(
         self,
@@ -50,6 +55,10 @@ class Desk:
         if captured is not None:
             assert runner.stream is not None
             captured.capture(runner.stream, kind, progress=False)
+        self.clock, self.rng = Clock(tick=MS // 10), random.Random(0)
+        if self.hold:
+            Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS)).drive(runner)
+            ahead = Ahead((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
         store = PayloadStore()
         self.stage = Stage(kind, Scheduler(config, store.drop), runner, self.collect, store, ahead=ahead)
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -80,7 +89,11 @@ class Desk:
             if not self.stage.turn():
                 if not self.stage.num_in_flight:
                     return
-                self.stage.wait()
+                due = self.stage.due_ns
+                if due is not None and self.rng.random() < 0.7:
+                    self.clock.move_to(due - self.rng.randrange(MS))
+                else:
+                    self.stage.wait()
             self.stage.scheduler.check()
         raise AssertionError("no end in sight")
 

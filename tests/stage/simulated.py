@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from stretto.stage.loop import TICK_NS, Bell
@@ -81,7 +82,7 @@ class Device:
 
     def gaps(self) -> list[int]:
         """How long the device stood still before each launch but the first."""
-        return [b.start - a.end for a, b in zip(self.launches, self.launches[1:], strict=False)]
+        return [b.start - a.end for a, b in pairwise(self.launches)]
 
     def next_end(self) -> int | None:
         return next((launch.end for launch in self.launches if launch.end > self.clock.now), None)

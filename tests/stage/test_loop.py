@@ -135,8 +135,10 @@ def test_a_stage_gets_its_turn_when_it_is_due_and_not_before() -> None:
 
     class Holding:
         due_ns: int | None = None
-        launched: list[int] = []
         turns = 0
+
+        def __init__(self) -> None:
+            self.launched: list[int] = []
 
         def turn(self) -> bool:
             self.turns += 1
