@@ -150,7 +150,15 @@ def test_a_prompt_gets_in_front_of_the_step_that_is_held_back(models: Models) ->
     assert waits == [STEP, 0]
 
 
-def test_after_a_prompt_nothing_is_waited_for_until_it_is_done(desk: Timed) -> None:
+def test_after_a_prompt_nothing_is_waited_for_until_it_is_done(models: Models) -> None:
+    """Not even where decode steps of as many requests are known."""
+    desk = Timed(models)
+    desk.text("old", 0, 40)
+    desk.text("beside", 2, 15)
+    while "beside" not in desk.ended:
+        desk.go()
+    desk.until_held()
+    assert {len(x.batch.spans) for x in desk.device.launches[-12:]} == {1, 2}
     desk.text("new", 1, 3)
     assert desk.round()
     assert desk.stage.num_in_flight == 2
@@ -158,6 +166,7 @@ def test_after_a_prompt_nothing_is_waited_for_until_it_is_done(desk: Timed) -> N
     desk.clock.move_to(desk.device.next_end())
     assert desk.round(), "the step before the prompt is back, and the next is launched behind the prompt"
     assert desk.stage.num_in_flight == 2
+    desk.finish()
 
 
 @pytest.mark.parametrize("early", [0, 1, 5 * MS])

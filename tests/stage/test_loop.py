@@ -93,6 +93,23 @@ def test_a_sleep_of_some_ticks_ends_by_itself_and_loses_no_ring() -> None:
     bell.close()
 
 
+def test_a_sleep_of_some_ticks_asks_for_as_many_milliseconds() -> None:
+    bell = Bell()
+
+    class Polled:
+        asked: int | None = None
+
+        def poll(self, ms: int) -> list[object]:
+            self.asked = ms
+            return []
+
+    bell._poll = Polled()  # type: ignore[assignment]
+    bell.sleep(7)
+    assert bell._poll.asked == 7
+    assert TICK_NS == 1_000_000
+    bell.close()
+
+
 class Dreaming(Bell):
     """Sleeps as long as it may, on a clock of its own, and for a second where there is no end."""
 
