@@ -12,6 +12,7 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.solo import Options
 from stretto.stage.ahead import Ahead
 from stretto.stage.loop import TICK_NS, Loop
+from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.batch import Batch
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
@@ -249,6 +250,21 @@ def test_a_loop_that_stops_while_a_step_is_held_back_stops(desk: Timed) -> None:
     desk.loop.run()
     assert len(desk.device.launches) == before
     assert desk.stage.num_in_flight == 1
+
+
+def test_the_waiter_notes_the_end_before_it_wakes_the_loop() -> None:
+    """Or the loop would take the time at which it looked for the time at which the step ended."""
+    log: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            log.append("fired")
+
+    waiter = Waiter(lambda: log.append("woken"), "test")
+    waiter.watch(Event(), lambda: log.append("noted"))  # type: ignore[arg-type]
+    waiter.watch(Event())  # type: ignore[arg-type]
+    waiter.close()
+    assert log == ["fired", "noted", "woken", "fired", "woken"]
 
 
 def test_waiting_for_text_is_not_holding_back(models: Models) -> None:
