@@ -79,16 +79,17 @@ class Found:
 
 
 def variants(config: EngineConfig, frames: int) -> list[Variant]:
-    """Base variants first. Links exist only between processes, so their switches are compared there."""
+    """Base variants first. Links exist only between processes, so switches of links are compared there."""
     one, split = replace(config, placement=ONE_HOST, connector=None), replace(config, placement=PROCESSES)
     host = config.host
 
-    def off(switch: str) -> EngineConfig:
-        return replace(split, host=replace(host, switches={**host.switches, switch: False}))
+    def off(switch: str, base: EngineConfig = split) -> EngineConfig:
+        return replace(base, host=replace(host, switches={**host.switches, switch: False}))
 
     return [
         Variant("the same again", DEFAULT, one, control=True),
         Variant("depth 1", DEFAULT, replace(one, host=replace(host, overlap_depth=1))),
+        Variant("no just_in_time", DEFAULT, off("just_in_time", one), needs_cuda=True),
         Variant("no prefix cache", DEFAULT, replace(one, host=replace(host, prefix_cache=False))),
         Variant("no graphs", DEFAULT, replace(one, host=replace(host, graphs=False)), needs_cuda=True),
         Variant("one packet", DEFAULT, one, ChunkSizes(frames, frames, None)),

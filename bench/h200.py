@@ -308,6 +308,9 @@ def brief(extra: dict[str, Any]) -> str:
                 host.get(f'stretto_stage_{k}_seconds_total{{stage="{stage}"}}', 0.0) for k in ("launch", "retire")
             )
             shown += f"; {stage} {steps:.0f} steps, {1e6 * spent / steps:.0f} us of host each"
+            held, late = (host.get(f'stretto_stage_{k}_total{{stage="{stage}"}}', 0.0) for k in ("held", "late"))
+            if held:
+                shown += f", {held:.0f} held back, {late:.0f} too long"
     return shown
 
 

@@ -56,6 +56,7 @@ from stretto.stage.host import Host
 from stretto.stage.nodes import Code2WavNode
 from stretto.stage.runner.lane import Captured
 from stretto.stage.runner.step import Step
+from stretto.stage.stage import StageStats
 from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
 
@@ -126,6 +127,10 @@ class Device:
             "step_ms_p50": {n: quantile(values, 0.5) for n, values in steps.items() if values},
             "step_ms_p99": {n: quantile(values, 0.99) for n, values in steps.items() if values},
         }
+
+
+Counts = dict[str, dict[str, int]]
+"""By what is counted, then by stage."""
 
 
 class Bench:
@@ -223,7 +228,7 @@ class Bench:
             rounds += 1
             if not host.loop.round():
                 before = time.perf_counter_ns()
-                host.loop.bell.sleep()
+                host.loop.sleep()
                 asleep += time.perf_counter_ns() - before
         if not result:  # all ended in one round
             took = time.perf_counter_ns() - window
@@ -234,13 +239,21 @@ class Bench:
             result["profile"] = top(profiler)
         return result
 
-    def _counts(self) -> dict[str, int]:
-        return {name: node.stage.stats.steps for name, node in self.host.nodes.items()}
+    def _counts(self) -> Counts:
+        stats = {name: node.stage.stats for name, node in self.host.nodes.items()}
+        ahead = {name: s for name, s in stats.items() if isinstance(s, StageStats)}
+        return {
+            "steps": {name: s.steps for name, s in stats.items()},
+            "held": {name: s.held for name, s in ahead.items()},
+            "late": {name: s.late for name, s in ahead.items()},
+        }
 
-    def _told(
-        self, window: int, asleep: int, cpu: int, rounds: int, counts: dict[str, int], streams: int
-    ) -> dict[str, Any]:
-        steps = {name: after - counts[name] for name, after in self._counts().items()}
+    def _told(self, window: int, asleep: int, cpu: int, rounds: int, counts: Counts, streams: int) -> dict[str, Any]:
+        grown = {
+            what: {name: after - counts[what][name] for name, after in values.items()}
+            for what, values in self._counts().items()
+        }
+        steps = grown["steps"]
         frames = max(1, steps["talker"])
         phases = {
             name: {
@@ -255,7 +268,7 @@ class Bench:
             "window_ms": window / 1e6,
             "busy_share": 1 - asleep / window,
             "rounds": rounds,
-            "steps": steps,
+            **grown,  # steps; of these, launches that were held back, and held back for too long
             "busy_us_per_frame": (window - asleep) / 1000 / frames,
             "busy_us_per_frame_and_stream": (window - asleep) / 1000 / frames / streams,
             # The loop thread's own: what others on a shared machine take does not count.
@@ -331,7 +344,8 @@ def show(r: dict[str, Any]) -> Iterator[str]:
         f"{r['busy_us_per_frame']:.0f} us of it ({100 * r['busy_share']:.0f} %), that is "
         f"{r['busy_us_per_frame_and_stream']:.0f} us for each stream ({r['cpu_us_per_frame_and_stream']:.0f} of CPU); "
         f"first packet after "
-        f"{r['first_packet_ms']:.1f} ms, {r['admit_us']:.0f} us to admit one; steps {r['steps']}"
+        f"{r['first_packet_ms']:.1f} ms, {r['admit_us']:.0f} us to admit one; steps {r['steps']}, "
+        f"held back {r['held']}, too long {r['late']}"
     )
     if r["device"]:
         d = r["device"]

@@ -3,7 +3,8 @@
 Called by bench/ablation.py. Full-size models take a minute to load and to capture, so a new engine per row is out of
 the question on a machine that is lent by the minute. Everything that a row switches can be switched on a living host:
 what is captured is put aside, not thrown away. There is no server and no orchestrator; times run from the moment that
-all requests of a round are admitted, and end when a report would leave for the engine.
+a request is there, and end when a report would leave for the engine. The requests of a round come all at once, except
+where a row is about one that comes while others speak: then they come one by one.
 
 Links are hand-overs inside the host, as in service on one GPU. For the switches of links between processes both links
 are laid through shared memory instead, with their couriers, in this one process (so four threads share one interpreter
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -43,6 +45,7 @@ from stretto.orchestrator.messages import (
 )
 from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
+from stretto.stage.loop import TICK_NS
 from stretto.stage.nodes import Code2WavNode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
@@ -51,7 +54,8 @@ from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
 Question = tuple[Admit, bytes]
 Change = Callable[["OneHost"], AbstractContextManager[Any]]
-LOCAL, SHARED = "all on", "all on, shm links"
+LOCAL, APART, SHARED = "all on", "all on, one by one", "all on, shm links"
+APART_S = 0.05  # about as often as listeners ask who ask again when they have their answer, 32 of them
 
 
 class OneHost(Bench):
@@ -71,26 +75,28 @@ class OneHost(Bench):
         now = time.perf_counter() - self.begun
         match message:
             case Text(request=id) if id in self.heard:
-                self.heard[id].words.append(now)
+                self.heard[id].words.append(now - self.heard[id].sent)
             case Pcm(request=id) if id in self.heard:
-                self.heard[id].packets.append(Packet(now, len(blob) / 4 / SAMPLE_RATE_OUT))
+                sample = self.heard[id]
+                sample.packets.append(Packet(now - sample.sent, len(blob) / 4 / SAMPLE_RATE_OUT))
             case Ended(request=id, stage="code2wav") if id in self.heard:
-                self.heard[id].end = now
+                self.heard[id].end = now - self.heard[id].sent
 
-    def ask(self, questions: Sequence[Question]) -> list[Sample]:
-        """All of them at once, each to its end."""
-        host, ids = self.host, [a.request for a, _ in questions]
+    def ask(self, questions: Sequence[Question], apart_s: float = 0.0) -> list[Sample]:
+        """All of them, each to its end; at once, or one every so many seconds."""
+        host = self.host
         self.ended.clear()
-        self.heard = {id: Sample(i, 0.0) for i, id in enumerate(ids)}
+        self.heard = {a.request: Sample(i, i * apart_s) for i, (a, _) in enumerate(questions)}
         self.begun = time.perf_counter()
-        for admit, blob in questions:
-            host.handle(admit, blob)
-        while not all(self.over(stage) for stage in STAGES):
-            busy = host.loop.round()
-            if self.failed is not None:
-                raise StageDead(self.failed)
-            if not busy:
-                host.loop.bell.sleep()
+        arrivals = Arrivals(self, questions, apart_s)
+        arrivals.turn()
+        with swapped([(host.loop, "stages", [*host.loop.stages, arrivals])]):
+            while not all(self.over(stage) for stage in STAGES):
+                busy = host.loop.round()
+                if self.failed is not None:
+                    raise StageDead(self.failed)
+                if not busy:
+                    host.loop.sleep()
         return list(self.heard.values())
 
     def over(self, stage: str) -> bool:
@@ -112,6 +118,25 @@ class OneHost(Bench):
 
     def codec(self) -> Any:
         return self.host.nodes["code2wav"].stage
+
+
+class Arrivals:
+    """Questions of a round that come while others are being answered. Has a turn in the loop, like a stage."""
+
+    def __init__(self, host: OneHost, questions: Sequence[Question], apart_s: float) -> None:
+        self.host, self.left = host, deque(questions)
+        self.apart_ns, self.due_ns = int(1e9 * apart_s), host.host.loop.clock() if questions else None
+
+    def turn(self) -> bool:
+        did = False
+        while self.due_ns is not None and self.due_ns - self.host.host.loop.clock() < TICK_NS:
+            admit, blob = self.left.popleft()
+            sample = self.host.heard[admit.request]
+            sample.sent = min(sample.sent, time.perf_counter() - self.host.begun)  # up to a tick before its time
+            self.host.host.handle(admit, blob)
+            self.due_ns = self.due_ns + self.apart_ns if self.left else None
+            did = True
+        return did
 
 
 # ---- what a row changes
@@ -150,6 +175,11 @@ def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
 def depth_one(host: OneHost) -> AbstractContextManager[Any]:
     owners = [host.codec(), *(host.host.nodes[s].stage.scheduler for s in ("thinker", "talker"))]  # type: ignore[union-attr]
     return swapped([(o, "config", replace(o.config, overlap_depth=1)) for o in owners])
+
+
+def at_once(host: OneHost) -> AbstractContextManager[Any]:
+    """A step is launched as soon as the one before it runs."""
+    return swapped([(host.host.nodes[s].stage.ahead, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
 
 
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:
@@ -215,6 +245,7 @@ class Row:
     base: str
     change: Change
     needs_cuda: bool = False  # without a GPU it changes nothing
+    apart_s: float = 0.0  # between the requests of a round
 
 
 ROWS = [
@@ -225,6 +256,8 @@ ROWS = [
     Row("depth 1", LOCAL, depth_one),
     Row("no prompt graphs", LOCAL, no_prompt_graphs, needs_cuda=True),
     Row("all on, again", LOCAL, nothing),
+    Row(APART, APART, nothing, apart_s=APART_S),
+    Row("no just_in_time", APART, at_once, needs_cuda=True, apart_s=APART_S),
     Row(SHARED, SHARED, shared()),
     Row("no async_d2h", SHARED, shared(async_d2h=False), needs_cuda=True),
     Row("no async_h2d", SHARED, shared(async_h2d=False), needs_cuda=True),
@@ -268,12 +301,12 @@ class Asker:
 
 def measure_row(host: OneHost, asker: Asker, row: Row, streams: int, rounds: int, seconds: float) -> list[Sample]:
     """At least one round after one to warm up; more until there are enough or time is up."""
-    host.ask(asker.round(row.base, streams))
+    host.ask(asker.round(row.base, streams), row.apart_s)
     found: list[Sample] = []
     start = time.perf_counter()
     for _ in range(rounds):
         questions = asker.round(row.base, streams)
-        found += host.ask(questions)
+        found += host.ask(questions, row.apart_s)
         if time.perf_counter() - start > seconds:
             break
     return found

@@ -2,7 +2,8 @@
 
 Runs a whole stage (scheduler, runner, graphs) in steady decode, for thinker and talker, with and without a payload
 that is copied to the host beside it, at overlap depth 1 and 2, for several batch sizes. Times are the device's own
-(events around each graph), host time is what scheduling, launching and retiring took on the loop thread.
+(events around each graph), host time is what scheduling, launching and retiring took on the loop thread. With
+`--lead-ms` (1.5 in service) the second step is launched just in time, so the gap tells whether that is early enough.
 
 python bench/overlap.py [--config released|tiny] [--stages thinker,talker] [--batches 1,8,32] [--steps 100]"""
 
@@ -25,7 +26,8 @@ from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.prompt.prompt import Prompt
-from stretto.stage.loop import Bell
+from stretto.stage.ahead import Ahead
+from stretto.stage.loop import Bell, Loop
 from stretto.stage.payload.copies import DeviceToHost
 from stretto.stage.payload.ring import Ring
 from stretto.stage.request import RequestSpec
@@ -71,7 +73,15 @@ def request(kind: str, i: int, config: OmniConfig, prompt: int, new: int, device
 
 
 def measure(
-    kind: str, model: Any, config: OmniConfig, batch: int, depth: int, payload: bool, steps: int, prompt: int
+    kind: str,
+    model: Any,
+    config: OmniConfig,
+    batch: int,
+    depth: int,
+    payload: bool,
+    steps: int,
+    prompt: int,
+    lead_ms: float | None,
 ) -> dict[str, Any]:
     device, block = model.device, 16
     context = prompt + steps + 64
@@ -96,7 +106,9 @@ def measure(
         rows = torch.zeros(batch, width, device=device, dtype=torch.bfloat16 if kind == "thinker" else torch.int32)
     leases: list[Any] = []
     done: list[Output] = []
-    stage = Stage(kind, Scheduler(settings), runner, done.append, waiter=waiter)
+    ahead = Ahead((batch,), int(1e6 * (lead_ms or 0.0)), on=lead_ms is not None)
+    stage = Stage(kind, Scheduler(settings), runner, done.append, waiter=waiter, ahead=ahead)
+    loop = Loop([stage], bell)
     launch = runner.launch
 
     def with_payload(b: Any, find: Any) -> Any:
@@ -120,8 +132,8 @@ def measure(
     while not stage.idle:
         if len(graphs.marks) == 4:  # the warm-up is over
             stage.stats.launch_ns = stage.stats.retire_ns = stage.stats.steps = 0
-        if not stage.turn():
-            bell.sleep()
+        if not loop.round():
+            loop.sleep()
     torch.cuda.synchronize()
     for lease in leases:
         lease.release()
@@ -136,6 +148,7 @@ def measure(
         "gap_us_p50": 1000 * quantile(gap_ms, 0.5), "gap_us_p99": 1000 * quantile(gap_ms, 0.99),
         "idle_share": sum(gap_ms) / (sum(gap_ms) + sum(step_ms[1:])),
         "host_us_per_step": host_us,
+        "held": stage.stats.held, "late": stage.stats.late,
         "raw": {"step_ms": step_ms, "gap_ms": gap_ms},
     }  # fmt: skip
 
@@ -171,6 +184,7 @@ def main() -> None:
     p.add_argument("--depths", default="1,2")
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--prompt", type=int, default=128)
+    p.add_argument("--lead-ms", type=float, help="launch so long before it is needed; default: at once")
     p.add_argument("--out", type=Path, default=Path("bench/results/overlap.json"))
     args = p.parse_args()
     config = parse(released_config() if args.config == "released" else tiny_config())
@@ -183,7 +197,7 @@ def main() -> None:
         for batch in map(int, args.batches.split(",")):
             for depth in map(int, args.depths.split(",")):
                 for payload in (False, True):
-                    run = measure(kind, model, config, batch, depth, payload, args.steps, args.prompt)
+                    run = measure(kind, model, config, batch, depth, payload, args.steps, args.prompt, args.lead_ms)
                     result["runs"].append(run)
                     print(
                         json.dumps(

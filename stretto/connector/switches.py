@@ -20,6 +20,7 @@ class OverlapSwitches:
     async_h2d: bool = True  # off: a chunk is handed to the stage only when it is on the device
     payload_stream: bool = True  # off: payload copies queue behind the step on the compute stream
     zero_copy_encode: bool = True  # off: chunks are encoded into a bytes object, which is then copied
+    just_in_time: bool = True  # off: a step is launched as soon as there is room, though the device has work yet
 
     @classmethod
     def read(cls, config: Mapping[str, object], environ: Mapping[str, str]) -> OverlapSwitches:

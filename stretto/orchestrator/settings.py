@@ -31,6 +31,7 @@ class HostSettings:
     graphs: bool = True  # on a GPU
     warm: bool = True  # there, compile kernels in several processes before the first start
     overlap_depth: int = 2
+    launch_lead_ms: float = 1.5  # beyond its own time, a launch begins so long before the device runs out of work
     prefix_cache: bool = True
     block_size: int = 16
     thinker_blocks: int | None = None  # None: on a GPU what the weights leave, see stage/plan.py
@@ -52,6 +53,8 @@ class HostSettings:
         if self.expert_weights == "float8" and self.dtype == "float16":
             # Sums over float8 numbers come before their scale, and are far beyond what float16 holds.
             raise Invalid("float8 expert weights need dtype bfloat16 or float32", "expert_weights")
+        if not self.launch_lead_ms >= 0:
+            raise Invalid(f"launch_lead_ms must not be negative, got {self.launch_lead_ms}", "launch_lead_ms")
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "switches": dict(self.switches)}

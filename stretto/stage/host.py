@@ -54,6 +54,7 @@ from stretto.orchestrator.messages import (
 )
 from stretto.orchestrator.settings import LINKS, HostSettings
 from stretto.prompt.prompt import Prompt
+from stretto.stage.ahead import Ahead
 from stretto.stage.channel import Channel
 from stretto.stage.codec import CodecConfig, CodecStage
 from stretto.stage.loop import Loop, Turns
@@ -264,7 +265,11 @@ class Host:
             ),
             store.drop,
         )
-        return Stage(name, scheduler, runner, _nobody, store, waiter)
+        # On a CPU a step is done when its launch is, so there is nothing to wait for.
+        hold = self.device.type == "cuda" and self.switches.just_in_time
+        sizes = graphs.sizes if graphs is not None else SIZES
+        ahead = Ahead(sizes, int(1e6 * s.launch_lead_ms), hold, self.loop.clock)
+        return Stage(name, scheduler, runner, _nobody, store, waiter, ahead)
 
     def _capture_prompts(self, name: str, lane: ThinkerLane | TalkerLane, stream: torch.cuda.Stream) -> None:
         """Passes over prompts, and the audio encoder's. After the decode steps: their warm-ups must not find these."""
@@ -402,6 +407,8 @@ class Host:
                 pool = stage.scheduler.pool
                 values[f'stretto_stage_tokens_total{{stage="{name}"}}'] = stage.stats.tokens
                 values[f'stretto_stage_rows_total{{stage="{name}"}}'] = stage.stats.rows
+                values[f'stretto_stage_held_total{{stage="{name}"}}'] = stage.stats.held
+                values[f'stretto_stage_late_total{{stage="{name}"}}'] = stage.stats.late
                 values[f'stretto_stage_waiting{{stage="{name}"}}'] = stage.scheduler.num_waiting
                 values[f'stretto_stage_blocks_available{{stage="{name}"}}'] = pool.num_available
                 values[f'stretto_stage_blocks{{stage="{name}"}}'] = pool.num_blocks
@@ -437,6 +444,8 @@ class Host:
 class _Push:
     """Lets the reports of the turns before it go."""
 
+    due_ns: int | None = None
+
     def __init__(self, push: Callable[[], None]) -> None:
         self.push = push
 
@@ -447,6 +456,8 @@ class _Push:
 
 class _Fresh:
     """A turn of the thinker's in rounds that brought requests."""
+
+    due_ns: int | None = None
 
     def __init__(self, host: Host, thinker: Node) -> None:
         self.host, self.thinker = host, thinker
@@ -459,6 +470,8 @@ class _Fresh:
 class _Faults:
     """Looks after the links in each round: a fault that names a request fails it, others end the link. A link that has
     ended is reported whatever its faults named: else the next request would wait on it for ever."""
+
+    due_ns: int | None = None
 
     def __init__(self, host: Host) -> None:
         self.host = host

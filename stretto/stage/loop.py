@@ -2,12 +2,14 @@
 
 Each round takes the messages that came, then gives every stage a turn, the most downstream first, so that a first
 packet never waits behind a new prompt. A round in which nothing happened ends in a sleep on the bell: an event file
-descriptor that messages, chunks and the device's waiter ring. There is no timer and no polling."""
+descriptor that messages, chunks and the device's waiter ring. A stage that holds something back says until when; the
+sleep ends then at the latest. There is no timer thread and no polling."""
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -21,8 +23,17 @@ log = logging.getLogger(__name__)
 Message = Callable[[], None]
 """Run on the loop thread."""
 
+TICK_NS = 1_000_000
+"""Sleeps last whole ticks, so what is due within less than one is due now: then nobody ever wakes up too early, goes
+round and finds nothing to do."""
+
 
 class Turns(Protocol):
+    @property
+    def due_ns(self) -> int | None:
+        """When it wants another turn though nothing rings, by the loop's clock; at least a tick from its last turn."""
+        ...
+
     def turn(self) -> bool:
         """Do what can be done now, without waiting. True: something was."""
         ...
@@ -35,6 +46,8 @@ class Bell:
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._rung = False
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
 
     def ring(self) -> None:
         # While nobody sleeps one ring is as good as many, and this is not a system call.
@@ -42,7 +55,10 @@ class Bell:
             self._rung = True
             os.eventfd_write(self._fd, 1)
 
-    def sleep(self) -> None:
+    def sleep(self, ticks: int | None = None) -> None:
+        """Until it rings, or for so many ticks."""
+        if ticks is not None and not self._poll.poll(ticks):  # in milliseconds, which ticks are
+            return
         os.eventfd_read(self._fd)
         # After the read: a ring in between is left out, but the look for work that follows sees what it was for.
         self._rung = False
@@ -52,11 +68,18 @@ class Bell:
 
 
 class Loop:
-    def __init__(self, stages: Sequence[Turns], bell: Bell | None = None, max_messages: int = 4096) -> None:
-        """`stages` in the order of the data's way."""
+    def __init__(
+        self,
+        stages: Sequence[Turns],
+        bell: Bell | None = None,
+        max_messages: int = 4096,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """`stages` in the order of the data's way; `clock` in nanoseconds is theirs too."""
         self.stages = list(stages)
         self.bell = bell or Bell()
         self.max_messages = max_messages
+        self.clock = clock
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None  # called last on the loop thread, if it dies
         self.idle_ns = 0  # asleep, since `run` began
@@ -98,9 +121,7 @@ class Loop:
         try:
             while not self._stopping:
                 if not self.round():
-                    asleep = time.perf_counter_ns()
-                    self.bell.sleep()
-                    self.idle_ns += time.perf_counter_ns() - asleep
+                    self.sleep()
         except BaseException as e:
             # The boundary of the stage's world: whoever started the loop must learn of it.
             self.failure, self._stopping = e, True
@@ -117,3 +138,13 @@ class Loop:
         for stage in reversed(self.stages):
             did = stage.turn() or did
         return did
+
+    def sleep(self) -> None:
+        """After a round in which nothing happened: until the bell rings or a stage is due."""
+        asleep = self.clock()
+        due = min((at for stage in self.stages if (at := stage.due_ns) is not None), default=None)
+        if due is None:
+            self.bell.sleep()
+        elif (ticks := (due - asleep) // TICK_NS) > 0:
+            self.bell.sleep(ticks)
+        self.idle_ns += self.clock() - asleep

@@ -94,6 +94,10 @@ class ThinkerNode:
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         stage.emit = self._emit
 
+    @property
+    def due_ns(self) -> int | None:
+        return self.stage.due_ns
+
     def admit(self, a: Admit, prompt: Prompt) -> None:
         if a.spoken is not None:
             return
@@ -241,6 +245,10 @@ class TalkerNode:
         self._came = False  # frames came since the last look at them
         self._looked = 0.0
         stage.emit = self._emit
+
+    @property
+    def due_ns(self) -> int | None:
+        return self.stage.due_ns
 
     def admit(self, a: Admit, prompt: Prompt) -> None:
         if not a.speak:
@@ -406,6 +414,7 @@ class TalkerNode:
 
 class Code2WavNode:
     name = "code2wav"
+    due_ns: int | None = None
 
     def __init__(self, stage: CodecStage, report: Report, clock: Clock = time.monotonic) -> None:
         self.stage, self.report, self.clock = stage, report, clock

@@ -2,12 +2,12 @@
 
 All methods belong to the loop thread. `turn` does what can be done now and never waits: it retires the steps that
 have come back, hands their certain outputs to `emit`, and launches one more if fewer than `overlap_depth` are in
-flight (one, so that the stages of a host take turns). A stop is seen one step late; the surplus of that step is
-dropped here and never reaches `emit`."""
+flight (one, so that the stages of a host take turns) and it is time for it: a step that would only lie in the queue is
+held back (`ahead.py`) unless it brings a prompt, and `due_ns` says until when. A stop is seen one step late; the
+surplus of that step is dropped here and never reaches `emit`."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from stretto.errors import Bug, StrettoError
+from stretto.stage.ahead import Ahead
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.step import Step
@@ -82,6 +83,8 @@ class StageStats:
     failed: int = 0  # steps
     launch_ns: int = 0  # host time to schedule and launch
     retire_ns: int = 0  # host time to retire
+    held: int = 0  # launches that were held back for a while
+    late: int = 0  # of these, launches that found the device without work: held back for too long
 
 
 class PayloadStore:
@@ -125,10 +128,15 @@ class Stage:
         emit: Emit,
         store: PayloadStore | None = None,
         waiter: Waiter | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
+        """Without `ahead`, steps are launched as soon as there is room for them."""
         self.name, self.scheduler, self.runner, self.emit = name, scheduler, runner, emit
         self.store = store or PayloadStore()
         self.waiter = waiter
+        self.ahead = ahead or Ahead((), 0, on=False)
+        self.clock = self.ahead.clock
+        self.due_ns: int | None = None  # when a launch that is held back is due
         self.stats = StageStats()
         self._steps: deque[Step] = deque()
         self._seats: dict[RequestId, _Seat] = {}
@@ -174,12 +182,7 @@ class Stage:
             self._retire(self._steps.popleft())
             did = True
         if len(self._steps) < self.scheduler.config.overlap_depth:
-            start = time.perf_counter_ns()
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self._launch(batch)
-                self.stats.launch_ns += time.perf_counter_ns() - start
-                did = True
+            did = self._launch_next() or did
         return did
 
     def wait(self) -> None:
@@ -190,13 +193,33 @@ class Stage:
     def _find(self, id: RequestId) -> StageRequest:
         return self._seats[id].request
 
-    def _launch(self, batch: Batch) -> None:
+    def _launch_next(self) -> bool:
+        """Launch one step, unless it can wait. False: nothing was launched."""
+        held, due = self.due_ns is not None, self.ahead.due_ns()
+        self.due_ns = due if due is not None and self.scheduler.only_decodes_wait else None
+        if self.due_ns is not None:
+            return False
+        start = self.clock()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        before = self._steps[-1] if self._steps else None
+        self._launch(batch, start)
+        self.stats.launch_ns += self.clock() - start
+        if held:
+            self.stats.held += 1
+            self.stats.late += before is None or before.done
+        return True
+
+    def _launch(self, batch: Batch, start: int) -> None:
         step = self.runner.launch(batch, self._find)
         self._steps.append(step)
+        known = batch.decode_only and step.error is None
+        flight = self.ahead.launched(len(batch.spans) if known else None, self.clock() - start)
         self.stats.steps += 1
         self.stats.rows += batch.num_tokens
         if self.waiter is not None and step.copied is not None:
-            self.waiter.watch(step.copied)
+            self.waiter.watch(step.copied, lambda: self.ahead.ended(flight))
         for join in batch.joined:
             self._seats[join.request].cached += join.filled - join.reused_from
             kept = [self.store.get(handle) for _, handle in join.payloads]
@@ -208,7 +231,8 @@ class Stage:
                 self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, 0, media, None))
 
     def _retire(self, step: Step) -> None:
-        start = time.perf_counter_ns()
+        start = self.clock()
+        self.ahead.retired()
         result = self.runner.retire(step)
         rows = {i: at for at, i in enumerate(step.sampling)}
         columns: list[list[int]] = [] if step.error is not None else step.host.tolist()
@@ -233,7 +257,7 @@ class Stage:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:
                 self._leave(span.request)
-        self.stats.retire_ns += time.perf_counter_ns() - start
+        self.stats.retire_ns += self.clock() - start
 
     def _emit(self, output: Output) -> None:
         if output.confirmed > output.request.cursor.launched:

@@ -52,7 +52,8 @@ def state(host: OneHost) -> list[object]:
     stages = [node.stage for node in host.host.nodes.values()]
     runners = host.runners()
     kept: list[object] = [host.host.switches, host.codec().config, host.codec()._graphs]
-    kept += [s.scheduler.config for s in stages if s is not host.codec()]
+    kept += [(s.scheduler.config, s.ahead.on) for s in stages if s is not host.codec()]
+    kept.append(list(host.host.loop.stages))
     kept += [(r.graphs, r.lane.fused, r.lane.prompts) for r in runners]
     return kept
 
@@ -89,6 +90,30 @@ def test_streaming_sounds_before_the_text_is_over(host: Listening, asker: Asker)
     for s in host.ask(asker.round(LOCAL, 1)):
         assert s.first_audio is not None
         assert s.first_audio < s.words[-1]
+
+
+def test_what_was_held_back_is_told_and_on_a_cpu_it_is_nothing(host: Listening) -> None:
+    told = host.host.stats()
+    for name in ("thinker", "talker"):
+        stage = host.host.nodes[name].stage
+        assert not stage.ahead.on
+        for what in ("held", "late"):
+            assert told.pop(f'stretto_stage_{what}_total{{stage="{name}"}}') == 0
+            setattr(stage.stats, what, 7)
+            assert host.host.stats()[f'stretto_stage_{what}_total{{stage="{name}"}}'] == 7
+            setattr(stage.stats, what, 0)
+    assert not [n for n in told if "_held_" in n or "_late_" in n]
+
+
+def test_requests_that_come_one_by_one_are_timed_from_when_they_came(host: Listening, asker: Asker) -> None:
+    """Each finds others at work, none is admitted much before its time, and all are answered."""
+    samples = host.ask(asker.round(LOCAL, 4), apart_s=0.01)
+    for i, s in enumerate(samples):
+        assert 0.01 * i - 0.001 <= s.sent <= 0.01 * i
+        assert s.first_audio is not None
+        assert s.end is not None
+        assert 0 < s.first_audio < s.end
+    assert samples[1].sent < (samples[0].end or 0.0)
 
 
 def test_links_of_rows_about_links_carry_media(asker: Asker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.prompt.prompt import Prompt
 from stretto.solo import Options
+from stretto.stage.ahead import Ahead
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
@@ -22,14 +24,25 @@ from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, PayloadStore, Stage
 from stretto.types import RequestId, Span
+from tests.stage.simulated import MS, Clock, Device
 
 CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
 
 
 class Desk:
-    """One stage and what came out of it."""
+    """One stage and what came out of it. With `hold`, on a device that takes a time that cannot be foretold, where
+    every look at the clock takes time too: so steps are held back, and launched when due, early and late."""
 
-    def __init__(self, models: Models, kind: str, config: SchedulerConfig = CONFIG, graphs: bool = False) -> None:
+    hold = False
+
+    def __init__(
+        self,
+        models: Models,
+        kind: str,
+        config: SchedulerConfig = CONFIG,
+        graphs: bool = False,
+        ahead: Ahead | None = None,
+    ) -> None:
         self.models = models
         model = models.thinker if kind == "thinker" else models.talker
         cache = model.cache(config.num_blocks + 1, config.block_size)
@@ -42,8 +55,12 @@ class Desk:
         if captured is not None:
             assert runner.stream is not None
             captured.capture(runner.stream, kind, progress=False)
+        self.clock, self.rng = Clock(tick=MS // 10), random.Random(0)
+        if self.hold:
+            Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS)).drive(runner)
+            ahead = Ahead((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
         store = PayloadStore()
-        self.stage = Stage(kind, Scheduler(config, store.drop), runner, self.collect, store)
+        self.stage = Stage(kind, Scheduler(config, store.drop), runner, self.collect, store, ahead=ahead)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, list[list[int]]] = defaultdict(list)
         self.media: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
@@ -72,7 +89,11 @@ class Desk:
             if not self.stage.turn():
                 if not self.stage.num_in_flight:
                     return
-                self.stage.wait()
+                due = self.stage.due_ns
+                if due is not None and self.rng.random() < 0.7:
+                    self.clock.move_to(due - self.rng.randrange(MS))
+                else:
+                    self.stage.wait()
             self.stage.scheduler.check()
         raise AssertionError("no end in sight")
 

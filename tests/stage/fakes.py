@@ -286,9 +286,11 @@ class Driver:
 
     def launch(self) -> Batch | None:
         order = OrderCheck(self.scheduler)
+        only_decodes = self.scheduler.only_decodes_wait and not self.scheduler.num_waiting
         batch = self.scheduler.schedule()
         if batch is not None:
             order.check(batch)
+            assert batch.decode_only or not only_decodes, "a prompt in a batch that was told to be without"
             for join in batch.joined:
                 self._take_reused(join)
             self.batches.append(batch)

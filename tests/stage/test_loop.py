@@ -1,17 +1,19 @@
-"""The loop: order of turns, messages from other threads, sleep without polling."""
+"""The loop: order of turns, messages from other threads, sleep without polling, waking up when a stage is due."""
 
 import threading
 
 import pytest
 
 from stretto.errors import Busy, Gone
-from stretto.stage.loop import Bell, Loop
+from stretto.stage.loop import TICK_NS, Bell, Loop
+from tests.stage.simulated import Clock
 
 
 class Scripted:
     def __init__(self, name: str, log: list[str], works: int = 0) -> None:
         self.name, self.log, self.works = name, log, works
         self.turns = 0
+        self.due_ns: int | None = None
 
     def turn(self) -> bool:
         self.turns += 1
@@ -79,6 +81,114 @@ def test_rings_before_the_sleep_are_not_lost() -> None:
     bell.close()
 
 
+def test_a_sleep_of_some_ticks_ends_by_itself_and_loses_no_ring() -> None:
+    bell = Bell()
+    bell.sleep(0)  # nobody rang
+    bell.ring()
+    bell.sleep(1 << 30)  # would hang if the ring were lost
+    bell.sleep(0)
+    bell.ring()
+    bell.sleep()
+    bell.sleep(1)
+    bell.close()
+
+
+def test_a_sleep_of_some_ticks_asks_for_as_many_milliseconds() -> None:
+    bell = Bell()
+
+    class Polled:
+        asked: int | None = None
+
+        def poll(self, ms: int) -> list[object]:
+            self.asked = ms
+            return []
+
+    bell._poll = Polled()  # type: ignore[assignment]
+    bell.sleep(7)
+    assert bell._poll.asked == 7
+    assert TICK_NS == 1_000_000
+    bell.close()
+
+
+class Dreaming(Bell):
+    """Sleeps as long as it may, on a clock of its own, and for a second where there is no end."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.slept: list[int | None] = []
+
+    def sleep(self, ticks: int | None = None) -> None:
+        self.slept.append(ticks)
+        self.clock.now += (1000 if ticks is None else ticks) * TICK_NS
+
+
+def test_sleeps_until_the_first_stage_is_due() -> None:
+    clock = Clock()
+    bell = Dreaming(clock)
+    stages = [Scripted("thinker", []), Scripted("talker", []), Scripted("code2wav", [])]
+    loop = Loop(stages, bell, clock=clock)
+    start = clock.now
+    loop.sleep()
+    assert loop.idle_ns == 1000 * TICK_NS
+    stages[0].due_ns = clock.now + 9 * TICK_NS
+    stages[1].due_ns = clock.now + 5 * TICK_NS + TICK_NS // 2
+    loop.sleep()  # to half a tick before the talker is due, which is near enough for it
+    assert stages[1].due_ns - clock.now == TICK_NS // 2
+    loop.sleep()
+    stages[1].due_ns = None
+    loop.sleep()
+    assert bell.slept == [None, 5, 4]
+    stages[0].due_ns = clock.now - 3 * TICK_NS
+    loop.sleep()  # long due: another round, at once
+    assert bell.slept == [None, 5, 4]
+    assert loop.idle_ns == clock.now - start, "asleep all the time"
+
+
+def test_a_stage_gets_its_turn_when_it_is_due_and_not_before() -> None:
+    """The loop alone, on a clock: two rounds to fall asleep in, one that launches, and no spinning in between."""
+    clock = Clock()
+    bell = Dreaming(clock)
+
+    class Holding:
+        due_ns: int | None = None
+        turns = 0
+
+        def __init__(self) -> None:
+            self.launched: list[int] = []
+
+        def turn(self) -> bool:
+            self.turns += 1
+            if self.due_ns is None:
+                self.due_ns = clock.now + 7 * TICK_NS + 123
+            if self.due_ns - clock.now >= TICK_NS:
+                return False
+            self.launched.append(self.due_ns - clock.now)
+            self.due_ns = None
+            if len(self.launched) == 10:
+                loop.stop()
+            return True
+
+    stage = Holding()
+    loop = Loop([stage], bell, clock=clock)
+    loop.run()
+    assert stage.launched == [123] * 10
+    assert stage.turns == 20
+    assert bell.slept == [7] * 10
+
+
+def test_stopping_wakes_a_loop_that_waits_for_a_due_time() -> None:
+    stage = Scripted("stage", [])
+    loop = Loop([stage])
+    stage.due_ns = loop.clock() + 3_600_000 * TICK_NS
+    loop.start()
+    seen = threading.Event()
+    loop.post(seen.set)
+    assert seen.wait(10), "a message does not wait for it either"
+    loop.stop()
+    assert loop.failure is None
+
+
 def test_bounds_and_stopping() -> None:
     loop = Loop([], max_messages=2)
     loop.post(lambda: None)
@@ -94,6 +204,8 @@ def test_bounds_and_stopping() -> None:
 
 def test_a_failure_is_kept_for_whoever_started_the_loop() -> None:
     class Broken:
+        due_ns = None
+
         def turn(self) -> bool:
             raise RuntimeError("broken stage")
 

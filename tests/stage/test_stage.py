@@ -19,6 +19,12 @@ from tests.stage.desk import CONFIG, Desk
 SIZE = 8
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["at once", "just in time"])
+def hold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched as soon as there is room, or held back."""
+    monkeypatch.setattr(Desk, "hold", request.param)
+
+
 def options(i: int) -> Options:
     base = Options().seeded(i) if i % 2 else Options().greedy()
     text = SamplingParams(temperature=0.9 * (i % 2), top_k=40, seed=i, repetition_penalty=[1.0, 1.15][i % 3 == 1])
@@ -142,6 +148,7 @@ def test_preempted_thinker_requests_equal_undisturbed_ones(depth: int, models: M
     assert runs[1].stage.idle
 
 
+@pytest.mark.parametrize("hold", [False], indirect=True, ids=["at once"])  # slow, and the thinker's do the same
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_talker_requests_equal_undisturbed_ones(depth: int, models: Models) -> None:
     runs = []

@@ -15,18 +15,21 @@ import torch
 class Waiter:
     def __init__(self, wake: Callable[[], None], name: str) -> None:
         self._wake = wake
-        self._events: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"{name}-waiter", daemon=True)
         self._thread.start()
 
-    def watch(self, event: torch.cuda.Event) -> None:
-        self._events.put(event)
+    def watch(self, event: torch.cuda.Event, note: Callable[[], None] = lambda: None) -> None:
+        """`note` is called on this thread when the event has fired, before the loop is woken up."""
+        self._events.put((event, note))
 
     def close(self) -> None:
         self._events.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
+        while (item := self._events.get()) is not None:
+            event, note = item
             event.synchronize()
+            note()
             self._wake()

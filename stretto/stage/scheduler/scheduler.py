@@ -52,6 +52,25 @@ class Scheduler:
     def num_seated(self) -> int:
         return len(self._ledger.holdings.seated)
 
+    @property
+    def only_decodes_wait(self) -> bool:
+        """Whether there is something to run, and nothing of it is a prompt, as far as that can be told without making
+        the batch."""
+        holdings = self._ledger.holdings
+        if self._ledger.waiting and holdings.num_free_rows:
+            return False
+        found, running = False, State.RUNNING
+        for request in holdings.seated.values():
+            if request.state is not running or (request.in_flight and request.spec.host_history):
+                continue
+            cursor = request.cursor
+            start, known = cursor.filled, cursor.known
+            if start + 1 == known and request.closed:
+                found = True
+            elif min(known, request.limit) > start:
+                return False
+        return found
+
     def requests(self) -> list[StageRequest]:
         """All that are not DONE."""
         return list(self._ledger.requests.values())

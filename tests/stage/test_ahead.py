@@ -1,0 +1,206 @@
+"""When the next step is due: known durations, margins, and what is never waited for."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from stretto.stage.ahead import LEAST, WINDOW, Ahead
+from stretto.stage.loop import TICK_NS
+from tests.stage.simulated import MS, Clock
+
+LEAD, LAUNCH = 2 * MS, MS
+
+
+class Told:
+    """An `Ahead` that is told of steps on a clock of its own."""
+
+    def __init__(self, on: bool = True, lead: int = LEAD) -> None:
+        self.clock = Clock()
+        self.ahead = Ahead((4, 8, 16), lead, on, self.clock)
+
+    def launch(self, rows: int | None = 8, took: int = LAUNCH) -> None:
+        self.ahead.launched(rows, took)
+
+    def retire(self, after: int) -> None:
+        self.clock.now += after
+        self.ahead.retired()
+
+    def step(self, lasts: int, rows: int | None = 8) -> None:
+        """One that runs alone."""
+        self.launch(rows)
+        self.retire(lasts)
+
+    def due_in(self) -> int | None:
+        due = self.ahead.due_ns()
+        return None if due is None else due - self.clock.now
+
+
+@pytest.fixture
+def told() -> Told:
+    """16 ms for 5 to 8 rows, often seen."""
+    told = Told()
+    for _ in range(LEAST):
+        told.step(16 * MS)
+    return told
+
+
+def test_nothing_is_held_back_while_the_device_is_free(told: Told) -> None:
+    assert told.due_in() is None
+
+
+def test_due_before_the_end_by_lead_and_launch(told: Told) -> None:
+    told.launch()
+    assert told.due_in() == 16 * MS - LEAD - LAUNCH
+    told.clock.now += 5 * MS
+    assert told.due_in() == 11 * MS - LEAD - LAUNCH
+
+
+def test_a_step_behind_another_begins_when_that_ends(told: Told) -> None:
+    told.launch()
+    told.clock.now += 12 * MS
+    told.launch()
+    told.retire(4 * MS)
+    assert told.due_in() == 16 * MS - LEAD - LAUNCH
+    told.retire(15 * MS)
+    assert list(told.ahead._steps[8].took)[-2:] == [16 * MS, 15 * MS], "time in the queue counts as the step's"
+
+
+def test_the_end_is_when_it_was_noticed_first(told: Told) -> None:
+    """The loop comes 3 ms late to a step that the waiter saw in time."""
+    flight = told.ahead.launched(8, LAUNCH)
+    told.launch()
+    told.clock.now += 16 * MS
+    told.ahead.ended(flight)
+    told.retire(3 * MS)
+    assert told.due_in() == 13 * MS - LEAD - LAUNCH
+
+
+def test_several_in_flight_add_up(told: Told) -> None:
+    told.launch()
+    told.launch()
+    assert told.due_in() == 32 * MS - LEAD - LAUNCH
+
+
+@pytest.mark.parametrize("rows", [4, 9, 16, 17, None], ids=str)
+def test_unknown_steps_are_not_waited_for(told: Told, rows: int | None) -> None:
+    """Other sizes, sizes beyond all, and steps with prompts: also behind one that is known."""
+    told.launch(rows)
+    assert told.due_in() is None
+    told.retire(MS)
+    told.launch(8)
+    told.launch(rows)
+    assert told.due_in() is None
+
+
+def test_sizes_are_learnt_apart_and_padded(told: Told) -> None:
+    for _ in range(LEAST):
+        told.step(30 * MS, rows=9)
+    for rows, lasts in ((5, 16), (8, 16), (10, 30), (16, 30)):
+        told.launch(rows)
+        assert told.due_in() == lasts * MS - LEAD - LAUNCH
+        told.retire(lasts * MS)
+
+
+def test_a_few_must_be_seen_first() -> None:
+    told = Told()
+    for n in range(LEAST + 1):
+        told.launch()
+        assert (told.due_in() is not None) == (n >= LEAST)
+        told.retire(16 * MS)
+
+
+def test_short_steps_are_not_waited_for() -> None:
+    for lasts, held in ((2 * (LEAD + LAUNCH) - 1, False), (2 * (LEAD + LAUNCH), True)):
+        told = Told()
+        for _ in range(LEAST):
+            told.step(lasts)
+        told.launch()
+        assert (told.due_in() is not None) == held
+
+
+def test_within_a_tick_is_now(told: Told) -> None:
+    """So a sleep in whole ticks is never too short: what it wakes up for is due."""
+    told.launch()
+    due = told.ahead.due_ns()
+    assert due is not None
+    told.clock.now = due - TICK_NS
+    assert told.due_in() == TICK_NS
+    for now in (due - TICK_NS + 1, due, due + 50 * MS):
+        told.clock.now = now
+        assert told.due_in() is None
+
+
+def test_off_is_at_once_but_goes_on_learning(told: Told) -> None:
+    told.ahead.on = False
+    for _ in range(WINDOW):
+        told.step(20 * MS)
+    told.launch()
+    assert told.due_in() is None
+    told.ahead.on = True
+    assert told.due_in() == 20 * MS - LEAD - LAUNCH
+
+
+def test_one_outlier_changes_nothing(told: Told) -> None:
+    for odd in (0, 500 * MS):
+        told.step(odd)
+        told.launch(took=0)
+        assert told.due_in() == 16 * MS - LEAD - LAUNCH
+        told.retire(16 * MS)
+    told.launch(took=300 * MS)
+    assert told.due_in() == 16 * MS - LEAD - LAUNCH
+
+
+def test_faster_steps_are_believed_at_once_and_slower_ones_in_time(told: Told) -> None:
+    """Too late costs the device's time, too early only the chance to be in front."""
+    told.step(10 * MS)
+    told.step(10 * MS)
+    told.launch()
+    assert told.due_in() == 10 * MS - LEAD - LAUNCH
+    told.retire(20 * MS)
+    for n in range(WINDOW):
+        told.launch()
+        due = told.due_in()
+        assert due is not None
+        assert due <= 20 * MS - LEAD - LAUNCH
+        if n >= WINDOW - 2:
+            assert due == 20 * MS - LEAD - LAUNCH
+        told.retire(20 * MS)
+
+
+def test_slow_launches_widen_the_margin(told: Told) -> None:
+    for _ in range(2):
+        told.launch(took=3 * MS)
+        told.retire(16 * MS)
+    told.launch()
+    assert told.due_in() == 16 * MS - LEAD - 3 * MS
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_noise_it_is_early_rather_than_late(seed: int) -> None:
+    """Steps of 15 ms that others stretch by up to 6, ends that are noticed up to a millisecond late: of the launches
+    that are begun when due (or up to a tick before) next to none finds the device done, and most of a step is won."""
+    rng = random.Random(seed)
+    told = Told(lead=int(1.5 * MS))
+    clock, ahead = told.clock, told.ahead
+    late, won, end = 0, 0, clock.now
+    for n in range(400):
+        due = ahead.due_ns()
+        at = clock.now if due is None else due - rng.randrange(TICK_NS)
+        if due is not None:
+            won += at - clock.now
+            late += at + LAUNCH > end
+        clock.now = at + LAUNCH
+        ahead.launched(8, LAUNCH)
+        if n:  # the step before ends, and is retired
+            clock.now = max(clock.now, end) + rng.randrange(MS)
+            ahead.retired()
+        end = max(end, at + LAUNCH) + 15 * MS + rng.choice((0, 0, rng.randrange(6 * MS)))
+    assert late <= 4
+    assert won / 400 > 9 * MS
+
+
+def test_imports_no_torch() -> None:
+    code = "import stretto.stage.ahead, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
