@@ -83,7 +83,7 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
                 return project(gained, w, glu=glu, counters=counters, tuned=c)
             if residual is not None and rows > 1:
                 return project_onto(residual, x, w, (next_gain, 1e-6), None, counters, c)
-            return project(x, w, norm=(gain, 1e-6) if norm else None, add=residual, glu=glu, tuned=c)
+            return project(x, w, norm=(gain, 1e-6) if norm else None, add=residual, glu=glu, counters=counters, tuned=c)
 
         return run
 

@@ -44,7 +44,7 @@ class FusedFrame:
         out = FrameOut(
             hidden.new_empty(batch, groups, dtype=torch.int64), hidden.new_empty(batch, size, dtype=torch.float32)
         )
-        logits = project(hidden, self.model.codec_head.weight)
+        logits = project(hidden, self.model.codec_head.weight, counters=self.layers.tiles)
         pick_code0(
             logits, rows, positions, self.code0, self.answer, self.model.suppress,
             self.model.model.codec_embedding.weight, pair[:, 1], out,
