@@ -226,7 +226,7 @@ class Stage:
             if kept:  # found in the cache: certain already, and never computed for this request
                 request = self._find(join.request)
                 places = [p for k in kept for p in k.places]
-                media = MediaOutput(places, torch.cat([k.rows for k in kept]), None)
+                media = MediaOutput(places, *self.runner.joined([k.rows for k in kept]))
                 self._seats[join.request].media.append(media)
                 self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, 0, media, None))
 
@@ -282,7 +282,7 @@ class Stage:
             if low < high:
                 places += where[low:high].tolist()
                 rows.append(media.rows[low:high])
-        return Kept(places, torch.cat(rows)) if rows else None
+        return Kept(places, self.runner.joined(rows)[0]) if rows else None  # read by `joined` again, on that stream
 
     def _leave(self, id: RequestId) -> None:
         """Forget a request once it is over and nothing of it is in flight."""

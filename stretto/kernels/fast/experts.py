@@ -73,6 +73,9 @@ def _choose(
     Slots from TOP on are the shared pieces E, E + 1, ..."""
     e = tl.arange(0, E)
     scores = tl.load(logits + e, volatile=True).to(tl.float32)
+    # What is not a number compares with nothing, and places would stay empty: addresses are made from them. (The
+    # weights come out as what they are, so that it shows in the end.)
+    scores = tl.where(scores == scores, scores, float("-inf"))
     before = (scores[None, :] > scores[:, None]) | ((scores[None, :] == scores[:, None]) & (e[None, :] < e[:, None]))
     rank = tl.sum(before.to(tl.int32), 1)
     parts = tl.exp(scores - tl.max(scores, 0))

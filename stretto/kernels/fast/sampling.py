@@ -267,7 +267,7 @@ def _pick_code(
             winner = _draw_held(images, ids, top, temperature, k, top_p, seed, draw, SHIFT)
     else:
         winner = winner_of(images, ids)
-    code = id_of(winner)
+    code = tl.where(bad, 0, id_of(winner))  # whatever came of bad numbers: it is looked up below, and must be there
     tl.store(codes + m * codes_stride + group, tl.where(bad, -1, code))
     if FIRST:
         tl.store(seen + row * SIZE + code, tl.full((), 1, tl.uint8))
@@ -386,7 +386,7 @@ def _merge_blocks(
             winner = draw_read(whole, top, k, top_p, seed, position + 1)
     else:
         winner = winner_of(images, ids)
-    token = id_of(winner)
+    token = tl.where(fine, id_of(winner), 0)  # the next step looks it up, and must find a word
     tl.store(tokens + m, tl.where(fine, token, -1))
     tl.store(next + row, token)
     tl.store(seen + row * SIZE + token, tl.full((), 1, tl.uint8))

@@ -55,6 +55,15 @@ class Runner:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     @torch.inference_mode()
+    def joined(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Device rows of earlier steps as one tensor, and when it is there (None: now)."""
+        with self.on_stream():
+            rows = torch.cat(list(parts))
+            if self.stream is None:
+                return rows, None
+            return rows, self.stream.record_event()
+
+    @torch.inference_mode()
     def launch(self, batch: Batch, find: Find) -> Step:
         """Put a batch on the device. An error while launching is the step's, not the caller's."""
         with self.on_stream():

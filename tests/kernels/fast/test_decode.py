@@ -172,6 +172,29 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
     assert counter.item() == 0
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_are_no_numbers_stay_within_bounds(device: torch.device, rows: int) -> None:
+    """Addresses are made from what the router chose: it must choose experts that exist, whatever it was given."""
+    r = Random(device, torch.bfloat16, 9)
+    w = fast_experts.ExpertWeights(
+        r.gain(64), EPS, r(16, 64), r(16, 64, 64, scale=0.1), r(16, 64, 32, scale=0.1), top_k=3, norm_topk=True
+    )
+    x = r(rows, 64)
+    x[0] = float("nan")
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    if rows == 1:
+        ids = fast_experts.route_one(x, w, counter)[0][None]
+        fast_experts.mixture_one(x, w, counter)
+    else:
+        gained = fast_linear.Gained(x * w.gain, (x.float() ** 2).sum(1)[None], EPS)
+        ids = fast_experts.route(x, gained, w)[0]
+        fast_experts.mixture(x, gained, w)
+    assert ((ids >= 0) & (ids < 16)).all()
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+    assert x[0].isnan().all()  # and it shows
+    assert not x[1:].isnan().any()
+
+
 @both
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 2), (4, 4)])
 @pytest.mark.parametrize(("splits", "apart"), [(1, 0), (4, 0), (4, 1)])
