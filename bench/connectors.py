@@ -37,9 +37,9 @@ import zmq
 from bench.env import describe, quantile
 from stretto.connector import wire
 from stretto.connector.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
+from stretto.connector.notes import Kind, Note
 from stretto.connector.registry import connectors
 from stretto.connector.shm import ShmInward, ShmOutward
-from stretto.connector.slots import Kind, Note
 from stretto.errors import Invalid
 from stretto.types import Mark, RequestId, Span
 
@@ -231,7 +231,7 @@ class ShmBytes:
         while not self._free:
             self._take_back(WAIT_S)
         slot = self._free.pop()
-        self._out.buffer(slot).memory[:size] = self._source[:size]
+        self._out.pages[slot].memory[:size] = self._source[:size]
         self._out.ship(slot, 0, size)
 
     def _take_back(self, timeout: float) -> None:
@@ -317,7 +317,7 @@ def make_lane(name: str, queues: tuple[Any, Any]) -> Lane:
         case ["mp.Queue"]:
             return QueueBytes(*queues)
         case ["shm", "chunk,", "spinning"]:
-            return ConnectorChunk("shm", spin_us="100")
+            return ConnectorChunk("shm", look_us="100")
         case [connector, "chunk"]:
             return ConnectorChunk(connector)
     raise ValueError(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.connector import shm, wire
+from stretto.connector import doorbell, shm, wire
 from stretto.connector.contract import LinkOptions
 from stretto.types import Mark, RequestId, Span
 
@@ -15,17 +15,17 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
     """The socket's own timeout is set only when it changes: it must be the one of this call, also after a wait of
     another length that brought nothing."""
     bounds: list[float] = []
-    bound_waits = shm._bound_waits
+    bound_waits = doorbell.bound_waits
 
     def record(sock: object, timeout: float) -> None:
         bounds.append(timeout)
         bound_waits(sock, timeout)  # type: ignore[arg-type]
 
-    options = LinkOptions(slots=2, slot_bytes=4096, details={"spin_us": spin_us})
+    options = LinkOptions(slots=2, slot_bytes=4096, details={"look_us": spin_us})
     connector = shm.ShmConnector()
     receiver = connector.listen("a-b", options)
     sender = connector.connect(receiver.endpoint, options)
-    monkeypatch.setattr(shm, "_bound_waits", record)
+    monkeypatch.setattr(doorbell, "bound_waits", record)
     chunk = wire.chunk(RequestId("r"), Span(0, 1), Mark.MORE, {"rows": torch.ones(1)})
 
     def take(timeout: float, sends: bool) -> float:
