@@ -17,7 +17,7 @@ from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, u
 
 _TIMEVAL = struct.Struct("@ll")
 _CHUNK = int(Kind.CHUNK)
-_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # flags as plain integers: an enum's `|` costs a microsecond
+AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # flags as plain integers: an enum's `|` costs a microsecond
 _NO_WAIT = int(socket.MSG_DONTWAIT)
 _BATCH = 64  # notes read by one system call
 
@@ -30,7 +30,7 @@ class Bell:
         # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 4096)
         self._sock = sock
-        self._send = sock.send
+        self.send = sock.send
         self._receive = sock.recv_into
         self.wait: Callable[[memoryview], int] = self._receive  # asleep, for as long as the socket is set to
         self._generation = endpoint.generation
@@ -43,18 +43,18 @@ class Bell:
     def ship(self, slot: int, seq: int, size: int) -> None:
         """For the courier alone, in whose turn nobody closes the descriptor."""
         try:
-            self._send(pack_note(_CHUNK, slot, seq, size, self._generation), _AT_ONCE)
+            self.send(pack_note(_CHUNK, slot, seq, size, self._generation), AT_ONCE)
         except OSError as error:
-            raise Hangup(f"the connection is gone: {error.strerror}") from error
+            raise gone(error) from error
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
         """For any thread."""
         data = pack_note(kind, slot, seq, 0, self._generation)
         with self._sending:
             try:
-                self._sock.send(data, _AT_ONCE)
+                self._sock.send(data, AT_ONCE)
             except OSError as error:
-                raise Hangup(f"the connection is gone: {error.strerror}") from error
+                raise gone(error) from error
 
     def notes(self, timeout: float) -> list[Note]:
         """One read, so at most one wait; the caller comes again."""
@@ -162,6 +162,10 @@ def bound_waits(sock: socket.socket, timeout: float) -> None:
     if timeout > 0:  # a zero option would mean for ever
         seconds, micros = divmod(max(int(timeout * 1e6), 1), 1_000_000)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, micros))
+
+
+def gone(error: OSError) -> Hangup:
+    return Hangup(f"the connection is gone: {error.strerror}")
 
 
 def broken(error: OSError) -> Hangup:

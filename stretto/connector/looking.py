@@ -1,9 +1,14 @@
 """Whether a receiver looks for its next chunk for a moment before it sleeps. Used by the shm connector's doorbell.
 
-A look saves the wake-up where the next chunk is almost there, and costs the interpreter's lock and a core where it is
-not. So a link is looked at only while that pays: after `STREAK` waits in a row that ended within the window, and where
-the process has a second core for the sender. One wait that takes longer, and the link sleeps again: a stage that gets a
-chunk every few milliseconds, or a few at a time, never looks. Called by the courier's thread alone."""
+A look saves the wake-up where the next chunk is almost there and a core is free for it; elsewhere it costs the sender
+that core, or the stage loop the interpreter's lock. So a link is looked at only while that pays:
+
+    asleep --enough short waits in a row, and the process has a second core--> on trial
+    on trial --its waits are shorter than the sleeping ones were--> looking
+    on trial --they are not, or one takes longer than the window--> asleep, and twice as many are enough the next time
+    looking --one wait takes longer than the window--> asleep
+
+A stage that gets a chunk every few milliseconds, or a few at a time, never looks. Called by the courier's thread."""
 
 from __future__ import annotations
 
@@ -13,11 +18,14 @@ from collections.abc import Callable, Mapping
 
 MOST_US = 1000
 STREAK = 8
+"""Short waits in a row that are enough at first, and waits of a trial."""
+MOST_STREAK = 4096
+
 _SETTING, _VARIABLE = "look_us", "STRETTO_LOOK_US"
 
 
 def read_look_s(link: str, details: Mapping[str, str], environ: Mapping[str, str]) -> float:
-    """The window in seconds, of the link's settings or, above them, the environment; 0 is off."""
+    """The window in seconds, from the link's settings or, above them, the environment; 0 is off."""
     text = environ.get(_VARIABLE, details.get(_SETTING, "0"))
     if not text.isdecimal() or int(text) > MOST_US:
         raise ValueError(f"link {link}: {_SETTING} is a number of microseconds up to {MOST_US}, not {text!r}")
@@ -31,7 +39,18 @@ def usable_cores() -> int:
 class Lookout:
     """Decides before each wait, learns from how long it took."""
 
-    __slots__ = ("_asleep_s", "_clock", "_cores", "_start", "_streak", "_window_s", "looks")
+    __slots__ = (
+        "_asleep_s",
+        "_clock",
+        "_cores",
+        "_enough",
+        "_short_s",
+        "_start",
+        "_total_s",
+        "_waits",
+        "_window_s",
+        "looks",
+    )
 
     def __init__(
         self,
@@ -40,14 +59,17 @@ class Lookout:
         cores: Callable[[], int] = usable_cores,
     ) -> None:
         self._window_s = window_s
-        # What a sleeping receiver measures has its own wake-up in it, which a look would have saved.
-        self._asleep_s = 2 * window_s
+        # What a sleeping receiver measures has its own wake-up in it, which a look would save.
+        self._short_s = 2 * window_s
         self._clock = clock
         self._cores = cores
         self._start = 0.0
-        self._streak = 0
+        self._enough = STREAK
+        self._waits = 0  # short ones in a row, in this state
+        self._total_s = 0.0  # of those
+        self._asleep_s = 0.0  # what one took on average, before the trial
         self.looks = False
-        """Whether to look in the wait that was just begun."""
+        """Whether to look in the next wait."""
 
     def begin(self) -> None:
         """A wait begins."""
@@ -60,9 +82,30 @@ class Lookout:
     def ended(self, came: bool) -> None:
         """The wait is over, with something to show for it or not."""
         took = self._clock() - self._start
-        if not came or took > (self._window_s if self.looks else self._asleep_s):
-            self._streak, self.looks = 0, False
-        elif not self.looks:
-            self._streak += 1
-            # Asked anew with each streak: where a process may run can change, and streaks are rare.
-            self.looks = self._streak == STREAK and self._cores() > 1
+        short = came and took <= (self._window_s if self.looks else self._short_s)
+        if short:
+            self._waits += 1
+            self._total_s += took
+        if self.looks:
+            self._judge(short)
+        elif not short:
+            self._count_anew()
+        elif self._waits >= self._enough:
+            self._asleep_s = self._total_s / self._waits
+            self._count_anew()
+            # Asked each time, since where a process may run can change.
+            self.looks = self._cores() > 1
+
+    def _judge(self, short: bool) -> None:
+        on_trial = self._waits <= STREAK
+        if short and not (self._waits == STREAK and self._total_s >= STREAK * self._asleep_s):
+            if self._waits == STREAK:
+                self._enough = STREAK
+            return
+        if on_trial:
+            self._enough = min(2 * self._enough, MOST_STREAK)
+        self.looks = False
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        self._waits, self._total_s = 0, 0.0

@@ -37,10 +37,10 @@ from typing import ClassVar
 
 from stretto.connector import wire
 from stretto.connector.contract import Chunk, Corrupt, Endpoint, LinkOptions, PeerDead, PutFailed, VersionMismatch
-from stretto.connector.doorbell import Bell, PagedBell, bound_waits, broken, shut
+from stretto.connector.doorbell import AT_ONCE, Bell, PagedBell, bound_waits, broken, gone, shut
 from stretto.connector.endpoint import MAX_SLOTS, check_endpoint, check_options, make_endpoint, new_nonce
 from stretto.connector.looking import read_look_s
-from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, split_slots, stride_of, unpack_note
+from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, split_slots, stride_of, unpack_note
 from stretto.connector.pinned import map_shared
 from stretto.connector.returns import ORDERED, RELOOK_S, Returns
 from stretto.connector.slots import LARGE, Leaving, SlotLease, SlotReceiver, SlotSender, State
@@ -100,6 +100,7 @@ class ShmSender(SlotSender):
         super().__init__(endpoint, options, carrier, checksum=False)
         self._returns = carrier.returns
         self._returns.flight = self._flight
+        self._send = carrier.send
         self._last = 0  # the slot that was sent last,
         self._awaited = -1  # and its word when it is back; -1: someone else has looked after the slots since
 
@@ -111,7 +112,7 @@ class ShmSender(SlotSender):
                 self._leaving
                 or self._state is not _OPEN
                 or not self._zero_copy
-                or header.epoch < self._floor_of(header.request, 0)
+                or (self._floor and self._fences.stale(header))
             ):
                 return self._put(chunk, timeout)
             slot = self._last
@@ -138,29 +139,33 @@ class ShmSender(SlotSender):
             self._seq = seq + 1
             self._last = slot
             self._awaited = 2 * seq + 2
-            self._ship_note(slot, seq, size)
+            self._send(pack_note(_CHUNK, slot, seq, size, self._generation), AT_ONCE)
             if size > LARGE or not self._free:
                 self._take_back()
         except PutFailed as failed:
             failed.link = self.link
             raise
-        except Hangup as hangup:
-            self._not_sent(slot, hangup)
+        except OSError as error:
+            self._not_sent(slot, gone(error))
         finally:
             self._turn.release()
         chunk.release()
         return True
 
     def _take_back(self) -> None:
-        self._awaited = -1
+        """As `_pump`, without a system call."""
         try:
-            self._hear(self._returns.news())
+            if news := self._returns.news():
+                self._awaited = -1
+                self._hear(news)
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
 
     def _pump(self, timeout: float) -> bool:
-        self._awaited = -1
-        return super()._pump(timeout)
+        came = super()._pump(timeout)
+        if came:
+            self._awaited = -1
+        return came
 
     def _ship(self, slot: int, size: int, request: RequestId) -> None:
         self._awaited = -1
@@ -195,8 +200,7 @@ class ShmReceiver(SlotReceiver):
                     self._held[seq] = slot
                     self._next = seq + 1
                     chunk = wire.read(bell.pages[slot], size, SlotLease(self, seq))
-                    header = chunk.header
-                    if header.epoch >= self._floor_of(header.request, 0):
+                    if not self._floor or not self._fences.stale(chunk.header):
                         return chunk
                     chunk.release()
                     return self._take(timeout)
@@ -233,6 +237,7 @@ class ShmOutward:
             os.close(memory)
         self._bell = Bell(sock, endpoint)
         self.pages = self._slots
+        self.send = self._bell.send
         self.ship = self._bell.ship
         self.wake = self._bell.wake
 

@@ -21,6 +21,8 @@ from enum import Enum
 from time import monotonic
 from typing import NoReturn
 
+import msgspec
+
 from stretto.connector import wire
 from stretto.connector.contract import (
     Chunk,
@@ -119,7 +121,7 @@ class SlotSender(_End):
         self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> what it carries
         self._refused: deque[Refused] = deque()
         self._fences = Fences()
-        self._floor_of = self._fences.floor.get
+        self._floor = self._fences.floor
         self._seq = 0
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
@@ -327,17 +329,14 @@ class SlotSender(_End):
             first.chunk.release()
 
 
-class SlotLease:
-    """A taken chunk's right to its slot."""
+class SlotLease(msgspec.Struct):
+    """A taken chunk's right to its slot. A struct, since that is made without a call into Python."""
 
-    __slots__ = ("_receiver", "_seq")
-
-    def __init__(self, receiver: SlotReceiver, seq: int) -> None:
-        self._receiver = receiver
-        self._seq = seq
+    receiver: SlotReceiver
+    seq: int
 
     def release(self) -> None:
-        self._receiver.give_back(self._seq, _RELEASE)
+        self.receiver.give_back(self.seq, _RELEASE)
 
 
 class SlotReceiver(_End):
@@ -352,7 +351,7 @@ class SlotReceiver(_End):
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
         self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping is what makes it once
         self._fences = Fences()
-        self._floor_of = self._fences.floor.get
+        self._floor = self._fences.floor
         self._next = 0
 
     def take(self, timeout: float) -> Chunk | None:

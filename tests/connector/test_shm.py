@@ -1,12 +1,14 @@
-"""What only the shm connector's carrier promises: how long its one system call waits."""
+"""What only the shm connector promises: how long its one system call waits, and how slots come back."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
 
 from stretto.connector import doorbell, shm, wire
-from stretto.connector.contract import LinkOptions
+from stretto.connector.contract import Chunk, LinkOptions
 from stretto.types import Mark, RequestId, Span
 
 
@@ -48,6 +50,88 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
         first.release()
         for timeout, sends in [(0.02, True), (0.03, False), (0.02, True), (0.02, True), (0.01, False), (0.02, True)]:
             assert take(timeout, sends) == timeout
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def numbered(number: int) -> Chunk:
+    tensors = {"rows": torch.full((64,), number, dtype=torch.int64)}
+    return wire.chunk(RequestId(f"r{number % 3}"), Span(number, number + 1), Mark.MORE, tensors, seq=number)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> None:
+    """The sender finds a slot in three ways: the one sent last, a free one, one that comes back as it looks. In any
+    mixture of them no chunk that is still held changes, and credits add up."""
+    chance = random.Random(seed)
+    options = LinkOptions(slots=slots, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    held: list[tuple[int, Chunk]] = []
+    sent = taken = 0
+    try:
+        for _ in range(400):
+            action = chance.choice(["put", "put", "take", "take", "release", "release", "look", "purge"])
+            if action == "put":
+                accepted = sender.put(numbered(sent), 0.0)
+                assert accepted == (sent - taken + len(held) < slots)
+                sent += accepted
+            elif action == "take" and sent > taken:
+                chunk = receiver.take(chance.choice([5.0, 6.0]))
+                assert chunk is not None
+                assert chunk.header.seq == taken
+                held.append((taken, chunk))
+                taken += 1
+            elif action == "release" and held:
+                held.pop(chance.randrange(len(held)))[1].release()
+            elif action == "look":
+                assert sender.credits() == slots - len(held) - (sent - taken)
+            elif action == "purge":
+                sender.purge(RequestId("someone else"), 1)
+            for number, chunk in held:
+                assert bool((chunk.tensors["rows"] == number).all())
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LinkOptions(slots=4, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    places = set()
+    try:
+        for number in range(50):
+            assert sender.put(numbered(number), 0.0)
+            if number == 0:  # from here on nothing may be read by the sender, or be sent by the receiver
+                monkeypatch.setattr(doorbell.Bell, "notes", None)
+                monkeypatch.setattr(doorbell.Bell, "reply", None)
+            chunk = receiver.take(5.0)
+            assert chunk is not None
+            places.add(chunk.tensors["rows"].data_ptr())
+            chunk.release()
+        assert len(places) == 1
+    finally:
+        monkeypatch.undo()
+        sender.close()
+        receiver.close()
+
+
+def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "ORDERED", False)
+    options = LinkOptions(slots=2, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    try:
+        for number in range(20):
+            assert sender.put(numbered(number), 5.0)
+            chunk = receiver.take(5.0)
+            assert chunk is not None
+            chunk.release()
+        assert not any(sender._returns.words[:2])
+        assert sender.credits() == 2
     finally:
         sender.close()
         receiver.close()
