@@ -149,26 +149,14 @@ class Track:
         pairs = [*zip(sent, received_there), *zip(sent_there, received)]
         return [round((stop - start) / 1000, 2) for start, stop in pairs]
 
-    def paced(self, size: int, count: int, chance: random.Random) -> list[float]:
-        self.control.send(("take", size, count))
-        sent = self._send_slowly(size, count, PACE_S, chance)
-        _faults, _sent, received = self.control.recv()
-        return [round((stop - start) / 1000, 2) for start, stop in zip(sent, received)]
-
     def beside(self, size: int, count: int, pace_s: tuple[float, float], chance: random.Random) -> float:
         """How often per second a thread beside the receiver gets round."""
         self.control.send(("beside", size, count))
-        self._send_slowly(size, count, pace_s, chance)
-        turns: float = self.control.recv()
-        return turns
-
-    def _send_slowly(self, size: int, count: int, pace_s: tuple[float, float], chance: random.Random) -> list[int]:
-        sent = []
         for _ in range(count):
             time.sleep(chance.uniform(*pace_s))
-            sent.append(time.perf_counter_ns())
             self.lane.send(size)
-        return sent
+        turns: float = self.control.recv()
+        return turns
 
     def stream(self, size: int, count: int) -> tuple[float, float]:
         self.control.send(("sink", size, count))
@@ -283,24 +271,44 @@ def measure_table(names: list[str], placement: str, rounds: int) -> list[Track]:
     return tracks
 
 
+def paced(tracks: list[Track], size: int, count: int, chance: random.Random) -> dict[str, list[float]]:
+    """One hop of each lane after the other, with a pause before each: noise hits all of them alike."""
+    for track in tracks:
+        track.control.send(("take", size, count))
+    sent: dict[str, list[int]] = {track.name: [] for track in tracks}
+    for _ in range(count):
+        for track in chance.sample(tracks, len(tracks)):
+            time.sleep(chance.uniform(*PACE_S))
+            sent[track.name].append(time.perf_counter_ns())
+            track.lane.send(size)
+    hops = {}
+    for track in tracks:
+        _faults, _sent, received = track.control.recv()
+        hops[track.name] = [round((stop - start) / 1000, 2) for start, stop in zip(sent[track.name], received)]
+    return hops
+
+
 def measure_hops(placement: str, rounds: int, chance: random.Random) -> dict[str, Any]:
     """Hops of 4 KiB, back to back and paced, against the plain socket of the same round."""
-    bursts: dict[str, dict[str, list[list[float]]]] = {"back to back": {}, "paced": {}}
-    turns: dict[str, dict[str, list[float]]] = {"many": {}, "paced": {}}
+    bursts: dict[str, dict[str, list[list[float]]]] = {}
+    turns: dict[str, dict[str, list[float]]] = {}
     with Placed(list(HOP_LANES), placement) as tracks:
         for index in range(rounds + 1):
-            for step in range(len(tracks)):
-                track = tracks[(index + step) % len(tracks)]
-                found = {"back to back": track.ping(HOP, PINGS[HOP]), "paced": track.paced(HOP, PACED, chance)}
-                beside = {"many": track.beside(HOP, 500, (0.0, 0.0), chance)}
-                beside["paced"] = track.beside(HOP, PACED, PACE_S, chance)
-                if index:
-                    for way, hops in found.items():
-                        bursts[way].setdefault(track.name, []).append(hops)
-                    for way, rate in beside.items():
-                        turns[way].setdefault(track.name, []).append(rate)
-    result: dict[str, Any] = {way: {name: _against(of, name) for name in of} for way, of in bursts.items()}
-    result["beside"] = {way: {name: _part(of, name) for name in of} for way, of in turns.items()}
+            order = chance.sample(tracks, len(tracks))
+            found = {"back to back": {track.name: track.ping(HOP, PINGS[HOP]) for track in order}}
+            found["paced"] = paced(tracks, HOP, PACED, chance)
+            beside = {"many": {track.name: track.beside(HOP, 500, (0.0, 0.0), chance) for track in order}}
+            beside["paced"] = {track.name: track.beside(HOP, PACED, PACE_S, chance) for track in order}
+            if not index:
+                continue
+            for way, lanes in found.items():
+                for name, hops in lanes.items():
+                    bursts.setdefault(way, {}).setdefault(name, []).append(hops)
+            for way, rates in beside.items():
+                for name, rate in rates.items():
+                    turns.setdefault(way, {}).setdefault(name, []).append(rate)
+    result: dict[str, Any] = {way: {name: _against(of, name) for name in HOP_LANES} for way, of in bursts.items()}
+    result["beside"] = {way: {name: _part(of, name) for name in HOP_LANES} for way, of in turns.items()}
     return result
 
 
@@ -339,7 +347,9 @@ def hop_table(placement: str, result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
-    parser.add_argument("--quick", action="store_true", help="three rounds instead of twelve (hops: eight of forty)")
+    parser.add_argument(
+        "--quick", action="store_true", help="three rounds instead of twelve (hops: eight instead of 24)"
+    )
     parser.add_argument("--placement", choices=list(PLACEMENTS), default="free", help="of the table")
     parser.add_argument("--hops", action="store_true", help="only the hops of 4 KiB, in every placement")
     parser.add_argument("--no-hops", action="store_true", help="only the table")
@@ -353,7 +363,7 @@ def main() -> None:
         chance = random.Random(0)
         result["hops"] = {}
         for placement in PLACEMENTS:
-            result["hops"][placement] = found = measure_hops(placement, 8 if args.quick else 40, chance)
+            result["hops"][placement] = found = measure_hops(placement, 8 if args.quick else 24, chance)
             print(hop_table(placement, found), flush=True)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
