@@ -329,7 +329,7 @@ class SlotSender(_End):
             first.chunk.release()
 
 
-class SlotLease(msgspec.Struct):
+class SlotLease(msgspec.Struct, gc=False):
     """A taken chunk's right to its slot. A struct, since that is made without a call into Python."""
 
     receiver: SlotReceiver
