@@ -149,7 +149,7 @@ class _Ring:
 
 
 class _MooncakeOutward:
-    """A sender's carrier (`slots.Outward`)."""
+    """A sender's carrier (`notes.Outward`)."""
 
     ship_tells = False
 
@@ -175,7 +175,7 @@ class _MooncakeOutward:
 
 
 class _MooncakeInward:
-    """A receiver's carrier (`slots.Inward`)."""
+    """A receiver's carrier (`notes.Inward`)."""
 
     def __init__(self, bell: NetListener, ring: _Ring) -> None:
         self._bell = bell

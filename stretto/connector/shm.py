@@ -180,7 +180,7 @@ class ShmReceiver(SlotReceiver):
         self._inward = carrier
 
     def take(self, timeout: float) -> Chunk | None:
-        """Flat, for the reason that `SlotSender.put` is."""
+        """Flat, for the reason that `ShmSender.put` is."""
         self._turn.acquire()
         seq = -1
         try:
@@ -221,7 +221,7 @@ class ShmReceiver(SlotReceiver):
 
 
 class ShmOutward:
-    """A sender's carrier: makes the memory and sends it along with the hello. `slots.Outward`."""
+    """A sender's carrier: makes the memory and sends it along with the hello. `notes.Outward`."""
 
     ship_tells = True
 
@@ -243,9 +243,8 @@ class ShmOutward:
 
     def notes(self, timeout: float) -> list[Note]:
         returns = self.returns
-        news = returns.news()
-        if news or timeout <= 0:
-            return news or self._read(0.0)[0]
+        if timeout <= 0:
+            return returns.news() or self._read(0.0)[0]
         deadline, wait = time.monotonic() + timeout, min(timeout, RELOOK_S)
         try:
             while wait > 0:
@@ -274,7 +273,7 @@ class ShmOutward:
 
 
 class ShmInward:
-    """A receiver's carrier: listens until the invited sender is there, then reads its notes. `slots.Inward`.
+    """A receiver's carrier: listens until the invited sender is there, then reads its notes. `notes.Inward`.
 
     Goes from listening (a listener) through greeting (a connection that has not said hello) to open (a bell)."""
 

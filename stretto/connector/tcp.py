@@ -43,7 +43,7 @@ class TcpConnector:
 
 
 class _TcpOutward:
-    """A sender's carrier (`slots.Outward`). Its slots are plain memory, touched only as far as chunks need it."""
+    """A sender's carrier (`notes.Outward`). Its slots are plain memory, touched only as far as chunks need it."""
 
     ship_tells = False
 
@@ -63,7 +63,7 @@ class _TcpOutward:
 
 
 class _TcpInward:
-    """A receiver's carrier (`slots.Inward`)."""
+    """A receiver's carrier (`notes.Inward`)."""
 
     def __init__(self, bell: NetListener) -> None:
         self._bell = bell
