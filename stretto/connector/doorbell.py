@@ -27,8 +27,8 @@ class Bell:
 
     def __init__(self, sock: socket.socket, endpoint: Endpoint) -> None:
         sock.setblocking(True)
-        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 4096)
+        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow, and some rings.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 16384)
         self._sock = sock
         self.send = sock.send
         self._receive = sock.recv_into

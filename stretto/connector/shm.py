@@ -52,6 +52,7 @@ _CHUNK, _RING = int(Kind.CHUNK), int(Kind.RING)
 _OPEN = State.OPEN
 _HELLO_S = 1.0  # for a guest to say hello; it is sent with the connection
 _HELLO_BYTES = 63
+_ASKED = 8  # questions after which the socket is read, well before their rings fill it
 _WORDS_BYTES = stride_of(8 * (MAX_SLOTS + 1))  # of `Returns`
 
 
@@ -236,6 +237,7 @@ class ShmOutward:
         finally:
             os.close(memory)
         self._bell = Bell(sock, endpoint)
+        self._asked = 0  # questions since the socket was read: each may have left a ring there, which takes room
         self.pages = self._slots
         self.send = self._bell.send
         self.ship = self._bell.ship
@@ -243,11 +245,15 @@ class ShmOutward:
 
     def notes(self, timeout: float) -> list[Note]:
         returns = self.returns
-        if timeout <= 0:
-            return returns.news() or self._read(0.0)[0]
+        news = returns.news()
+        if news or timeout <= 0:
+            return news or self._read(0.0)[0]
+        if self._asked >= _ASKED and (notes := self._read(0.0)[0]):
+            return notes
         deadline, wait = time.monotonic() + timeout, min(timeout, RELOOK_S)
         try:
             while wait > 0:
+                self._asked += 1
                 returns.ask(True)
                 if news := returns.news():
                     return news
@@ -262,6 +268,7 @@ class ShmOutward:
 
     def _read(self, timeout: float) -> tuple[list[Note], bool]:
         """Notes, and whether there was a ring among them."""
+        self._asked = 0
         notes = self._bell.notes(timeout)
         others = [note for note in notes if note[0] != _RING]
         return others, len(others) < len(notes)

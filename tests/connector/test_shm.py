@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from stretto.connector import doorbell, shm, wire
-from stretto.connector.contract import Chunk, LinkOptions
+from stretto.connector.contract import Chunk, LinkClosed, LinkOptions
+from stretto.connector.notes import Note
+from stretto.connector.returns import Returns
 from stretto.types import Mark, RequestId, Span
 
 
@@ -135,3 +138,51 @@ def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytes
     finally:
         sender.close()
         receiver.close()
+
+
+def test_rings_that_came_too_late_do_not_pile_up() -> None:
+    """A sender that asks to be rung and then finds slots at once leaves the ring in the socket. However often that
+    happens, there is room for the good-bye."""
+    options = LinkOptions(slots=2, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    outward, inward = sender._carrier, receiver._inward
+    assert isinstance(outward, shm.ShmOutward)
+    asks = outward.returns.news
+
+    def release_in_between() -> list[Note]:
+        """What happens when the receiver gives back between the question and the look that follows it."""
+        news = asks()
+        if not news and outward.returns.words[2]:
+            while held:
+                held.pop().release()
+            news = asks()
+        return news
+
+    held: list[Chunk] = []
+    try:
+        assert sender.put(numbered(0), 0.0)
+        assert sender.put(numbered(1), 0.0)
+        sender._returns = outward.returns = Between(outward.returns, release_in_between)  # type: ignore[assignment]
+        for number in range(2, 500, 2):
+            for chunk in (receiver.take(5.0), receiver.take(5.0)):
+                assert chunk is not None
+                held.append(chunk)
+            assert sender.put(numbered(number), 5.0)
+            assert sender.put(numbered(number + 1), 5.0)
+        assert inward.bell is not None
+        receiver.close()
+        with pytest.raises(LinkClosed):
+            sender.put(numbered(500), 5.0)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+class Between:
+    """`Returns` with another `news`."""
+
+    def __init__(self, returns: Returns, news: Callable[[], list[Note]]) -> None:
+        self._returns = returns
+        self.news = news
+        self.words, self.ask, self.let_go, self.flight = returns.words, returns.ask, returns.let_go, returns.flight
