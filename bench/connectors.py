@@ -1,17 +1,24 @@
 """What a hop costs between two processes: our connectors beside plain means of the system, in one run.
 
-    python bench/connectors.py                   # all lanes, about two minutes
-    python bench/connectors.py --quick shm unix  # some lanes, few rounds
-    python bench/connectors.py --pinned shm unix # one core for each of the two processes; --one-core: for both
+    python bench/connectors.py                     # all lanes and sizes, then the hops of 4 KiB; about four minutes
+    python bench/connectors.py --quick shm unix    # some lanes, few rounds
+    python bench/connectors.py --placement each    # the table with one core for each of the two processes
+    python bench/connectors.py --hops              # only the hops of 4 KiB, in every placement
 
-A *lane* is a way to get a payload to another process. The `bytes` lanes move bare bytes, the `chunk` lanes move a chunk
-(typed header, checks, a tensor on both sides); `unix chunk` is the plain socket with our wire format on it, so each
-of ours has a peer that does the same work, and `unix tensor` the least that brings a tensor over a socket. A hop is
-one way, by the machine's one clock: from the call that sends to
-the return of the call that receives, in a process that was asleep, so a wake-up is in it. Processes take turns.
+A *lane* is a way to get a payload to another process (`bench/lanes.py`). The `bytes` lanes move bare bytes, the `chunk`
+lanes move a chunk (typed header, checks, a tensor on both sides); `unix chunk` is the plain socket with our wire format
+on it, so each of ours has a peer that does the same work; `unix tensor` is the least that brings a tensor over one.
+A hop is one way, by the machine's one clock: from the call that sends to the return of the call that receives.
+
+The table's hops are *back to back*: two processes take turns. `--hops` puts *paced* ones beside them, a chunk every few
+milliseconds, as a stage sends them: both processes sleep in between, so a whole wake-up is in each. It does so for
+three placements, since the scheduler, left alone, keeps two processes that take turns now on one core and now on two,
+for seconds at a time. `looking` is the shm lane whose receiver may look for a moment before it sleeps (`look_us`).
+What a thread that computes beside a receiver loses to it is in the last lines.
+
 Throughput is a stream of payloads one way until the receiver has the last: a socket's receiver has them in its own
 memory, a ring's in shared memory, as views. Lanes take turns in short bursts, so that the machine's noise hits all
-alike. Page faults per message tell whether memory is allocated per message."""
+alike, and ratios are of the same round. Page faults per message tell whether memory is allocated per message."""
 
 from __future__ import annotations
 
@@ -19,308 +26,33 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import resource
-import secrets
-import socket
-import struct
+import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import zmq
 
 from bench.env import describe, quantile
-from stretto.connector import wire
-from stretto.connector.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
+from bench.lanes import LANES, LOOK_US, Lane, make_lane
 from stretto.connector.registry import connectors
-from stretto.connector.shm import ShmInward, ShmOutward
-from stretto.connector.slots import Kind, Note
 from stretto.errors import Invalid
-from stretto.types import Mark, RequestId, Span
 
 SIZES = (64, 4 << 10, 256 << 10, 8 << 20)
-SLOT_BYTES = (8 << 20) + (1 << 16)
 PINGS = {64: 100, 4 << 10: 100, 256 << 10: 40, 8 << 20: 6}  # per burst
 STREAM = {64: 300, 4 << 10: 300, 256 << 10: 60, 8 << 20: 10}
-OPTIONS = LinkOptions(slots=4, slot_bytes=SLOT_BYTES)
-WAIT_S = 60.0
-_LENGTH = struct.Struct("<Q")
-
-
-class Lane(Protocol):
-    """One process's two ends: what it receives on and what it sends on."""
-
-    def listen(self) -> str: ...
-
-    def connect(self, address: str) -> None: ...
-
-    def send(self, size: int) -> None: ...
-
-    def receive(self) -> None: ...
-
-    def done(self) -> None:
-        """Give back the memory of what was received, where that is a thing to do. Not part of a hop."""
-        ...
-
-
-class UnixBytes:
-    """A stream socket, a length before each payload, buffers that are reused."""
-
-    def listen(self) -> str:
-        self._listener = socket.socket(socket.AF_UNIX)
-        address = f"bench-{secrets.token_hex(8)}"
-        self._listener.bind("\0" + address)
-        self._listener.listen()
-        return address
-
-    def connect(self, address: str) -> None:
-        self._out = socket.socket(socket.AF_UNIX)
-        self._out.connect("\0" + address)
-        self._in, _ = self._listener.accept()
-        self._source = memoryview(bytearray(SLOT_BYTES))
-        self._target = memoryview(bytearray(2 * SLOT_BYTES))
-        self._start = self._stop = 0  # what was received and not yet handed out
-
-    def send(self, size: int) -> None:
-        _LENGTH.pack_into(self._source, 0, size)
-        self._out.sendall(self._source[: _LENGTH.size + size])
-
-    def receive(self) -> None:
-        self._receive_payload()
-
-    def done(self) -> None:
-        pass
-
-    def _receive_payload(self) -> memoryview:
-        # Asks for all that may be there, so that a small message takes one call or less.
-        if self._start == self._stop:
-            self._start = self._stop = 0
-        elif self._start > SLOT_BYTES:
-            rest = bytes(self._target[self._start : self._stop])
-            self._target[: len(rest)] = rest
-            self._start, self._stop = 0, len(rest)
-        self._fill(_LENGTH.size)
-        (size,) = _LENGTH.unpack_from(self._target, self._start)
-        self._fill(_LENGTH.size + size)
-        payload = self._target[self._start + _LENGTH.size : self._start + _LENGTH.size + size]
-        self._start += _LENGTH.size + size
-        return payload
-
-    def _fill(self, size: int) -> None:
-        while self._stop - self._start < size:
-            self._stop += self._in.recv_into(self._target[self._stop :])
-
-
-class UnixTensor(UnixBytes):
-    """The least that gets a tensor to a tensor: its bytes behind their length, received as a view. Neither side says
-    what they are, whose, or in which order, and nothing is checked."""
-
-    def connect(self, address: str) -> None:
-        super().connect(address)
-        self._tensor = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
-
-    def send(self, size: int) -> None:
-        self._source[_LENGTH.size : _LENGTH.size + size] = self._tensor.numpy()[:size].data
-        super().send(size)
-
-    def receive(self) -> None:
-        self._taken = torch.frombuffer(self._receive_payload(), dtype=torch.uint8)
-
-
-class UnixChunk(UnixBytes):
-    """The same with the wire format: encode into the buffer, send it, decode as views. It may remember views of its
-    buffers as a slot does, so that what differs is the way and not the format."""
-
-    def __init__(self) -> None:
-        self._chunks = Chunks()
-        self._pages: dict[int, wire.Page] = {}
-
-    def connect(self, address: str) -> None:
-        super().connect(address)
-        self._page = wire.Page(self._source[_LENGTH.size :])
-
-    def send(self, size: int) -> None:
-        length = wire.encode_into(self._page, self._chunks.next(size))
-        _LENGTH.pack_into(self._source, 0, length)
-        self._out.sendall(self._source[: _LENGTH.size + length])
-
-    def receive(self) -> None:
-        payload = self._receive_payload()
-        start = self._start - len(payload)
-        page = self._pages.get(start)
-        if page is None:
-            if len(self._pages) >= 64:
-                self._pages.clear()
-            page = self._pages[start] = wire.Page(self._target[start:])
-        self._taken = wire.read(page, len(payload))
-
-    def done(self) -> None:
-        self._taken.release()
-
-
-class ZmqBytes:
-    def __init__(self, transport: str) -> None:
-        self._transport = transport
-
-    def listen(self) -> str:
-        self._in = zmq.Context.instance().socket(zmq.PULL)
-        self._in.set_hwm(8)
-        self._in.bind("tcp://127.0.0.1:*" if self._transport == "tcp" else f"ipc://@bench-{secrets.token_hex(8)}")
-        return self._in.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def connect(self, address: str) -> None:
-        self._out = zmq.Context.instance().socket(zmq.PUSH)
-        self._out.set_hwm(8)
-        self._out.connect(address)
-        self._source = memoryview(bytearray(SLOT_BYTES))
-
-    def send(self, size: int) -> None:
-        self._out.send(self._source[:size], copy=False)
-
-    def receive(self) -> None:
-        self._in.recv(copy=False)
-
-    def done(self) -> None:
-        pass
-
-
-class QueueBytes:
-    """`multiprocessing.Queue`: pickles the array into a pipe, from a thread of its own."""
-
-    def __init__(self, inward: Any, outward: Any) -> None:
-        self._in, self._out = inward, outward
-        self._source = np.zeros(SLOT_BYTES, dtype=np.uint8)
-
-    def listen(self) -> str:
-        return ""
-
-    def connect(self, address: str) -> None:
-        pass
-
-    def send(self, size: int) -> None:
-        self._out.put(self._source[:size])
-
-    def receive(self) -> None:
-        self._in.get(timeout=WAIT_S)
-
-    def done(self) -> None:
-        pass
-
-
-class ShmBytes:
-    """The shm connector's slots and notes, without the wire format."""
-
-    def listen(self) -> str:
-        receiver = connectors.get("shm").listen("bench.0", OPTIONS)
-        self._in: ShmInward = receiver._carrier  # type: ignore[attr-defined]
-        return msgspec.json.encode(receiver.endpoint).decode()
-
-    def connect(self, address: str) -> None:
-        sender = connectors.get("shm").connect(msgspec.json.decode(address, type=Endpoint), OPTIONS)
-        self._out: ShmOutward = sender._carrier  # type: ignore[attr-defined]
-        self._source = memoryview(bytearray(SLOT_BYTES))
-        self._free = list(range(OPTIONS.slots))
-        self._arrived: list[tuple[Note, wire.Page]] = []
-
-    def send(self, size: int) -> None:
-        while not self._free:
-            self._take_back(WAIT_S)
-        slot = self._free.pop()
-        self._out.buffer(slot).memory[:size] = self._source[:size]
-        self._out.ship(slot, 0, size)
-
-    def _take_back(self, timeout: float) -> None:
-        self._free += [slot for _kind, slot, *_ in self._out.notes(timeout)]
-
-    def receive(self) -> None:
-        while not self._arrived:
-            self._arrived = self._in.arrivals(WAIT_S)
-        self._taken, _page = self._arrived.pop(0)
-
-    def done(self) -> None:
-        _kind, slot, seq, *_ = self._taken
-        self._in.reply(Kind.RELEASE, slot, seq)
-
-
-@dataclass(slots=True)
-class Chunks:
-    """Chunks of one tensor each; headers are made once per size."""
-
-    _made: dict[int, tuple[ChunkHeader, dict[str, torch.Tensor]]] = field(default_factory=dict)
-
-    def next(self, size: int) -> Chunk:
-        if size not in self._made:
-            tensors = {"rows": torch.zeros(size, dtype=torch.uint8)}
-            made = wire.chunk(RequestId("bench"), Span(0, 1), Mark.MORE, tensors)
-            self._made[size] = (made.header, tensors)
-        header, tensors = self._made[size]
-        return Chunk(header, tensors)
-
-
-class ConnectorChunk:
-    def __init__(self, name: str, **details: str) -> None:
-        self._connector = connectors.get(name)
-        self._options = replace(OPTIONS, details=details)
-        self._chunks = Chunks()
-
-    def listen(self) -> str:
-        self._in = self._connector.listen("bench.0", self._options)
-        return msgspec.json.encode(self._in.endpoint).decode()
-
-    def connect(self, address: str) -> None:
-        self._out = self._connector.connect(msgspec.json.decode(address, type=Endpoint), OPTIONS)
-
-    def send(self, size: int) -> None:
-        assert self._out.put(self._chunks.next(size), WAIT_S)
-
-    def receive(self) -> None:
-        chunk = self._in.take(WAIT_S)
-        assert chunk is not None
-        self._taken = chunk
-
-    def done(self) -> None:
-        self._taken.release()
-
-
-LANES = (
-    "unix bytes",
-    "unix tensor",
-    "shm bytes",
-    "zmq ipc bytes",
-    "zmq tcp bytes",
-    "mp.Queue",
-    "unix chunk",
-    "shm chunk",
-    "shm chunk, spinning",
-    "tcp chunk",
-    "mooncake chunk",
-)
-
-
-def make_lane(name: str, queues: tuple[Any, Any]) -> Lane:
-    match name.split():
-        case ["unix", "bytes"]:
-            return UnixBytes()
-        case ["unix", "tensor"]:
-            return UnixTensor()
-        case ["unix", "chunk"]:
-            return UnixChunk()
-        case ["shm", "bytes"]:
-            return ShmBytes()
-        case ["zmq", transport, "bytes"]:
-            return ZmqBytes(transport)
-        case ["mp.Queue"]:
-            return QueueBytes(*queues)
-        case ["shm", "chunk,", "spinning"]:
-            return ConnectorChunk("shm", spin_us="100")
-        case [connector, "chunk"]:
-            return ConnectorChunk(connector)
-    raise ValueError(name)
+BURSTS, BURST, WARM = 4, 60, 10
+PACED = 25
+PACE_S = (0.002, 0.004)
+HOP = 4 << 10
+HOP_LANES = ("unix chunk", "shm chunk", "shm chunk, looking")
+PLACEMENTS = {"each": "a core each", "free": "unpinned", "shared": "one core for both"}
 
 
 def faults() -> int:
@@ -328,11 +60,34 @@ def faults() -> int:
 
 
 def pin(core: int) -> None:
-    """On one core of those allowed. Left alone, the scheduler keeps two processes that take turns now on one core and
-    now on two, for seconds at a time, and a hop over two takes more than twice as long: lanes are only comparable
-    where they are placed alike. Two cores are how stages run; one flatters whatever does least after the send."""
+    """On one core of those allowed."""
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[core % len(allowed)]})
+
+
+class Busy:
+    """A thread that computes, as a stage loop does, beside the one that receives."""
+
+    def __init__(self) -> None:
+        self._stop = False
+        self._turns = 0
+        self.per_s = 0.0
+
+    def __enter__(self) -> Busy:
+        self._since = time.perf_counter()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop:
+            for _ in range(1000):
+                self._turns += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
+        self.per_s = self._turns / (time.perf_counter() - self._since)
 
 
 def other_side(name: str, control: Connection, queues: tuple[Any, Any], core: int | None) -> None:
@@ -346,18 +101,27 @@ def other_side(name: str, control: Connection, queues: tuple[Any, Any], core: in
     control.send("ready")
     while (order := control.recv()) is not None:
         what, size, count = order
-        before = faults()
-        sent, received = [], []
-        for _ in range(count):
-            lane.receive()
-            received.append(time.perf_counter_ns())
-            lane.done()
-            if what == "echo":
-                sent.append(time.perf_counter_ns())
-                lane.send(size)
-        if what == "sink":
-            lane.send(64)
-        control.send((faults() - before, sent, received))
+        if what == "beside":
+            with Busy() as busy:
+                obey("take", lane, size, count)
+            control.send(busy.per_s)
+        else:
+            control.send(obey(what, lane, size, count))
+
+
+def obey(what: str, lane: Lane, size: int, count: int) -> tuple[int, list[int], list[int]]:
+    before = faults()
+    sent, received = [], []
+    for _ in range(count):
+        lane.receive()
+        received.append(time.perf_counter_ns())
+        lane.done()
+        if what == "echo":
+            sent.append(time.perf_counter_ns())
+            lane.send(size)
+    if what == "sink":
+        lane.send(64)
+    return faults() - before, sent, received
 
 
 @dataclass(slots=True)
@@ -385,6 +149,15 @@ class Track:
         _faults, sent_there, received_there = self.control.recv()
         pairs = [*zip(sent, received_there), *zip(sent_there, received)]
         return [round((stop - start) / 1000, 2) for start, stop in pairs]
+
+    def beside(self, size: int, count: int, pace_s: tuple[float, float], chance: random.Random) -> float:
+        """How often per second a thread beside the receiver gets round."""
+        self.control.send(("beside", size, count))
+        for _ in range(count):
+            time.sleep(chance.uniform(*pace_s))
+            self.lane.send(size)
+        turns: float = self.control.recv()
+        return turns
 
     def stream(self, size: int, count: int) -> tuple[float, float]:
         self.control.send(("sink", size, count))
@@ -447,7 +220,7 @@ PAIRS = (
     ("shm bytes", "unix bytes"),
     ("shm chunk", "unix chunk"),
     ("shm chunk", "unix tensor"),
-    ("shm chunk, spinning", "unix chunk"),
+    ("shm chunk, looking", "unix chunk"),
 )
 
 
@@ -467,43 +240,159 @@ def ratios(tracks: list[Track], part: float = 0.5) -> dict[str, float]:
     return found
 
 
+class Placed:
+    """Tracks in a placement: while it is open, this process is where its placement says."""
+
+    def __init__(self, names: list[str], placement: str) -> None:
+        self._names = names
+        self._placement = placement
+        self._allowed = os.sched_getaffinity(0)
+
+    def __enter__(self) -> list[Track]:
+        context = multiprocessing.get_context("spawn")
+        core = {"each": 1, "free": None, "shared": 0}[self._placement]
+        self._tracks = [open_track(name, context, core) for name in self._names]
+        if core is not None:
+            pin(0)  # after the children, which would inherit it
+        return self._tracks
+
+    def __exit__(self, *_: object) -> None:
+        for track in self._tracks:
+            track.close()
+        os.sched_setaffinity(0, self._allowed)
+
+
+def measure_table(names: list[str], placement: str, rounds: int) -> list[Track]:
+    with Placed(names, placement) as tracks:
+        for index in range(rounds + 1):
+            for size in SIZES:
+                for step in range(len(tracks)):
+                    # Each round starts with another lane, so that none always follows the same neighbour.
+                    tracks[(index + step) % len(tracks)].round(size, kept=index > 0)
+    return tracks
+
+
+def back_to_back(tracks: list[Track], size: int, chance: random.Random) -> dict[str, list[float]]:
+    """In short bursts that take turns; the first hops of each warm it up, and are not kept."""
+    hops: dict[str, list[float]] = {track.name: [] for track in tracks}
+    for _ in range(BURSTS):
+        for track in chance.sample(tracks, len(tracks)):
+            there_and_back = track.ping(size, BURST)
+            hops[track.name] += there_and_back[WARM:BURST] + there_and_back[BURST + WARM :]
+    return hops
+
+
+def paced(tracks: list[Track], size: int, count: int, chance: random.Random) -> dict[str, list[float]]:
+    """One hop of each lane after the other, with a pause before each: noise hits all of them alike."""
+    for track in tracks:
+        track.control.send(("take", size, count))
+    sent: dict[str, list[int]] = {track.name: [] for track in tracks}
+    for _ in range(count):
+        for track in chance.sample(tracks, len(tracks)):
+            time.sleep(chance.uniform(*PACE_S))
+            sent[track.name].append(time.perf_counter_ns())
+            track.lane.send(size)
+    hops = {}
+    for track in tracks:
+        _faults, _sent, received = track.control.recv()
+        hops[track.name] = [round((stop - start) / 1000, 2) for start, stop in zip(sent[track.name], received)]
+    return hops
+
+
+def measure_hops(placement: str, rounds: int, chance: random.Random) -> dict[str, Any]:
+    """Hops of 4 KiB, back to back and paced, against the plain socket of the same round."""
+    bursts: dict[str, dict[str, list[list[float]]]] = {}
+    turns: dict[str, dict[str, list[float]]] = {}
+    with Placed(list(HOP_LANES), placement) as tracks:
+        for index in range(rounds + 1):
+            order = chance.sample(tracks, len(tracks))
+            found = {"back to back": back_to_back(tracks, HOP, chance)}
+            found["paced"] = paced(tracks, HOP, PACED, chance)
+            beside = {"many": {track.name: track.beside(HOP, 500, (0.0, 0.0), chance) for track in order}}
+            beside["paced"] = {track.name: track.beside(HOP, PACED, PACE_S, chance) for track in order}
+            if not index:
+                continue
+            for way, lanes in found.items():
+                for name, hops in lanes.items():
+                    bursts.setdefault(way, {}).setdefault(name, []).append(hops)
+            for way, rates in beside.items():
+                for name, rate in rates.items():
+                    turns.setdefault(way, {}).setdefault(name, []).append(rate)
+    result: dict[str, Any] = {way: {name: _against(of, name) for name in HOP_LANES} for way, of in bursts.items()}
+    result["beside"] = {way: {name: _part(of, name) for name in HOP_LANES} for way, of in turns.items()}
+    return result
+
+
+def _against(bursts: dict[str, list[list[float]]], name: str) -> dict[str, Any]:
+    hops = [hop for burst in bursts[name] for hop in burst]
+    middles = [quantile(burst, 0.5) for burst in bursts[name]]
+    parts = [x / quantile(y, 0.5) for x, y in zip(middles, bursts["unix chunk"])]
+    return {
+        "p50_us": quantile(hops, 0.5),
+        "p99_us": quantile(hops, 0.99),
+        "ratio": round(quantile(parts, 0.5), 3),
+        "ratio_quartiles": [round(quantile(parts, 0.25), 3), round(quantile(parts, 0.75), 3)],
+        "p50_us_by_round": middles,
+    }
+
+
+def _part(turns: dict[str, list[float]], name: str) -> dict[str, Any]:
+    """Against the plain socket's receiver, beside which a thread has to give way as well."""
+    parts = [x / y for x, y in zip(turns[name], turns["unix chunk"])]
+    return {"ratio": round(quantile(parts, 0.5), 3), "turns_per_s": round(quantile(turns[name], 0.5))}
+
+
+def hop_table(placement: str, result: dict[str, Any]) -> str:
+    lines = [f"hops of 4 KiB, {PLACEMENTS[placement]}"]
+    for way in ("back to back", "paced"):
+        for name, of in result[way].items():
+            low, high = of["ratio_quartiles"]
+            numbers = f"p50 {of['p50_us']:7.1f} us  p99 {of['p99_us']:8.1f} us"
+            lines.append(f"  {way:13} {name:20} {numbers}  ratio {of['ratio']:.3f} ({low:.3f} to {high:.3f})")
+    for way, lanes in result["beside"].items():
+        shares = ", ".join(f"{name} {of['ratio']:.3f}" for name, of in lanes.items())
+        lines.append(f"  a thread beside a receiver of {way} chunks gets on at: {shares}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
-    parser.add_argument("--quick", action="store_true", help="three rounds instead of twelve")
-    parser.add_argument("--pinned", action="store_true", help="the two processes on two different cores")
-    parser.add_argument("--one-core", action="store_true", help="both processes on one core")
+    parser.add_argument("--quick", action="store_true", help="three rounds instead of 12 (hops: 8 instead of 24)")
+    parser.add_argument("--placement", choices=list(PLACEMENTS), default="free", help="of the table")
+    parser.add_argument("--hops", action="store_true", help="only the hops of 4 KiB, in every placement")
+    parser.add_argument("--no-hops", action="store_true", help="only the table")
     parser.add_argument("--out", type=Path, help="file for the JSON result")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = [name for name in LANES if not args.lanes or any(part in name for part in args.lanes)]
+    result: dict[str, Any] = {"env": describe() | _versions(), "look_us": LOOK_US}
+    if not args.hops:
+        result |= run_table(args.lanes, args.placement, 3 if args.quick else 12)
+    if not args.no_hops:
+        chance = random.Random(0)
+        result["hops"] = {}
+        for placement in PLACEMENTS:
+            result["hops"][placement] = found = measure_hops(placement, 8 if args.quick else 24, chance)
+            print(hop_table(placement, found), flush=True)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result) + "\n")
+
+
+def run_table(wanted: list[str], placement: str, rounds: int) -> dict[str, Any]:
+    names = [name for name in LANES if not wanted or any(part in name for part in wanted)]
     try:
         connectors.get("mooncake")
     except Invalid as error:
         print(error)
         names = [name for name in names if "mooncake" not in name]
-    context = multiprocessing.get_context("spawn")
-    core = 1 if args.pinned else 0 if args.one_core else None
-    tracks = [open_track(name, context, core) for name in names]
-    if core is not None:
-        pin(0)  # after the children, which would inherit it
-    rounds = 3 if args.quick else 12
-    for index in range(rounds + 1):
-        for size in SIZES:
-            for step in range(len(tracks)):
-                # Each round starts with another lane, so that none always follows the same neighbour.
-                tracks[(index + step) % len(tracks)].round(size, kept=index > 0)
-    for track in tracks:
-        track.close()
-    print(table(tracks))
+    tracks = measure_table(names, placement, rounds)
+    print(f"{PLACEMENTS[placement]}\n{table(tracks)}")
     low, high = ratios(tracks, 0.25), ratios(tracks, 0.75)
     for claim, value in ratios(tracks).items():
         print(f"{claim}: {value} ({low[claim]} to {high[claim]})")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"env": describe() | _versions(), "ratios": ratios(tracks)}
-        result |= {"quartiles": {claim: [low[claim], high[claim]] for claim in low}, "lanes": _lanes(tracks)}
-        args.out.write_text(json.dumps(result) + "\n")
+    quartiles = {claim: [low[claim], high[claim]] for claim in low}
+    return {"placement": placement, "ratios": ratios(tracks), "quartiles": quartiles, "lanes": _lanes(tracks)}
 
 
 def _versions() -> dict[str, Any]:

@@ -23,20 +23,10 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from stretto.connector import wire
 from stretto.connector.contract import Endpoint, LinkOptions, PutFailed
+from stretto.connector.endpoint import check_endpoint, check_options, make_endpoint, new_nonce
 from stretto.connector.netbell import NetDialer, NetListener
-from stretto.connector.slots import (
-    Hangup,
-    Kind,
-    Note,
-    SlotReceiver,
-    SlotSender,
-    check_endpoint,
-    check_options,
-    make_endpoint,
-    new_nonce,
-    split_slots,
-    stride_of,
-)
+from stretto.connector.notes import Hangup, Kind, Note, split_slots, stride_of
+from stretto.connector.slots import SlotReceiver, SlotSender
 from stretto.errors import Invalid
 
 if TYPE_CHECKING:
@@ -159,7 +149,7 @@ class _Ring:
 
 
 class _MooncakeOutward:
-    """A sender's carrier (`slots.Outward`)."""
+    """A sender's carrier (`notes.Outward`)."""
 
     ship_tells = False
 
@@ -168,11 +158,9 @@ class _MooncakeOutward:
         self._ring = ring
         self._session = endpoint.details["session"]
         self._remote = int(endpoint.details["base"])
+        self.pages = ring.slots
         self.notes = bell.notes
         self.wake = bell.wake
-
-    def buffer(self, slot: int) -> wire.Page:
-        return self._ring.slots[slot]
 
     def ship(self, slot: int, seq: int, size: int) -> None:
         ring = self._ring
@@ -187,7 +175,7 @@ class _MooncakeOutward:
 
 
 class _MooncakeInward:
-    """A receiver's carrier (`slots.Inward`)."""
+    """A receiver's carrier (`notes.Inward`)."""
 
     def __init__(self, bell: NetListener, ring: _Ring) -> None:
         self._bell = bell

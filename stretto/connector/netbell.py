@@ -37,7 +37,7 @@ import zmq
 from zmq.utils import z85
 
 from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
-from stretto.connector.slots import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
+from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
 
 log = logging.getLogger(__name__)
 

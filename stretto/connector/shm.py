@@ -5,7 +5,7 @@ Called by the two courier threads of a link; starts no thread. One memory file a
     sender                       memfd, slots x slot_bytes                      receiver
       encode chunk ───────────▶ [ slot 0 | slot 1 | ... ] ◀─────────── tensors are views
       CHUNK slot seq size ──────▶ unix stream socket ──▶ recv: note, or end of file
-      recv: slot is free again ◀── RELEASE slot seq ◀──────────────── chunk.release()
+      slot is free again ◀──────── its word, in memory ◀───────────── chunk.release()
 
 **Nothing is left behind, at any moment.** The memory is a `memfd` and the listening socket has an abstract address:
 neither has a name in any file system, so there is nothing to unlink and no window in set-up. The memory file is
@@ -15,10 +15,9 @@ with the socket. When both processes are gone, so is everything.
 **Wake-up.** A note is 32 bytes on the socket, and the other side waits in `recv`: one system call per side per
 chunk, no polling, no CPU when idle; the death of the peer is the end of file of that same `recv`. Measured against
 an event fd (with the poll that it needs to see a death as well) and a futex, the socket wakes a process fastest.
-A receiver may look again and again for a few microseconds before it sleeps (`details`: `spin_us`). That saves the
-wake-up where a core is free for it; it is off unless asked for, since every look takes the interpreter's lock from
-the stage loop, and stops by itself on a link that is not busy. The kernel's queue lock orders
-the slot's bytes before the note on any processor, and a note is whole or absent, even if its writer is killed.
+A receiver may look again and again for a moment before it sleeps: see `looking`. The kernel's queue lock orders the
+slot's bytes before the note on any processor, and a note is whole or absent, even if its writer is killed. The way
+back needs no wake-up and no system call as long as the sender has slots left: see `returns`.
 
 **Trust.** Only processes of the same user are accepted (SO_PEERCRED, checked by both sides), and only with the
 endpoint's nonce. The memory file's size is sealed, so that a peer cannot shrink it under us (a SIGBUS)."""
@@ -28,55 +27,42 @@ from __future__ import annotations
 import array
 import fcntl
 import hmac
+import mmap
 import os
 import secrets
 import socket
 import struct
-import threading
 import time
-from contextlib import suppress
 from typing import ClassVar
 
 from stretto.connector import wire
-from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
+from stretto.connector.contract import Chunk, Corrupt, Endpoint, LinkOptions, PeerDead, PutFailed, VersionMismatch
+from stretto.connector.doorbell import AT_ONCE, Bell, PagedBell, bound_waits, broken, gone, shut
+from stretto.connector.endpoint import MAX_SLOTS, check_endpoint, check_options, make_endpoint, new_nonce
+from stretto.connector.looking import read_look_s
+from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, split_slots, stride_of, unpack_note
 from stretto.connector.pinned import map_shared
-from stretto.connector.slots import (
-    NOTE_BYTES,
-    Hangup,
-    Kind,
-    Note,
-    SlotReceiver,
-    SlotSender,
-    check_endpoint,
-    check_options,
-    make_endpoint,
-    new_nonce,
-    pack_note,
-    split_slots,
-    stride_of,
-    unpack_note,
-    unpack_notes,
-)
+from stretto.connector.returns import ORDERED, RELOOK_S, Returns
+from stretto.connector.slots import LARGE, Leaving, SlotLease, SlotReceiver, SlotSender, State
+from stretto.types import RequestId
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("3i")  # pid, uid, gid
-_TIMEVAL = struct.Struct("@ll")
-_CHUNK = int(Kind.CHUNK)
-_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # flags as plain integers: an enum's `|` costs a microsecond
-_NO_WAIT = int(socket.MSG_DONTWAIT)
-_BATCH = 64  # notes read by one system call
+_CHUNK, _RING = int(Kind.CHUNK), int(Kind.RING)
+_OPEN = State.OPEN
 _HELLO_S = 1.0  # for a guest to say hello; it is sent with the connection
 _HELLO_BYTES = 63
-_MOST_SPIN_US = 1000
+_ASKED = 8  # questions after which the socket is read, well before their rings fill it
+_WORDS_BYTES = stride_of(8 * (MAX_SLOTS + 1))  # of `Returns`
 
 
 class ShmConnector:
     name: ClassVar[str] = "shm"
     inline: ClassVar[bool] = False
 
-    def listen(self, link: str, options: LinkOptions) -> SlotReceiver:
+    def listen(self, link: str, options: LinkOptions) -> ShmReceiver:
         check_options(link, options)
-        spin_s = _spin_s(link, options)
+        look_s = read_look_s(link, options.details, os.environ)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         endpoint = make_endpoint(self.name, link, options, f"stretto-{secrets.token_hex(16)}", new_nonce())
         try:
@@ -85,9 +71,9 @@ class ShmConnector:
         except OSError:
             listener.close()
             raise
-        return SlotReceiver(endpoint, ShmInward(endpoint, listener, spin_s))
+        return ShmReceiver(endpoint, ShmInward(endpoint, listener, look_s))
 
-    def connect(self, endpoint: Endpoint, options: LinkOptions) -> SlotSender:
+    def connect(self, endpoint: Endpoint, options: LinkOptions) -> ShmSender:
         check_endpoint(self.name, endpoint, options)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -95,7 +81,7 @@ class ShmConnector:
             sock.connect("\0" + endpoint.address)
             if _peer_uid(sock) != os.geteuid():
                 raise Corrupt("the listener runs as another user", link=endpoint.link)
-            return SlotSender(endpoint, options, ShmOutward(endpoint, sock), checksum=False)
+            return ShmSender(endpoint, options, ShmOutward(endpoint, sock))
         except OSError as error:
             sock.close()
             raise PeerDead(f"nobody listens: {error}", link=endpoint.link) from error
@@ -104,128 +90,139 @@ class ShmConnector:
             raise
 
 
-class _Bell:
-    """The notes on one connected socket, both ways."""
+class ShmSender(SlotSender):
+    """With a shorter way for most chunks: rows on the host, nothing in front of them, a slot that is there.
 
-    def __init__(self, sock: socket.socket, endpoint: Endpoint, spin_s: float = 0.0) -> None:
-        sock.setblocking(True)
-        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 4096)
-        self._sock = sock
-        self._send = sock.send
-        self._receive = sock.recv_into
-        self._generation = endpoint.generation
-        self._buffer = bytearray(_BATCH * NOTE_BYTES)
-        self._view = memoryview(self._buffer)
-        self._rest = 0  # bytes of an incomplete note at the start of the buffer
-        self._bound = -1.0  # how long the socket's own waits are
-        self._spin_s = spin_s
-        self._brisk = spin_s > 0  # whether the last wait was short enough to spin through the next one
-        self._sending = threading.Lock()  # keeps the descriptor from being closed, and reused, under a send
+    `put` is one flat piece of code, since every call, and everything that is made and dropped, is felt in a process
+    that was asleep a moment ago: cold, Python takes several times as long. It finds the slot that was sent last by one
+    look at its word. So a link with one chunk on its way at a time uses one slot, which is warm, and reads no notes."""
 
-    def ship(self, slot: int, seq: int, size: int) -> None:
-        """For the courier alone, in whose turn nobody closes the descriptor."""
+    def __init__(self, endpoint: Endpoint, options: LinkOptions, carrier: ShmOutward) -> None:
+        super().__init__(endpoint, options, carrier, checksum=False)
+        self._returns = carrier.returns
+        self._returns.flight = self._flight
+        self._send = carrier.send
+        self._last = 0  # the slot that was sent last,
+        self._awaited = -1  # and its word when it is back; -1: someone else has looked after the slots since
+
+    def put(self, chunk: Chunk, timeout: float) -> bool:
+        header = chunk.header
+        self._turn.acquire()  # not `with`, which costs twice as much
         try:
-            self._send(pack_note(_CHUNK, slot, seq, size, self._generation), _AT_ONCE)
+            if (
+                self._leaving
+                or self._state is not _OPEN
+                or not self._zero_copy
+                or (self._floor and self._fences.stale(header))
+            ):
+                return self._put(chunk, timeout)
+            slot = self._last
+            is_back = self._returns.words[slot] == self._awaited
+            if not is_back:
+                if not self._free:
+                    return self._put(chunk, timeout)
+                slot = self._free[-1]
+            page = self._pages[slot]
+            landed = wire.write_blobs(page, chunk, self._copies)
+            if landed is not None:
+                if is_back:
+                    del self._flight[slot]
+                else:
+                    self._free.pop()
+                self._awaited = -1
+                self._leaving.append(Leaving(slot, page, chunk, landed))
+                return True
+            size = wire.write_head(page, header, checksum=self._checksum)
+            if not is_back:
+                self._free.pop()
+            seq = self._seq
+            self._flight[slot] = (seq, header.request)
+            self._seq = seq + 1
+            self._last = slot
+            self._awaited = 2 * seq + 2
+            self._send(pack_note(_CHUNK, slot, seq, size, self._generation), AT_ONCE)
+            if size > LARGE or not self._free:
+                self._take_back()
+        except PutFailed as failed:
+            failed.link = self.link
+            raise
         except OSError as error:
-            raise Hangup(f"the connection is gone: {error.strerror}") from error
+            self._not_sent(slot, gone(error))
+        finally:
+            self._turn.release()
+        chunk.release()
+        return True
 
-    def reply(self, kind: int, slot: int, seq: int) -> None:
-        """For any thread."""
-        data = pack_note(kind, slot, seq, 0, self._generation)
-        with self._sending:
-            try:
-                self._sock.send(data, _AT_ONCE)
-            except OSError as error:
-                raise Hangup(f"the connection is gone: {error.strerror}") from error
-
-    def notes(self, timeout: float) -> list[Note]:
-        """One read, so at most one wait; the caller comes again."""
+    def _take_back(self) -> None:
+        """As `_pump`, without a system call."""
         try:
-            got = self._read(timeout)
+            if news := self._returns.news():
+                self._awaited = -1
+                self._hear(news)
+        except Hangup as hangup:
+            self._finish(State.DEAD, str(hangup))
+
+    def _pump(self, timeout: float) -> bool:
+        came = super()._pump(timeout)
+        if came:
+            self._awaited = -1
+        return came
+
+    def _ship(self, slot: int, size: int, request: RequestId) -> None:
+        self._awaited = -1
+        super()._ship(slot, size, request)
+
+
+class ShmReceiver(SlotReceiver):
+    """With a shorter way for what most waits bring: one note, about the one chunk that is due."""
+
+    def __init__(self, endpoint: Endpoint, carrier: ShmInward) -> None:
+        super().__init__(endpoint, carrier)
+        self._inward = carrier
+
+    def take(self, timeout: float) -> Chunk | None:
+        """Flat, for the reason that `ShmSender.put` is."""
+        self._turn.acquire()
+        seq = -1
+        try:
+            bell = self._inward.bell
+            if bell is None or timeout != bell.usual or self._arrived or self._state is not _OPEN:
+                return self._take(timeout)
+            got = bell.wait(bell.view)
+            if got == NOTE_BYTES:
+                kind, slot, seq, size, generation = unpack_note(bell.view)
+                if (
+                    seq == self._next
+                    and kind == _CHUNK
+                    and generation == self._generation
+                    and slot < self._slots
+                    and len(self._held) < self._slots
+                ):
+                    self._held[seq] = slot
+                    self._next = seq + 1
+                    chunk = wire.read(bell.pages[slot], size, SlotLease(self, seq))
+                    if not self._floor or not self._fences.stale(chunk.header):
+                        return chunk
+                    chunk.release()
+                    return self._take(timeout)
+            self._accept(bell.sort(got))
+            return self._take_by(0.0)
         except BlockingIOError:
-            return []
+            return None  # it waited for as long as `usual`
+        except (Corrupt, VersionMismatch) as error:
+            self._refuse(seq, error)
+            raise
+        except Hangup as hangup:
+            self._finish(State.DEAD, str(hangup))
         except OSError as error:
-            raise _broken(error) from error
-        return self._split(got)
-
-    def _read(self, timeout: float) -> int:
-        room = self._view[self._rest :]
-        if timeout <= 0:
-            return self._receive(room, 0, _NO_WAIT)
-        if timeout != self._bound:
-            # Couriers ask for the same time again and again, so the option is rarely set anew.
-            _bound_waits(self._sock, timeout)
-            self._bound = timeout
-        if self._spin_s:
-            return self._spin(room, time.perf_counter())
-        return self._receive(room)
-
-    def _split(self, got: int) -> list[Note]:
-        if not got:
-            raise Hangup("the connection ended without a good-bye")
-        stop = self._rest + got
-        self._rest = stop % NOTE_BYTES
-        whole = stop - self._rest
-        notes = list(unpack_notes(self._view[:whole]))
-        self._buffer[: self._rest] = self._buffer[whole:stop]
-        return notes
-
-    def _spin(self, room: memoryview, start: float) -> int:
-        """Receive, asleep only after `spin_s`; not at all awake if the last wait took longer than that."""
-        stop = start + self._spin_s
-        while self._brisk and time.perf_counter() < stop:
-            try:
-                return self._sock.recv_into(room, 0, _NO_WAIT)
-            except BlockingIOError:
-                continue
-        got = self._sock.recv_into(room)
-        self._brisk = time.perf_counter() < stop + self._spin_s
-        return got
-
-    def wake(self) -> None:
-        with suppress(Hangup):  # the peer went first
-            self.reply(Kind.CLOSE, 0, 0)
-        with self._sending:
-            _shut(self._sock)
-
-    def close(self) -> None:
-        with self._sending:
-            self._sock.close()
-
-
-class _PagedBell(_Bell):
-    """A receiver's, which finds the slot that a note names."""
-
-    def __init__(self, sock: socket.socket, endpoint: Endpoint, spin_s: float, pages: list[wire.Page]) -> None:
-        super().__init__(sock, endpoint, spin_s)
-        self._pages = pages
-        self._usual = -1.0  # how long the socket waits, while all there is to do is to wait for a note
-
-    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
-        """`slots.Inward.arrivals`. Its first lines are all that most chunks go through: one read of one note."""
-        try:
-            if timeout == self._usual:
-                got = self._receive(self._view)
-                if got == NOTE_BYTES:
-                    note = unpack_note(self._view)
-                    return [(note, self._pages[note[1]])]
-            else:
-                self._usual = -1.0
-                got = self._read(timeout)
-            notes = self._split(got)
-            self._usual = self._bound if not self._rest and not self._spin_s else -1.0
-            return [(note, self._pages[note[1]]) for note in notes]
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            raise _broken(error) from error
-        except IndexError:
-            raise Hangup("the peer named a slot that does not exist") from None
+            self._finish(State.DEAD, str(broken(error)))
+        finally:
+            self._turn.release()
+        return super().take(0.0)  # raises why it ended
 
 
 class ShmOutward:
-    """A sender's carrier: makes the memory and sends it along with the hello. `slots.Outward`."""
+    """A sender's carrier: makes the memory and sends it along with the hello. `notes.Outward`."""
 
     ship_tells = True
 
@@ -235,44 +232,77 @@ class ShmOutward:
             os.fchmod(memory, 0o600)
             os.ftruncate(memory, _memory_bytes(endpoint))
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
-            self._slots = _map_slots(memory, endpoint)
+            self._slots, self.returns = _map_memory(memory, endpoint)
             _send_hello(sock, endpoint, memory)
         finally:
             os.close(memory)
-        self._bell = _Bell(sock, endpoint)
-        self.buffer = self._slots.__getitem__
-        self.notes = self._bell.notes
+        self._bell = Bell(sock, endpoint)
+        self._asked = 0  # questions since the socket was read: each may have left a ring there, which takes room
+        self.pages = self._slots
+        self.send = self._bell.send
         self.ship = self._bell.ship
         self.wake = self._bell.wake
+
+    def notes(self, timeout: float) -> list[Note]:
+        returns = self.returns
+        news = returns.news()
+        if news or timeout <= 0:
+            return news or self._read(0.0)[0]
+        if self._asked >= _ASKED and (notes := self._read(0.0)[0]):
+            return notes
+        deadline, wait = time.monotonic() + timeout, min(timeout, RELOOK_S)
+        try:
+            while wait > 0:
+                self._asked += 1
+                returns.ask(True)
+                if news := returns.news():
+                    return news
+                notes, rung = self._read(wait)
+                if notes:
+                    return notes
+                left = deadline - time.monotonic()
+                wait = min(left, RELOOK_S) if rung else left  # a ring took the question back
+            return returns.news()
+        finally:
+            returns.ask(False)
+
+    def _read(self, timeout: float) -> tuple[list[Note], bool]:
+        """Notes, and whether there was a ring among them."""
+        self._asked = 0
+        notes = self._bell.notes(timeout)
+        others = [note for note in notes if note[0] != _RING]
+        return others, len(others) < len(notes)
 
     def close(self) -> None:
         self._bell.close()
         self._slots.clear()
+        self.returns.let_go()
 
 
 class ShmInward:
-    """A receiver's carrier: listens until the invited sender is there, then reads its notes. `slots.Inward`.
+    """A receiver's carrier: listens until the invited sender is there, then reads its notes. `notes.Inward`.
 
     Goes from listening (a listener) through greeting (a connection that has not said hello) to open (a bell)."""
 
-    def __init__(self, endpoint: Endpoint, listener: socket.socket, spin_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, listener: socket.socket, look_s: float) -> None:
         self._endpoint = endpoint
-        self._spin_s = spin_s
+        self._look_s = look_s
         self._listener = listener
         self._guest: socket.socket | None = None
         self._guest_until = 0.0
-        self._bell: _PagedBell | None = None
+        self.bell: PagedBell | None = None
         self._slots: list[wire.Page] = []
+        self._returns: Returns | None = None
         self.arrivals = self._greet  # until there is a bell
 
     def _greet(self, timeout: float) -> list[tuple[Note, wire.Page]]:
         """Nothing ever arrives: the caller comes again with the time that is left."""
         try:
             if self._guest is None:
-                _bound_waits(self._listener, timeout)
+                bound_waits(self._listener, timeout)
                 self._guest, _ = self._listener.accept()
                 self._guest_until = time.monotonic() + _HELLO_S
-            _bound_waits(self._guest, min(timeout, _HELLO_S))
+            bound_waits(self._guest, min(timeout, _HELLO_S))
             self._admit(self._guest)
         except BlockingIOError:
             if time.monotonic() >= self._guest_until:
@@ -287,12 +317,12 @@ class ShmInward:
             invited = hmac.compare_digest(hello, _hello(self._endpoint)) and _peer_uid(guest) == os.geteuid()
             if not invited or len(fds) != 1:
                 raise ConnectionRefusedError("a stranger")
-            self._slots = _map_slots(fds[0], self._endpoint)
+            self._slots, self._returns = _map_memory(fds[0], self._endpoint)
         finally:
             for fd in fds:
                 os.close(fd)
-        self._bell, self._guest = _PagedBell(guest, self._endpoint, self._spin_s, self._slots), None
-        self.arrivals = self._bell.arrivals
+        self.bell, self._guest = PagedBell(guest, self._endpoint, self._look_s, self._slots), None
+        self.arrivals = self.bell.arrivals
         self._listener.close()
 
     def _drop_guest(self) -> None:
@@ -301,25 +331,31 @@ class ShmInward:
             self._guest = None
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
-        assert self._bell is not None, "a chunk was taken, so a sender was there"
-        self._bell.reply(kind, slot, seq)
+        bell, returns = self.bell, self._returns
+        if bell is None or returns is None:
+            return  # closed: there is nobody to use the slot
+        if not ORDERED:
+            bell.reply(kind, slot, seq)
+        elif returns.give_back(kind, slot, seq):
+            bell.reply(_RING, 0, 0)
 
     def wake(self) -> None:
-        if self._bell is not None:
-            self._bell.wake()
+        if self.bell is not None:
+            self.bell.wake()
             return
         for sock in (self._guest, self._listener):
             if sock is not None:
-                _shut(sock)
+                shut(sock)
 
     def close(self) -> None:
-        if self._bell is None:
+        if self.bell is None:
             self._refuse_waiting()
             self._listener.close()
         else:
-            self._bell.wake()  # again: the sender may have come in between `wake` and here
-            self._bell.close()
+            self.bell.wake()  # again: the sender may have come in between `wake` and here
+            self.bell.close()
         self._slots.clear()
+        self._returns = None
 
     def _refuse_waiting(self) -> None:
         """A sender that connected but was never looked at is told good-bye too: it must not see a death."""
@@ -328,38 +364,13 @@ class ShmInward:
             guest = self._guest or self._listener.accept()[0]
         except OSError:
             return
-        bell = _Bell(guest, self._endpoint)
+        bell = Bell(guest, self._endpoint)
         bell.wake()
         bell.close()
 
 
-def _spin_s(link: str, options: LinkOptions) -> float:
-    text = options.details.get("spin_us", "0")
-    if not text.isdecimal() or int(text) > _MOST_SPIN_US:
-        raise ValueError(f"link {link}: spin_us is a number of microseconds up to {_MOST_SPIN_US}, not {text!r}")
-    return int(text) / 1e6
-
-
-def _bound_waits(sock: socket.socket, timeout: float) -> None:
-    """Let `recv` and `accept` wait for `timeout`, then raise BlockingIOError. Not by Python's own timeout: that takes
-    a second system call each time, and does not notice that a listener was shut."""
-    sock.setblocking(timeout > 0)
-    if timeout > 0:  # a zero option would mean for ever
-        seconds, micros = divmod(max(int(timeout * 1e6), 1), 1_000_000)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, micros))
-
-
-def _broken(error: OSError) -> Hangup:
-    return Hangup(f"the connection broke: {error.strerror}")  # ECONNRESET: gone with our notes unread
-
-
-def _shut(sock: socket.socket) -> None:
-    with suppress(OSError):  # not connected (any more)
-        sock.shutdown(socket.SHUT_RDWR)
-
-
 def _hello(endpoint: Endpoint) -> bytes:
-    return f"stretto shm 1 {endpoint.generation:016x} {endpoint.nonce:>32.32}".encode()
+    return f"stretto shm 2 {endpoint.generation:016x} {endpoint.nonce:>32.32}".encode()
 
 
 def _send_hello(sock: socket.socket, endpoint: Endpoint, memory: int) -> None:
@@ -378,11 +389,15 @@ def _peer_uid(sock: socket.socket) -> int:
 
 
 def _memory_bytes(endpoint: Endpoint) -> int:
-    return stride_of(endpoint.slot_bytes) * endpoint.slots
+    return stride_of(endpoint.slot_bytes) * endpoint.slots + _WORDS_BYTES
 
 
-def _map_slots(memory: int, endpoint: Endpoint) -> list[wire.Page]:
+def _map_memory(memory: int, endpoint: Endpoint) -> tuple[list[wire.Page], Returns]:
+    """The slots, and behind them a page of words. That one is mapped by itself, so that the words do not keep the slots
+    (and their page locks) in memory."""
     size = _memory_bytes(endpoint)
     if os.fstat(memory).st_size != size or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ConnectionRefusedError("not the memory that was agreed")
-    return split_slots(map_shared(memory, size), endpoint.slots, endpoint.slot_bytes)
+    slots = split_slots(map_shared(memory, size - _WORDS_BYTES), endpoint.slots, endpoint.slot_bytes)
+    words = mmap.mmap(memory, _WORDS_BYTES, offset=size - _WORDS_BYTES)
+    return slots, Returns(words, endpoint.slots, endpoint.generation)

@@ -12,20 +12,14 @@ the carrier only tries for it: if it is taken, the thread that holds it sees any
 
 from __future__ import annotations
 
-import hmac
-import mmap
-import secrets
-import struct
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, IntEnum
-from hashlib import sha256
-from types import MappingProxyType
-from typing import Protocol
+from enum import Enum
+from time import monotonic
+from typing import NoReturn
 
 import msgspec
 
@@ -43,101 +37,18 @@ from stretto.connector.contract import (
     Refused,
     VersionMismatch,
 )
+from stretto.connector.notes import Hangup, Inward, Kind, Note, Outward
 from stretto.errors import Bug
 from stretto.types import RequestId
 
-MAX_SLOTS = 256
-"""Keeps the notes in flight well inside the smallest queue that carries them (a unix socket's send buffer)."""
-
-_LARGE = 64 << 10  # bytes of a chunk that is better put where the caches still know the memory
+LARGE = 64 << 10
+"""Bytes of a chunk that is better put where the caches still know the memory."""
 _VERDICT_S = 0.2  # from a failed transfer to the note, or the silence, that explains it
-
-
-class Kind(IntEnum):
-    CHUNK = 1  # sender -> receiver
-    RELEASE = 2  # receiver -> sender
-    REFUSE = 3  # receiver -> sender: not to be trusted, slot free again
-    CLOSE = 4  # both ways: the last note
-    HELLO = 5  # sender -> receiver, first note, where the carrier needs one
-    REJECT = 6  # receiver -> sender: your HELLO is not of this link
-
-
-Note = tuple[int, int, int, int, int]
-"""One small fixed-size record beside the data: kind, slot, seq, size, generation. A bare tuple, since one is made and
-read for every chunk. What carries it (a unix socket, a ZeroMQ frame) delivers it whole and unchanged or not at all;
-the checksum of what it announces is in the chunk's own prefix."""
-
-_NOTE = struct.Struct("<IIQQQ")
-NOTE_BYTES = _NOTE.size
-pack_note = _NOTE.pack
-unpack_note = _NOTE.unpack_from
-unpack_notes = _NOTE.iter_unpack
-
 
 # As plain numbers: an enum's comparison is a call, and each chunk makes several.
 _CHUNK, _RELEASE, _REFUSE, _CLOSE = int(Kind.CHUNK), int(Kind.RELEASE), int(Kind.REFUSE), int(Kind.CLOSE)
 _NOTHING_SENT = (-1, RequestId(""))
 _device_copies = wire.DeviceCopies()
-
-
-class Hangup(Exception):
-    """The carrier has no peer any more. Stays inside: the ends turn it into `PeerDead` or `LinkClosed`."""
-
-
-def stride_of(slot_bytes: int) -> int:
-    """Slots start on pages, so that a view of one is aligned for any element, and for registration."""
-    return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def split_slots(memory: mmap.mmap, slots: int, slot_bytes: int) -> list[wire.Page]:
-    """The slots of a mapping. It lives as long as any of them, a taken chunk's tensors included."""
-    whole = memoryview(memory)
-    stride = stride_of(slot_bytes)
-    return [wire.Page(whole[at : at + slot_bytes]) for at in range(0, slots * stride, stride)]
-
-
-class Outward(Protocol):
-    """A sender's carrier."""
-
-    ship_tells: bool
-    """Whether `ship` itself notices that the peer has left; if not, notes are looked at before each."""
-
-    @property
-    def buffer(self) -> Callable[[int], wire.Page]:
-        """The memory to encode into for a slot, `slot_bytes` long."""
-        ...
-
-    def ship(self, slot: int, seq: int, size: int) -> None:
-        """Send the chunk that lies in the slot. `Hangup` if the peer is known to be gone, or `PutFailed`."""
-        ...
-
-    def notes(self, timeout: float) -> list[Note]:
-        """What came back; waits for the first at most `timeout`. `Hangup` once all was handed out."""
-        ...
-
-    def wake(self) -> None:
-        """Say CLOSE to the peer and make a `notes` that waits return. Any thread; only before `close`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Inward(Protocol):
-    """A receiver's carrier."""
-
-    @property
-    def arrivals(self) -> Callable[[float], Sequence[tuple[Note, wire.Page]]]:
-        """Called with a timeout: notes with the memory that holds what they announce; waits for the first at most so
-        long. `Hangup` after the last."""
-        ...
-
-    def reply(self, kind: int, slot: int, seq: int) -> None:
-        """Never waits; any thread. `Hangup` if nobody is there."""
-        ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class State(Enum):
@@ -173,7 +84,7 @@ class _End:
 
 
 @dataclass(slots=True)
-class _Leaving:
+class Leaving:
     """A chunk in its slot that was not sent yet: its copy from the device runs, or that of one before it."""
 
     slot: int
@@ -199,47 +110,47 @@ class SlotSender(_End):
         self._generation = endpoint.generation
         self._slot_bytes = endpoint.slot_bytes
         self._ship_tells = carrier.ship_tells
-        self._buffer = carrier.buffer
+        self._pages = carrier.pages
         self._ship_note = carrier.ship
         self._notes = carrier.notes
         self._most_copies = options.copies
         self._checksum = checksum if options.checksum is None else options.checksum
         self._zero_copy = options.zero_copy
         self._free = list(range(endpoint.slots - 1, -1, -1))
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[Leaving] = deque()
         self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> what it carries
         self._refused: deque[Refused] = deque()
         self._fences = Fences()
-        self._floor_of = self._fences.floor.get
+        self._floor = self._fences.floor
         self._seq = 0
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
-        header = chunk.header
-        free = self._free
         with self._turn:
-            # Mostly there is a slot and nothing to look at first.
-            if not self._ship_tells or not free or self._leaving or self._state is not _OPEN:
-                self._await_slot(chunk, timeout)
-            if header.epoch >= self._floor_of(header.request, 0):
-                if not free:
-                    return False
-                slot = free[-1]
-                page = self._buffer(slot)
-                landed = None
-                try:
-                    if self._zero_copy:
-                        landed = wire.write_blobs(page, chunk, self._copies)
-                        size = 0 if landed is not None else wire.write_head(page, header, checksum=self._checksum)
-                    else:
-                        size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
-                except PutFailed as failed:
-                    failed.link = self.link
-                    raise
-                free.pop()
-                if landed is not None or self._leaving:
-                    self._leaving.append(_Leaving(slot, page, chunk, landed))
-                    return True
-                self._ship(slot, size, header.request)
+            return self._put(chunk, timeout)
+
+    def _put(self, chunk: Chunk, timeout: float) -> bool:
+        header = chunk.header
+        self._await_slot(chunk, timeout)
+        if not self._fences.stale(header):
+            if not self._free:
+                return False
+            slot = self._free[-1]
+            page = self._pages[slot]
+            landed = None
+            try:
+                if self._zero_copy:
+                    landed = wire.write_blobs(page, chunk, self._copies)
+                    size = 0 if landed is not None else wire.write_head(page, header, checksum=self._checksum)
+                else:
+                    size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
+            except PutFailed as failed:
+                failed.link = self.link
+                raise
+            self._free.pop()
+            if landed is not None or self._leaving:
+                self._leaving.append(Leaving(slot, page, chunk, landed))
+                return True
+            self._ship(slot, size, header.request)
         chunk.release()
         return True
 
@@ -253,7 +164,7 @@ class SlotSender(_End):
         self._check_size(chunk)  # or it would wait for a slot that cannot help it
         if len(self._leaving) >= self._most_copies:
             self._depart(wait=True)
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         left = timeout
         while not self._free and not self._fences.stale(chunk.header):
             while self._leaving and left > 0:
@@ -261,7 +172,7 @@ class SlotSender(_End):
             # Sending takes slots back too: wait for one only if it did not.
             self._pump(0.0 if self._free else left)
             self._raise_if_ended(request)
-            if (left := deadline - time.monotonic()) <= 0:
+            if (left := deadline - monotonic()) <= 0:
                 return
 
     def _check_size(self, chunk: Chunk) -> None:
@@ -312,47 +223,52 @@ class SlotSender(_End):
         self._seq = seq + 1
         try:
             self._ship_note(slot, seq, size)
-        except Hangup as hangup:
-            self._not_sent(slot, seq)
-            self._hung_up(hangup)
-            self._raise_if_ended(request)
-            raise Bug(f"link {self.link}: hung up and yet open") from hangup
-        except PutFailed as failed:
-            self._not_sent(slot, seq)
-            # To what moves the bytes, a peer that left looks like a failed transfer. The notes know better, soon.
-            self._await_end(_VERDICT_S)
-            self._raise_if_ended(request)
-            failed.link, failed.request = self.link, request
-            raise
+        except (Hangup, PutFailed) as failed:
+            self._not_sent(slot, failed)
         # Take slots back when none is left, many by one call, and before they get cold where chunks are large.
-        if size > _LARGE or not self._free:
+        if size > LARGE or not self._free:
             self._pump(0.0)
 
-    def _not_sent(self, slot: int, seq: int) -> None:
-        del self._flight[slot]
-        self._seq = seq
+    def _not_sent(self, slot: int, failed: Hangup | PutFailed) -> NoReturn:
+        self._seq, request = self._flight.pop(slot)
         self._free.append(slot)
+        if isinstance(failed, Hangup):
+            self._hung_up(failed)
+            self._raise_if_ended(request)
+            raise Bug(f"link {self.link}: hung up and yet open") from failed
+        # To what moves the bytes, a peer that left looks like a failed transfer. The notes know better, soon.
+        self._await_end(_VERDICT_S)
+        self._raise_if_ended(request)
+        failed.link, failed.request = self.link, request
+        raise failed
 
-    def _pump(self, timeout: float) -> None:
+    def _pump(self, timeout: float) -> bool:
+        """Whether anything came: there may be more."""
         try:
-            for note in self._notes(timeout):
-                kind, slot, seq, _size, generation = note
-                sent, request = self._flight.pop(slot, _NOTHING_SENT)
-                if kind == _RELEASE and sent == seq and generation == self._generation:
-                    self._free.append(slot)
-                else:
-                    self._on_other(note, sent, request)
+            notes = self._notes(timeout)
+            self._hear(notes)
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
+            return False
+        return bool(notes)
+
+    def _hear(self, notes: Sequence[Note]) -> None:
+        for note in notes:
+            kind, slot, seq, _size, generation = note
+            sent, request = self._flight.pop(slot, _NOTHING_SENT)
+            if kind == _RELEASE and sent == seq and generation == self._generation:
+                self._free.append(slot)
+            else:
+                self._on_other(note, sent, request)
 
     def _await_end(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while self._state is _OPEN and (left := deadline - time.monotonic()) > 0:
+        deadline = monotonic() + timeout
+        while self._state is _OPEN and (left := deadline - monotonic()) > 0:
             self._pump(left)
 
     def _hung_up(self, hangup: Hangup) -> None:
         # A good-bye may still lie unread in front of the hang-up: read it, or a close would look like a death.
-        self._pump(0.0)
+        self._pump_all()
         self._finish(State.DEAD, str(hangup))
 
     def _on_other(self, note: Note, sent: int, request: RequestId) -> None:
@@ -368,11 +284,14 @@ class SlotSender(_End):
         self._free.append(slot)
         self._refused.append(Refused("the receiver refused a chunk", link=self.link, request=request))
 
+    def _pump_all(self) -> None:
+        while self._state is _OPEN and self._pump(0.0):
+            pass
+
     def _look(self) -> None:
         if self._turn.acquire(blocking=False):
             try:
-                if self._state is _OPEN:
-                    self._pump(0.0)
+                self._pump_all()
             finally:
                 self._turn.release()
 
@@ -410,17 +329,14 @@ class SlotSender(_End):
             first.chunk.release()
 
 
-class SlotLease:
-    """A taken chunk's right to its slot."""
+class SlotLease(msgspec.Struct, gc=False):
+    """A taken chunk's right to its slot. A struct, since that is made without a call into Python."""
 
-    __slots__ = ("_receiver", "_seq")
-
-    def __init__(self, receiver: SlotReceiver, seq: int) -> None:
-        self._receiver = receiver
-        self._seq = seq
+    receiver: SlotReceiver
+    seq: int
 
     def release(self) -> None:
-        self._receiver.give_back(self._seq, _RELEASE)
+        self.receiver.give_back(self.seq, _RELEASE)
 
 
 class SlotReceiver(_End):
@@ -435,56 +351,58 @@ class SlotReceiver(_End):
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
         self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping is what makes it once
         self._fences = Fences()
-        self._floor_of = self._fences.floor.get
+        self._floor = self._fences.floor
         self._next = 0
 
     def take(self, timeout: float) -> Chunk | None:
-        arrived = self._arrived
         with self._turn:
-            start = time.monotonic()
-            if not arrived and self._state is _OPEN:
-                self._pump(timeout)  # at least one look, even with no time
-            if arrived and (chunk := self._open(*arrived.popleft())) is not None:
-                return chunk
-            return self._take_by(start + timeout)
+            return self._take(timeout)
+
+    def _take(self, timeout: float) -> Chunk | None:
+        deadline = monotonic() + timeout
+        if not self._arrived and self._state is _OPEN:
+            self._pump(timeout)  # at least one look, even with no time
+        return self._take_by(deadline)
 
     def _take_by(self, deadline: float) -> Chunk | None:
         while True:
             while self._arrived:
-                if (chunk := self._open(*self._arrived.popleft())) is not None:
+                chunk = self._open(*self._arrived.popleft())
+                if not self._fences.stale(chunk.header):
                     return chunk
+                chunk.release()
             self._raise_if_ended()
-            if (left := deadline - time.monotonic()) <= 0:
+            if (left := deadline - monotonic()) <= 0:
                 return None
             self._pump(left)
 
-    def _open(self, seq: int, page: wire.Page, size: int) -> Chunk | None:
-        """None: it was purged."""
+    def _open(self, seq: int, page: wire.Page, size: int) -> Chunk:
         try:
-            chunk = wire.read(page, size, SlotLease(self, seq))
+            return wire.read(page, size, SlotLease(self, seq))
         except (Corrupt, VersionMismatch) as error:
-            self.give_back(seq, _REFUSE)
-            error.link = self.link
+            self._refuse(seq, error)
             raise
-        header = chunk.header
-        if header.epoch >= self._floor_of(header.request, 0):
-            return chunk
-        chunk.release()
-        return None
+
+    def _refuse(self, seq: int, error: Corrupt | VersionMismatch) -> None:
+        self.give_back(seq, _REFUSE)
+        error.link = self.link
 
     def _pump(self, timeout: float) -> None:
-        held = self._held
         try:
-            for note, page in self._carrier.arrivals(timeout):
-                kind, slot, seq, size, generation = note
-                if seq == self._next and kind == _CHUNK and generation == self._generation and len(held) < self._slots:
-                    self._next = seq + 1
-                    held[seq] = slot
-                    self._arrived.append((seq, page, size))
-                else:
-                    self._on_other(note)
+            self._accept(self._carrier.arrivals(timeout))
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
+
+    def _accept(self, arrivals: Sequence[tuple[Note, wire.Page]]) -> None:
+        held = self._held
+        for note, page in arrivals:
+            kind, slot, seq, size, generation = note
+            if seq == self._next and kind == _CHUNK and generation == self._generation and len(held) < self._slots:
+                self._next = seq + 1
+                held[seq] = slot
+                self._arrived.append((seq, page, size))
+            else:
+                self._on_other(note)
 
     def _on_other(self, note: Note) -> None:
         """A note that is no chunk, or not the one that is due."""
@@ -501,8 +419,10 @@ class SlotReceiver(_End):
     def give_back(self, seq: int, kind: int) -> None:
         if (slot := self._held.pop(seq, None)) is None:
             return
-        with suppress(Hangup):  # nobody needs the credit any more; `take` and `check` say why
+        try:
             self._carrier.reply(kind, slot, seq)
+        except Hangup:
+            return  # nobody needs the credit any more; `take` and `check` say why
 
     def _look(self) -> None:
         if self._turn.acquire(blocking=False):
@@ -542,42 +462,3 @@ def _close(end: SlotSender | SlotReceiver, carrier: Outward | Inward, let_go: Ca
 
 
 _closing = threading.Lock()
-
-
-def new_nonce() -> str:
-    return secrets.token_hex(16)
-
-
-def make_endpoint(
-    connector: str,
-    link: str,
-    options: LinkOptions,
-    address: str,
-    nonce: str,
-    details: Mapping[str, str] = MappingProxyType({}),
-) -> Endpoint:
-    """A sealed endpoint."""
-    plain = Endpoint(
-        connector, link, address, options.generation, nonce, options.slots, options.slot_bytes, dict(details)
-    )
-    return msgspec.structs.replace(plain, details={**details, "seal": _seal_of(plain, options.secret)})
-
-
-def check_options(link: str, options: LinkOptions) -> None:
-    if options.slots > MAX_SLOTS:
-        raise ValueError(f"link {link}: at most {MAX_SLOTS} slots, {options.slots} asked for")
-
-
-def check_endpoint(connector: str, endpoint: Endpoint, options: LinkOptions) -> None:
-    """Raise `WireError` unless the endpoint is one that a listener with our secret made, unchanged."""
-    if endpoint.connector != connector:
-        raise Corrupt(f"an endpoint of {endpoint.connector}, not of {connector}", link=endpoint.link)
-    if not hmac.compare_digest(endpoint.details.get("seal", ""), _seal_of(endpoint, options.secret)):
-        raise Corrupt("the endpoint's seal does not match: it was changed, or the secrets differ", link=endpoint.link)
-
-
-def _seal_of(endpoint: Endpoint, secret: bytes | None) -> str:
-    # Without a secret the key is empty: the seal then catches mix-ups, not forgers.
-    details = {name: text for name, text in endpoint.details.items() if name != "seal"}
-    said = msgspec.msgpack.encode(msgspec.structs.replace(endpoint, details=dict(sorted(details.items()))))
-    return hmac.new(secret or b"", said, sha256).hexdigest()

@@ -16,20 +16,10 @@ import zmq
 
 from stretto.connector import wire
 from stretto.connector.contract import Endpoint, LinkOptions
+from stretto.connector.endpoint import check_endpoint, check_options, make_endpoint, new_nonce
 from stretto.connector.netbell import NetDialer, NetListener
-from stretto.connector.slots import (
-    Hangup,
-    Kind,
-    Note,
-    SlotReceiver,
-    SlotSender,
-    check_endpoint,
-    check_options,
-    make_endpoint,
-    new_nonce,
-    split_slots,
-    stride_of,
-)
+from stretto.connector.notes import Hangup, Kind, Note, split_slots, stride_of
+from stretto.connector.slots import SlotReceiver, SlotSender
 
 _NOTHING = memoryview(b"")
 _ELEMENT = 8  # bytes of the widest element: what a tensor's address must be a multiple of
@@ -53,30 +43,27 @@ class TcpConnector:
 
 
 class _TcpOutward:
-    """A sender's carrier (`slots.Outward`). Its slots are plain memory, touched only as far as chunks need it."""
+    """A sender's carrier (`notes.Outward`). Its slots are plain memory, touched only as far as chunks need it."""
 
     ship_tells = False
 
     def __init__(self, endpoint: Endpoint, bell: NetDialer) -> None:
         memory = mmap.mmap(-1, endpoint.slots * stride_of(endpoint.slot_bytes))
-        self._slots = split_slots(memory, endpoint.slots, endpoint.slot_bytes)
+        self.pages = split_slots(memory, endpoint.slots, endpoint.slot_bytes)
         self._bell = bell
         self.notes = bell.notes
         self.wake = bell.wake
 
-    def buffer(self, slot: int) -> wire.Page:
-        return self._slots[slot]
-
     def ship(self, slot: int, seq: int, size: int) -> None:
-        self._bell.ring(Kind.CHUNK, slot, seq, size, self._slots[slot].memory[:size])
+        self._bell.ring(Kind.CHUNK, slot, seq, size, self.pages[slot].memory[:size])
 
     def close(self) -> None:
         self._bell.close()
-        self._slots = []  # a chunk that is still being sent keeps the memory
+        self.pages.clear()  # a chunk that is still being sent keeps the memory
 
 
 class _TcpInward:
-    """A receiver's carrier (`slots.Inward`)."""
+    """A receiver's carrier (`notes.Inward`)."""
 
     def __init__(self, bell: NetListener) -> None:
         self._bell = bell

@@ -83,7 +83,13 @@ _unpack_prefix = _PREFIX.unpack_from
 _pack_start = _START.pack
 _pack_rest = _REST.pack
 _crc32 = zlib.crc32
+# Two ways to copy: the first lets go of the interpreter's lock, which pays for large blobs; for a small one it would
+# mean to wait for the lock behind a busy stage loop, for milliseconds.
 _memmove = ctypes.memmove
+_memmove_small = ctypes.PyDLL(None).memmove
+_memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_small.restype = None
+_SMALL = 64 << 10
 
 # A received frame may be read-only memory. We never write to a taken chunk, so torch's warning would only be noise.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
@@ -366,7 +372,8 @@ def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Ev
             far = far or []
             far.append((_views(page, plan)[name], tensor))
         elif tensor.is_contiguous():
-            _memmove(page.address + start, tensor.data_ptr(), nbytes)  # most rows: one plain copy, no views
+            copy = _memmove_small if nbytes <= _SMALL else _memmove
+            copy(page.address + start, tensor.data_ptr(), nbytes)  # most rows: one plain copy, no views
         else:
             _views(page, plan)[name].copy_(tensor)
     return None if far is None else copies.start(far, chunk.event)

@@ -1,12 +1,17 @@
-"""What only the shm connector's carrier promises: how long its one system call waits."""
+"""What only the shm connector promises: how long its one system call waits, and how slots come back."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from stretto.connector import shm, wire
-from stretto.connector.contract import LinkOptions
+from stretto.connector import doorbell, shm, wire
+from stretto.connector.contract import Chunk, LinkClosed, LinkOptions
+from stretto.connector.notes import Note
+from stretto.connector.returns import Returns
 from stretto.types import Mark, RequestId, Span
 
 
@@ -15,17 +20,17 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
     """The socket's own timeout is set only when it changes: it must be the one of this call, also after a wait of
     another length that brought nothing."""
     bounds: list[float] = []
-    bound_waits = shm._bound_waits
+    bound_waits = doorbell.bound_waits
 
     def record(sock: object, timeout: float) -> None:
         bounds.append(timeout)
         bound_waits(sock, timeout)  # type: ignore[arg-type]
 
-    options = LinkOptions(slots=2, slot_bytes=4096, details={"spin_us": spin_us})
+    options = LinkOptions(slots=2, slot_bytes=4096, details={"look_us": spin_us})
     connector = shm.ShmConnector()
     receiver = connector.listen("a-b", options)
     sender = connector.connect(receiver.endpoint, options)
-    monkeypatch.setattr(shm, "_bound_waits", record)
+    monkeypatch.setattr(doorbell, "bound_waits", record)
     chunk = wire.chunk(RequestId("r"), Span(0, 1), Mark.MORE, {"rows": torch.ones(1)})
 
     def take(timeout: float, sends: bool) -> float:
@@ -51,3 +56,133 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
     finally:
         sender.close()
         receiver.close()
+
+
+def numbered(number: int) -> Chunk:
+    tensors = {"rows": torch.full((64,), number, dtype=torch.int64)}
+    return wire.chunk(RequestId(f"r{number % 3}"), Span(number, number + 1), Mark.MORE, tensors, seq=number)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> None:
+    """The sender finds a slot in three ways: the one sent last, a free one, one that comes back as it looks. In any
+    mixture of them no chunk that is still held changes, and credits add up."""
+    chance = random.Random(seed)
+    options = LinkOptions(slots=slots, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    held: list[tuple[int, Chunk]] = []
+    sent = taken = 0
+    try:
+        for _ in range(400):
+            action = chance.choice(["put", "put", "take", "take", "release", "release", "look", "purge"])
+            if action == "put":
+                accepted = sender.put(numbered(sent), 0.0)
+                assert accepted == (sent - taken + len(held) < slots)
+                sent += accepted
+            elif action == "take" and sent > taken:
+                chunk = receiver.take(chance.choice([5.0, 6.0]))
+                assert chunk is not None
+                assert chunk.header.seq == taken
+                held.append((taken, chunk))
+                taken += 1
+            elif action == "release" and held:
+                held.pop(chance.randrange(len(held)))[1].release()
+            elif action == "look":
+                assert sender.credits() == slots - len(held) - (sent - taken)
+            elif action == "purge":
+                sender.purge(RequestId("someone else"), 1)
+            for number, chunk in held:
+                assert bool((chunk.tensors["rows"] == number).all())
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LinkOptions(slots=4, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    places = set()
+    try:
+        for number in range(50):
+            assert sender.put(numbered(number), 0.0)
+            if number == 0:  # from here on nothing may be read by the sender, or be sent by the receiver
+                monkeypatch.setattr(doorbell.Bell, "notes", None)
+                monkeypatch.setattr(doorbell.Bell, "reply", None)
+            chunk = receiver.take(5.0)
+            assert chunk is not None
+            places.add(chunk.tensors["rows"].data_ptr())
+            chunk.release()
+        assert len(places) == 1
+    finally:
+        monkeypatch.undo()
+        sender.close()
+        receiver.close()
+
+
+def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "ORDERED", False)
+    options = LinkOptions(slots=2, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    try:
+        for number in range(20):
+            assert sender.put(numbered(number), 5.0)
+            chunk = receiver.take(5.0)
+            assert chunk is not None
+            chunk.release()
+        assert not any(sender._returns.words[:2])
+        assert sender.credits() == 2
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_rings_that_came_too_late_do_not_pile_up() -> None:
+    """A sender that asks to be rung and then finds slots at once leaves the ring in the socket. However often that
+    happens, there is room for the good-bye."""
+    options = LinkOptions(slots=2, slot_bytes=4096)
+    receiver = shm.ShmConnector().listen("a-b", options)
+    sender = shm.ShmConnector().connect(receiver.endpoint, options)
+    outward, inward = sender._carrier, receiver._inward
+    assert isinstance(outward, shm.ShmOutward)
+    asks = outward.returns.news
+
+    def release_in_between() -> list[Note]:
+        """What happens when the receiver gives back between the question and the look that follows it."""
+        news = asks()
+        if not news and outward.returns.words[2]:
+            while held:
+                held.pop().release()
+            news = asks()
+        return news
+
+    held: list[Chunk] = []
+    try:
+        assert sender.put(numbered(0), 0.0)
+        assert sender.put(numbered(1), 0.0)
+        sender._returns = outward.returns = Between(outward.returns, release_in_between)  # type: ignore[assignment]
+        for number in range(2, 500, 2):
+            for chunk in (receiver.take(5.0), receiver.take(5.0)):
+                assert chunk is not None
+                held.append(chunk)
+            assert sender.put(numbered(number), 5.0)
+            assert sender.put(numbered(number + 1), 5.0)
+        assert inward.bell is not None
+        receiver.close()
+        with pytest.raises(LinkClosed):
+            sender.put(numbered(500), 5.0)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+class Between:
+    """`Returns` with another `news`."""
+
+    def __init__(self, returns: Returns, news: Callable[[], list[Note]]) -> None:
+        self._returns = returns
+        self.news = news
+        self.words, self.ask, self.let_go, self.flight = returns.words, returns.ask, returns.let_go, returns.flight

@@ -46,6 +46,7 @@ KITS = {
     for kit in (
         Kit("local", "local"),
         Kit("shm", "shm"),
+        Kit("looking", "shm", LinkOptions(slots=4, slot_bytes=1 << 16, details={"look_us": "100"})),
         Kit("tcp", "tcp"),
         Kit("curve", "tcp", LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET)),
         Kit("mooncake", "mooncake"),
