@@ -98,9 +98,12 @@ def serving(args: argparse.Namespace, directory: Path, folder: Path) -> Iterator
             [sys.executable, "-m", "stretto.cli", "serve", str(directory), *words, *args.serve],
             cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+    # Ended from outside, by `timeout` for one: the server must not outlive us, with a GPU in its hands.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))
     try:
         yield Server(port, process, log)
     finally:
+        signal.signal(signal.SIGTERM, before)
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(15)

@@ -88,8 +88,6 @@ def _layer(layer: nn.Module) -> _Layer:
 
 Attend = Callable[[int, _Layer, torch.Tensor], torch.Tensor]
 """(layer index, layer, qkv rows) -> attention output."""
-PagesOf = Callable[[int], experts.Pages]
-"""Layer index -> the keys and values that its attention will read."""
 
 
 class FusedLayers:
@@ -124,10 +122,7 @@ class FusedLayers:
                 paging.lengths, self._split, self.heads,
             )  # fmt: skip
 
-        def pages(i: int) -> experts.Pages:
-            return experts.Pages(cache.data[i], paging.tables, owners, paging.lengths)
-
-        return normalise(self._run(x, attend, after, pages), *self.final, out=out)
+        return normalise(self._run(x, attend, after), *self.final, out=out)
 
     def frame(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, start: int, queries: int
@@ -141,23 +136,17 @@ class FusedLayers:
 
         return self._run(x, attend, None)
 
-    def _run(
-        self, x: torch.Tensor, attend: Attend, after: AfterLayer | None, pages: PagesOf | None = None
-    ) -> torch.Tensor:
-        return self._one(x, attend, after, pages) if len(x) == 1 else self._several(x, attend, after)
+    def _run(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
+        return self._one(x, attend, after) if len(x) == 1 else self._several(x, attend, after)
 
-    def _one(
-        self, x: torch.Tensor, attend: Attend, after: AfterLayer | None, pages: PagesOf | None = None
-    ) -> torch.Tensor:
+    def _one(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
         out: torch.Tensor | None = None  # the first write goes to a new tensor: x is the caller's
         for i, layer in enumerate(self.layers):
             qkv = project(x, layer.qkv, norm=layer.input_norm)
             x = out = project(attend(i, layer, qkv), layer.o, add=x, out=out)
             if layer.experts is not None:
-                more = i + 1 < len(self.layers)
-                weights = self.layers[i + 1].qkv if more else None
-                keys = pages(i + 1) if more and pages is not None else None
-                experts.mixture_one(x, layer.experts, self._picked, weights, keys)
+                following = self.layers[i + 1].qkv if i + 1 < len(self.layers) else None
+                experts.mixture_one(x, layer.experts, self._picked, ahead=following)
             else:
                 project(project(x, layer.gate_up, norm=layer.mlp_norm, glu=True), layer.down, add=x, out=x)
             if after is not None:

@@ -31,7 +31,7 @@ class HostSettings:
     graphs: bool = True  # on a GPU
     warm: bool = True  # there, compile kernels in several processes before the first start
     overlap_depth: int = 2
-    launch_lead_ms: float = 2.0  # beyond its own time, a launch begins so long before the device runs out of work
+    launch_lead_ms: float = 1.5  # beyond its own time, a launch begins so long before the device runs out of work
     prefix_cache: bool = True
     block_size: int = 16
     thinker_blocks: int | None = None  # None: on a GPU what the weights leave, see stage/plan.py

@@ -15,11 +15,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import __version__
+from stretto.connector.switches import OverlapSwitches
 from stretto.errors import Invalid, StrettoError
 from stretto.server.config import ServerConfig, setting
 from stretto.server.settings import add_flags, read, read_yaml, unknown_variables
@@ -42,7 +43,15 @@ TITLES = {
     "logging": "what to see",
 }
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "starlette", "uvicorn", "msgspec", "soundfile", "triton")
-OTHER_VARIABLES = ("STRETTO_MODEL", "STRETTO_CONFIG", "STRETTO_TEST_DEVICE")
+OTHER_VARIABLES = (
+    "STRETTO_MODEL",
+    "STRETTO_CONFIG",
+    "STRETTO_KERNELS",
+    "STRETTO_TUNING",
+    "STRETTO_LOOK_US",
+    *(f"STRETTO_{f.name.upper()}" for f in fields(OverlapSwitches)),
+    "STRETTO_TEST_DEVICE",
+)
 
 
 @dataclass(frozen=True, slots=True)

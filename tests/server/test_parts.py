@@ -23,7 +23,7 @@ from stretto.errors import Invalid
 from stretto.orchestrator.settings import HostSettings
 from stretto.server import codecs
 from stretto.server.access import NOBODY, Admission, Keys
-from stretto.server.command import ModelConfig, add_env_parser, add_serve_parser, describe, settle
+from stretto.server.command import OTHER_VARIABLES, ModelConfig, add_env_parser, add_serve_parser, describe, settle
 from stretto.server.config import ServerConfig
 from stretto.server.exchange import Broken, Visit
 from stretto.server.failures import Refused
@@ -266,6 +266,8 @@ def test_bad_environment() -> None:
     assert unknown_variables({"STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}, (ServerConfig,)) == [
         "STRETTO_PROT"
     ]
+    engines = dict.fromkeys(("STRETTO_KERNELS", "STRETTO_TUNING", "STRETTO_JUST_IN_TIME", "STRETTO_ASYNC_D2H"), "1")
+    assert unknown_variables(engines, (ModelConfig, ServerConfig), OTHER_VARIABLES) == []
 
 
 def test_expert_weights_come_from_all_places_and_reach_the_hosts(tmp_path: Path) -> None:

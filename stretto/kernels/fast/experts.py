@@ -53,16 +53,6 @@ class ExpertWeights:
         return self.top_k + self.pieces
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pages:
-    """Keys and values of one row that the next layer's attention will read."""
-
-    kv: torch.Tensor  # [2, blocks, kv heads, block size, dim]
-    tables: torch.Tensor  # [rows, width] int32
-    owners: torch.Tensor  # which row of the tables is the row's; its first element
-    lengths: torch.Tensor  # keys visible, the new one among them; its first element
-
-
 @triton.jit
 def _choose(
     logits, like, ids, weights, shared,
@@ -162,33 +152,23 @@ def _up_scales(scales, e, n, SIZE: tl.constexpr, SCALED: tl.constexpr):
     return gate, up
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def _up_vector(
-    x, gain, gate_up, scales, shared_gate_up, ids, out, ahead, kv, tables, owners, lengths, eps, lines, each,
-    num_blocks, width,
+    x, gain, gate_up, scales, shared_gate_up, ids, out, ahead, eps, lines, each,
     K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
-    BN: tl.constexpr, AHEAD: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row through BN columns of one of its experts: silu(gate) * up. While the router still decides whose weights
-    to read, memory stands idle: the first programs ask for `lines` cache lines at `ahead`, needed next, and each for
-    one block of BS keys and values (PAGE elements each, if there are any) that the next attention reads."""
+    to read, memory stands idle: the first programs ask for `lines` cache lines at `ahead`, needed next."""
     slot = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, K)
     g = tl.load(gain + k).to(tl.float32)
     if AHEAD:
-        number = slot * tl.num_programs(0) + tl.program_id(0)
-        first = number * each
+        first = (slot * tl.num_programs(0) + tl.program_id(0)) * each
         if first < lines:
             line = first + tl.arange(0, AHEAD)
             fetch(ahead + tl.minimum(line, lines - 1).to(tl.int64) * 64)
-        if PAGE:
-            if number * BS < tl.load(lengths, cache_modifier=".cg") - 1:
-                table = tables + tl.load(owners, cache_modifier=".cg") * width
-                block = tl.load(table + number, cache_modifier=".cg").to(tl.int64)
-                page = kv + block * PAGE + tl.arange(0, PAGE // 64) * 64
-                fetch(page)
-                fetch(page + num_blocks.to(tl.int64) * PAGE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # after the wait: `down` may read the ids before its own
@@ -406,25 +386,19 @@ def up_one(
     w: ExpertWeights,
     ids: torch.Tensor,
     ahead: torch.Tensor | None = None,
-    pages: Pages | None = None,
     tuned: dict[str, int] | None = None,
 ) -> torch.Tensor:
     """For one row x [1, hidden] of the residual stream: silu(gate) * up of its experts [slots, expert size]. `ahead`:
-    weights (bfloat16, contiguous) of what comes after this layer, to get on their way; `pages`: keys and values too."""
+    weights (bfloat16, contiguous) of what comes after this layer, to get on their way."""
     hidden, size = x.shape[1], w.down.shape[2]
     c = _tuned("up_vector", w, (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
     h = x.new_empty(w.slots, size)
     lines = 0 if ahead is None or not pdl(x) else min(ahead.nbytes, MOST_AHEAD) // 128
     each = triton.cdiv(lines, min(FETCHERS, size // c["BN"] * w.slots))
-    page = 0 if pages is None or not lines else pages.kv[0, 0].numel()
-    if page < 128 or page & (page - 1):  # no power of two: not worth a mask
-        page, pages = 0, None
     _up_vector[(size // c["BN"], w.slots)](
         x, w.gain, w.gate_up, x if w.scales is None else w.scales[0],
         w.gate_up if w.shared_gate_up is None else w.shared_gate_up, ids, h, x if ahead is None else ahead,
-        *((x, ids, ids, ids) if pages is None else (pages.kv, pages.tables, pages.owners, pages.lengths)),
-        w.eps, lines, each, 0 if pages is None else pages.kv.shape[1], 0 if pages is None else pages.tables.stride(0),
-        BS=1 if pages is None else pages.kv.shape[3], PAGE=page,
+        w.eps, lines, each,
         K=hidden, BN=c["BN"], AHEAD=triton.next_power_of_2(each) if lines else 0, num_warps=c["warps"],
         **_common(x, w),
     )  # fmt: skip
@@ -520,16 +494,10 @@ def down(
     return gained
 
 
-def mixture_one(
-    x: torch.Tensor,
-    w: ExpertWeights,
-    counter: torch.Tensor,
-    ahead: torch.Tensor | None = None,
-    pages: Pages | None = None,
-) -> None:
-    """x += experts(norm(x)), in place, for one row of the residual stream; `counter`, `ahead`, `pages` as above."""
+def mixture_one(x: torch.Tensor, w: ExpertWeights, counter: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
+    """x += experts(norm(x)), in place, for one row of the residual stream; `counter` and `ahead` as above."""
     ids, weights = route_one(x, w, counter)
-    down_one(up_one(x, w, ids, ahead, pages), w, ids, weights, x)
+    down_one(up_one(x, w, ids, ahead), w, ids, weights, x)
 
 
 def mixture(
