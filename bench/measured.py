@@ -88,8 +88,8 @@ class Results:
         """The run over HTTP, and its repetition if there is one."""
         return [found for name in ("h200", "h200_again") if (found := self.file(name)) is not None]
 
-    def step(self, what: str, batch: int) -> Any:
-        steps = (self.file("steps_h200") or {}).get("steps", [])
+    def step(self, what: str, batch: int, file: str = "steps_h200") -> Any:
+        steps = (self.file(file) or {}).get("steps", [])
         return next((s for s in steps if s["what"] == what and s["batch"] == batch), None)
 
     def bandwidth(self) -> float:
@@ -191,7 +191,7 @@ def layers(step: list[Ran]) -> Iterator[list[tuple[str, Ran]]]:
         after = iter(("o", "router"))
         named: list[tuple[str, Ran]] = []
         for r in step[here - 1 : following - 1]:
-            if r.name in ("_vector", "_matrix"):
+            if r.name in ("_vector", "_matrix", "_split"):
                 named.append(("qkv" if not named else next(after, "product"), r))
             else:
                 named.append((NAMES.get(r.name.lstrip("_"), r.name.lstrip("_")), r))

@@ -151,7 +151,7 @@ def summary(results: Results) -> str:
         rtf = p50s(results, "latency", "text-100", streams, "rtf")
         wait = p50s(results, "latency", "text-100", streams, "wait_0ms_s", "max")
         if first:
-            lines.append((str(streams), f"{first[0]:.0f} ms", f"{rtf[0]:.3f}", f"{wait[0]:.3f} s"))
+            lines.append((str(streams), f"{both(first, 0)} ms", both(rtf, 3), f"{both(wait, 3)} s"))
     return markdown(("streams", "first audio, p50", "RTF, p50", "longest wait of a player"), lines)
 
 
@@ -176,12 +176,12 @@ def steps(results: Results) -> str:
     )
 
 
-ALONE = {  # part of a thinker's layer -> kernel and key in bench/tune.py's report, for one row and for several
-    "qkv": ("vector", "matrix", (5120, 2048)),
-    "o": ("vector", "matrix", (2048, 4096)),
-    "router": ("route", "", (128, 2048)),
-    "up": ("up_vector", "up_matrix", (768, 2048)),
-    "down": ("down_vector", "down_matrix", (2048, 768)),
+ALONE = {  # part of a thinker's layer -> kernels and key in bench/tune.py's report, for one row and for several
+    "qkv": ("vector", ("matrix", "split"), (5120, 2048)),
+    "o": ("vector", ("matrix", "split"), (2048, 4096)),
+    "router": ("route", ("matrix", "split"), (128, 2048)),
+    "up": ("up_vector", ("up_matrix",), (768, 2048)),
+    "down": ("down_vector", ("down_matrix",), (2048, 768)),
 }
 
 
@@ -192,7 +192,9 @@ def alone(results: Results, part: str, batch: int) -> float | None:
     if part not in ALONE:
         return None
     one, several, key = ALONE[part]
-    return tuned.get((one, key)) if batch == 1 else tuned.get((several, (max(16, batch), *key)))
+    if batch == 1:
+        return tuned.get((one, key))
+    return min((us for k in several if (us := tuned.get((k, (max(16, batch), *key)))) is not None), default=None)
 
 
 def middle_layer(step: Any) -> dict[str, float]:
@@ -304,6 +306,38 @@ def latency(results: Results) -> str:
 TEXT, FRAMES, SPEECH_S = 64, 125, 10.0
 """An answer of the workload text-100."""
 RTF_TARGETS = {1: 0.04, 8: 0.06, 32: 0.12}
+STEP_TARGETS = {1: 2.2, 8: 4.5, 32: 8.0}  # thinker, ms
+
+
+def float8(results: Results) -> str:
+    """The thinker's step with experts in 8 bits, beside the one without."""
+    lines = []
+    for batch in (1, 8, 32):
+        wide, narrow = (results.step("thinker step", batch, f) for f in ("steps_h200", "steps_h200_float8"))
+        if wide is not None and narrow is not None:
+            lines.append(
+                (
+                    str(batch), f"{wide['floor_ms']:.2f} ms", f"{both(wide['p50_ms'], 2)} ms",
+                    f"{narrow['floor_ms']:.2f} ms", f"{both(narrow['p50_ms'], 2)} ms", f"{STEP_TARGETS[batch]} ms",
+                )
+            )  # fmt: skip
+    return markdown(("rows", "bfloat16: floor", "p50, two runs", "float8: floor", "p50, two runs", "target"), lines)
+
+
+def together(results: Results) -> str:
+    """One answer's steps of both models, one after the other and at the same time."""
+    found = results.file("together_h200")
+    lines = []
+    for r in (found or {}).get("runs", []):
+        lines.append(
+            (
+                r["how"], str(r["batch"]), f"{r['thinker_alone_ms']:.0f}", f"{r['talker_alone_ms']:.0f}",
+                f"{r['thinker_alone_ms'] + r['talker_alone_ms']:.0f}", f"{r['together_ms']:.0f}",
+                f"{r['thinker_together_ms']:.0f} / {r['talker_together_ms']:.0f}",
+            )
+        )  # fmt: skip
+    head = ("streams of the GPU", "rows", "64 thinker steps, ms", "125 frames, ms", "sum", "at once", "each ends after")
+    return markdown(head, lines)
 
 
 def rtf(results: Results) -> str:
@@ -435,6 +469,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "prompts": prompt_table,
     "latency": latency,
     "rtf": rtf,
+    "float8": float8,
+    "together": together,
     "realtime": realtime,
     "phases": phases,
     "start": start,

@@ -1,6 +1,6 @@
 """What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on two streams.
 
-    python -m bench.together [--batches 1,8,16,32] [--prompts 128,512,2048] [--out FILE]
+    python -m bench.together [--batches 1,8,16,32] [--prompts 128,512,2048] [--equal] [--out FILE]
 
 One answer of the usual workload is 64 thinker steps and 125 talker frames. Both are put on the device behind one event,
 as captured graphs on streams with the priorities of the service, and run to their ends: first the thinker's by
@@ -37,7 +37,7 @@ from stretto.stage.runner.rows import How
 from stretto.stage.runner.thinker import ThinkerLane
 
 STEPS = {"thinker": 64, "talker": 125}
-PRIORITY = {"thinker": 0, "talker": -1}
+PRIORITIES = {"service priorities": (0, -1), "equal priorities": (0, 0)}  # of thinker and talker: lower goes first
 CONTEXT = 256
 AHEAD_CYCLES = 200_000_000  # a tenth of a second: everything is enqueued before anything runs
 
@@ -181,11 +181,22 @@ def interference(talker: Player, model: Thinker, rows: int, stream: torch.cuda.S
     }
 
 
+def tell(found: dict[str, Any]) -> None:
+    alone, beside = found["frame_alone_ms"], found["frame_beside_ms"]
+    print(
+        f" {found['batch']} rows: a frame alone {alone['p50']:.2f} ms (at most {alone['max']:.2f}), beside a prompt of "
+        f"{found['prompt_rows']} rows {beside['p50']:.2f} (at most {beside['max']:.2f}); a pass beside frames "
+        f"{found['pass_beside_ms']:.1f}",
+        flush=True,
+    )
+
+
 @torch.inference_mode()
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--batches", default="1,8,16,32")
     p.add_argument("--prompts", default="128,512,2048", help="rows; none: leave it out")
+    p.add_argument("--equal", action="store_true", help="also with equal priorities")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
     p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
@@ -198,30 +209,27 @@ def main() -> None:
         "about": describe(),
         "expert_weights": args.expert_weights,
         "steps": STEPS,
-        "priorities": PRIORITY,
-        "batches": {},
+        "runs": [],
         "prompts": [],
     }
-    streams = {name: torch.cuda.Stream(priority=p) for name, p in PRIORITY.items()}
-    for stream in streams.values():
-        stream.wait_stream(torch.cuda.current_stream())
-    for batch in map(int, args.batches.split(",")):
-        players = []
-        for name, model in (("thinker", thinker), ("talker", talker)):
-            graphs, how, _ = ready(model, batch, CONTEXT, name == "talker", streams[name])
-            players.append(Player(name, graphs, how, streams[name], batch))
-        result["batches"][batch] = r = compare(*players, args.rounds)
-        say(f"batch {batch:3}", r)
-        for rows in [int(n) for n in args.prompts.split(",") if n] if batch > 1 else []:
-            found = interference(players[1], thinker, rows, streams["thinker"])
-            result["prompts"].append(found)
-            print(
-                f"batch {batch:3}: a frame alone {found['frame_alone_ms']['p50']:.2f} ms "
-                f"(at most {found['frame_alone_ms']['max']:.2f}), beside a prompt of {rows} rows "
-                f"{found['frame_beside_ms']['p50']:.2f} (at most {found['frame_beside_ms']['max']:.2f}); "
-                f"a pass beside frames {found['pass_beside_ms']:.1f}",
-                flush=True,
-            )
+    batches, prompts = ([int(n) for n in text.split(",") if n] for text in (args.batches, args.prompts))
+    for how in PRIORITIES if args.equal else list(PRIORITIES)[:1]:
+        streams = [torch.cuda.Stream(priority=priority) for priority in PRIORITIES[how]]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for batch in batches:
+            players = []
+            for name, model, stream in zip(STEPS, (thinker, talker), streams, strict=True):
+                graphs, way, _ = ready(model, batch, CONTEXT, name == "talker", stream)
+                players.append(Player(name, graphs, way, stream, batch))
+            run = compare(*players, args.rounds)
+            result["runs"].append({"how": how, "batch": batch, **run})
+            say(f"{how}, batch {batch:3}", run)
+            if batch > 1 and how == "service priorities":
+                for rows in prompts:
+                    found = interference(players[1], thinker, rows, streams[0])
+                    result["prompts"].append(found)
+                    tell(found)
     if args.out is not None:
         args.out.write_text(json.dumps(result) + "\n")
 
