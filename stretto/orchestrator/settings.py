@@ -40,7 +40,7 @@ class HostSettings:
     max_waiting: int = 256
     max_context: int = 8192
     max_step_tokens: int = 4096
-    prefill_chunk: int = 512  # rows of prompts in a step while answers are being made: bounds how long they wait
+    prefill_chunk: int = 1024  # rows of prompts in a step while answers are being made: bounds how long they wait
     lone_prefill_chunk: int = 2560
     mixed_steps: bool = True  # prompts and answers in one step; else in turns
     link_slots: int = 64
