@@ -18,7 +18,7 @@ from stretto.layers.decoder import Decoder
 from stretto.layers.prefill import Ragged, pack_starts, packed_size, run_prefill, split_starts
 from stretto.stage.runner.rows import DeviceRows
 
-SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1152, 1536, 2048, 2560)  # 1152: a full chunk beside 128 answers
+SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1152, 1536, 2048, 2560)  # 1152: a full chunk and 128 answers
 STAGED = 8
 
 
