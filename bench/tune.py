@@ -217,6 +217,8 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
         shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * tile)
         if inner % bk == 0 and width % bn == 0 and shared < 200_000:
             found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
+    if part == "down":
+        found += [c | {"early": 1} for c in found]
     return Case(
         f"{part}_matrix{kind}", (tile, *((size, hidden) if part == "up" else (hidden, size))), found, make, nbytes
     )

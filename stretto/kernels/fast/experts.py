@@ -239,7 +239,9 @@ def _takers(ids, e, M, BM: tl.constexpr, SLOTS: tl.constexpr):
     m = tl.arange(0, BM)
     slot = tl.arange(0, triton.next_power_of_2(SLOTS))
     there = (m < M)[:, None] & (slot < SLOTS)[None, :]
-    mine = (tl.load(ids + m[:, None] * SLOTS + slot[None, :], mask=there, other=-1) == e).to(tl.int32)
+    # Past the first-level cache, as before every wait: it may be older than this step.
+    at = ids + m[:, None] * SLOTS + slot[None, :]
+    mine = (tl.load(at, mask=there, other=-1, cache_modifier=".cg") == e).to(tl.int32)
     return m, tl.sum(mine, 1) > 0, tl.sum(mine * slot[None, :], 1) + m * SLOTS
 
 
@@ -282,12 +284,17 @@ def _up_matrix(
 def _down_matrix(
     h, down, scales, shared_down, ids, weights, out, M,
     H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weighted results of one expert for the rows that chose it, to their slots [rows, SLOTS, H], float32."""
+    """The weighted results of one expert for the rows that chose it, to their slots [rows, SLOTS, H], float32.
+
+    EARLY: the weights are asked for before the wait, LINES cache lines per output, while the last of `_up_matrix` still
+    run. (It lets this one start when all its programs have waited for the choice: that is complete by then.)"""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     e = tl.program_id(1)
     _, rows, where = _takers(ids, e, M, BM, SLOTS)
     if tl.sum(rows.to(tl.int32), 0) > 0:
@@ -299,6 +306,10 @@ def _down_matrix(
             if e >= E:
                 base = shared_down + (e - E) * SIZE
                 width = PIECES * SIZE
+        if EARLY and PDL:
+            line = tl.minimum(tl.arange(0, LINES) * (SIZE // LINES), SIZE - 1)
+            fetch(base + n[:, None] * width + line[None, :])
+            gdc_wait()
         at = base + n[:, None] * width + k[None, :]
         from_h = h + where[:, None] * SIZE + k[None, :]
         acc = tl.zeros([BM, BN], tl.float32)
@@ -481,7 +492,9 @@ def down(
     _down_matrix[(hidden // c["BN"], w.router.shape[0] + w.pieces)](
         h, w.down, x if w.scales is None else w.scales[1], w.down if w.shared_down is None else w.shared_down,
         ids, weights, parts, rows,
-        H=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], num_stages=c["stages"],
+        H=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, EARLY=bool(c.get("early", 0)),
+        LINES=triton.next_power_of_2(triton.cdiv(size * w.down.itemsize, 128)),
+        num_warps=c["warps"], num_stages=c["stages"],
         **_common(x, w),
     )  # fmt: skip
     block = _chunk(hidden, 512)

@@ -167,6 +167,11 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
         squares = (x.float() ** 2).view(rows, 4, -1).sum(-1).T.contiguous()
         gained = fast_linear.Gained((x.float() * w.gain.float()).to(dtype), squares, EPS)
         after = fast_experts.mixture(found, gained, w, (next_gain, EPS))
+        ids, weights, normed = fast_experts.route(x, gained, w)
+        early = {"BN": 32, "BK": 32, "warps": 4, "stages": 2, "early": 1}
+        again = x.clone()
+        fast_experts.down(fast_experts.up(normed, w, ids), w, ids, weights, again, tuned=early)
+        assert error(again, found) < ERROR[dtype]
         assert error(normed_by(after), rms_norm(found, next_gain, EPS)) < ERROR[dtype]
     assert error(found.float() - x.float(), wanted) < 3 * ERROR[dtype]
     assert counter.item() == 0
