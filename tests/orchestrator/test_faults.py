@@ -342,7 +342,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
         for name in ("doomed", "other"):
             driven.host.handle(Admit(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
         driven.host.loop.round()
-        link = driven.host.links["talker>code2wav"].outgoing
+        link = driven.host.links.ends["talker>code2wav"].outgoing
         assert isinstance(link, InlineOut)
         link._faults.add(PutFailed("injected", link="talker>code2wav", request=RequestId("doomed")))
         while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):
