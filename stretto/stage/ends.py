@@ -32,6 +32,8 @@ from stretto.types import RequestId
 
 @dataclass(slots=True, eq=False)
 class LinkEnd:
+    """What there is of one link: one of its ends, or both."""
+
     receiver: Receiver | None = None
     sender: Sender | None = None
     incoming: InLink | None = None

@@ -17,7 +17,7 @@ from stretto.errors import StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.orchestrator.api import Params
-from stretto.orchestrator.engine import PipelineEngine, Ticket
+from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.messages import (
     Admit,
     Configure,
@@ -33,6 +33,7 @@ from stretto.orchestrator.messages import (
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig, HostSettings
+from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, run, same
