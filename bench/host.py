@@ -53,7 +53,7 @@ from stretto.prompt.build import PromptBuilder
 from stretto.server.command import find_device
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
-from stretto.stage.nodes import Code2WavNode
+from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.runner.lane import Captured
 from stretto.stage.runner.step import Step
 from stretto.stage.stage import StageStats

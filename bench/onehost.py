@@ -46,7 +46,7 @@ from stretto.orchestrator.messages import (
 from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
 from stretto.stage.loop import TICK_NS
-from stretto.stage.nodes import Code2WavNode
+from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.talker import TalkerLane

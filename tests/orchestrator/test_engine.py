@@ -13,8 +13,9 @@ from stretto.errors import Busy, Gone, Invalid, StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.orchestrator.api import ChunkSizes, Finished, Params, TextDelta
-from stretto.orchestrator.engine import PipelineEngine, SyncEngine
+from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.settings import ONE_HOST, PROCESSES, TWO_HOSTS, EngineConfig, HostSettings, parse_placement
+from stretto.orchestrator.sync import SyncEngine
 from stretto.prompt.build import PromptBuilder
 from tests.orchestrator.common import CHATS, collect, expected, run, same, say, sound
 

@@ -17,7 +17,7 @@ from stretto.errors import StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.orchestrator.api import Params
-from stretto.orchestrator.engine import PipelineEngine, Ticket
+from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.messages import (
     Admit,
     Configure,
@@ -33,6 +33,7 @@ from stretto.orchestrator.messages import (
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig, HostSettings
+from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, run, same
@@ -342,7 +343,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
         for name in ("doomed", "other"):
             driven.host.handle(Admit(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
         driven.host.loop.round()
-        link = driven.host.links["talker>code2wav"].outgoing
+        link = driven.host.links.ends["talker>code2wav"].outgoing
         assert isinstance(link, InlineOut)
         link._faults.add(PutFailed("injected", link="talker>code2wav", request=RequestId("doomed")))
         while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):

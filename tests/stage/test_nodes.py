@@ -2,7 +2,7 @@
 
 import torch
 
-from stretto.stage.nodes import Link
+from stretto.stage.links import Link
 from stretto.stage.payload.schema import CodecFrames
 from stretto.stage.request import Confirmed
 from stretto.types import RequestId, Span

@@ -13,13 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.connector.switches import OverlapSwitches
 from stretto.kernels.fast.warm import Marker, Workers
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.orchestrator.messages import Configure, Loading
 from stretto.orchestrator.settings import STAGES, HostSettings
-from stretto.stage import host as host_module
-from stretto.stage import warming
+from stretto.stage import build, warming
+from stretto.stage.build import Builder
 from stretto.stage.host import Host
+from stretto.stage.loop import Loop
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import SIZES
 from stretto.stage.warming import SPACE, Job, Task, Warming, begin, num_workers, run, share_out, small, tasks_of
@@ -217,11 +219,14 @@ def test_a_host_of_some_stages_leaves_room_for_the_others(tiny_config: OmniConfi
 
 def test_a_process_that_dies_fails_no_host(tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Any] = []
-    host = Host(Configure(str(tiny_dir), STAGES, {}), HostSettings(), lambda message, blob: told.append(message))
+    builder = Builder(
+        str(tiny_dir), STAGES, HostSettings(), torch.device("cpu"), OverlapSwitches(), Loop([]),
+        lambda message, blob: told.append(message), lambda: None,
+    )  # fmt: skip
     dying = [sys.executable, "-c", "import sys; sys.stdin.read(); raise SystemExit('no memory')"]
-    host.warming = Warming(Workers([dying]), Marker.of(tmp_path, {}), False)
-    host._finish_warming("thinker")
-    assert host.warming is None
+    builder.warming = Warming(Workers([dying]), Marker.of(tmp_path, {}), False)
+    builder.finish_warming("thinker")
+    assert builder.warming is None
     assert all(m == Loading("thinker", "compiling kernels") for m in told)
     assert "no memory" in caplog.text
     assert not Marker.of(tmp_path, {}).there
@@ -231,7 +236,7 @@ def test_a_cpu_has_no_part_in_this(tiny_dir: Path, monkeypatch: pytest.MonkeyPat
     def never(*args: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(host_module, "begin", never)
+    monkeypatch.setattr(build, "begin", never)
     told: list[Any] = []
     host = Host(Configure(str(tiny_dir), STAGES, {}), HostSettings(), lambda message, blob: told.append(message))
     host.load()

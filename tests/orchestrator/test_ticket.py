@@ -1,0 +1,142 @@
+"""What a caller sees of a request, from reports alone: text up to the stop string however it was cut, sound that tiles,
+one end."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import Bug, StageDead
+from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
+from stretto.orchestrator.api import AudioChunk, Finished, Params, TextDelta
+from stretto.orchestrator.messages import Cancel, Ended, StopText, Throttle
+from stretto.orchestrator.settings import STAGES
+from stretto.orchestrator.ticket import Ticket
+from stretto.prompt.prompt import Prompt
+from stretto.types import RequestId
+
+ID = RequestId("r")
+ROOM_S = 2.0
+
+
+class Line:
+    """A pipeline that notes what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, stages: tuple[str, ...], message: object, blob: bytes = b"") -> None:
+        self.sent.append(message)
+
+
+class Letters:
+    """A text stream whose tokens are characters."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def finish(self) -> str:
+        return ""
+
+
+class Pads:
+    audio_pad, image_pad, video_pad = 1, 2, 3
+
+
+def ticket(stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES) -> tuple[Ticket, Line]:
+    line = Line()
+    prompt = Prompt((0, 1, 1, 2, 3))
+    return Ticket(ID, None, line, stages, prompt, Params(stop=stop), 7, Letters(), 0.0), line  # type: ignore[arg-type]
+
+
+def events(t: Ticket) -> list[Any]:
+    return [t.events.get_nowait() for _ in range(t.events.qsize())]
+
+
+def end(t: Ticket, *stages: str) -> None:
+    for stage in stages:
+        t.end(Ended(ID, stage, "stop", 0.0), Pads())  # type: ignore[arg-type]
+
+
+@given(
+    st.text("ab", max_size=24),
+    st.text("ab", min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=24, max_size=24),
+)
+def test_text_ends_before_the_stop_string_however_it_comes(text: str, stop: str, sizes: list[int]) -> None:
+    t, line = ticket((stop,), ("thinker",))
+    shown, rest, ids = "", text, []
+    for size in sizes:
+        piece, rest = rest[:size], rest[size:]
+        if piece:
+            t.add_text(tuple(map(ord, piece)))
+        for e in events(t):
+            shown, ids = shown + e.text, ids + list(e.ids)
+        assert shown == text[: len(shown)]
+    end(t, "thinker")
+    *deltas, last = events(t)
+    assert isinstance(last, Finished)
+    assert all(isinstance(e, TextDelta) and not e.ids for e in deltas)
+    assert shown + "".join(e.text for e in deltas) == text.split(stop)[0]
+    assert ids == list(map(ord, text)), "ids are as sampled"
+    assert [type(m) for m in line.sent] == [StopText] * (stop in text)
+
+
+def test_a_slow_consumer_throttles_and_goes_on_at_half() -> None:
+    t, line = ticket()
+    second = np.zeros(SAMPLE_RATE_OUT, np.float32)
+    for i in range(2):
+        t.add_sound(i * len(second), 12, second, ROOM_S)
+    assert not line.sent
+    for i in range(2, 4):
+        t.add_sound(i * len(second), 12, second, ROOM_S)
+    assert line.sent == [Throttle(ID, True)]
+    assert t.buffered_s == 4.0
+    for _ in range(3):
+        t.take(len(second), ROOM_S)
+    assert line.sent == [Throttle(ID, True)], "half of the room is not free yet"
+    t.take(1, ROOM_S)
+    assert line.sent == [Throttle(ID, True), Throttle(ID, False)]
+    assert [e.start for e in events(t)] == [i * len(second) for i in range(4)]
+
+
+def test_sound_that_does_not_tile_fails_once() -> None:
+    t, line = ticket()
+    t.add_sound(0, 1, np.zeros(5, np.float32), ROOM_S)
+    t.add_sound(6, 2, np.zeros(5, np.float32), ROOM_S)
+    t.fail(StageDead("told by another, too"))
+    chunk, error = events(t)
+    assert isinstance(chunk, AudioChunk)
+    assert isinstance(error, Bug)
+    assert line.sent == [Cancel(ID)]
+    assert t.samples == 5
+
+
+def test_it_is_over_when_the_last_stage_is() -> None:
+    t, _ = ticket()
+    t.add_sound(0, 3, np.zeros(9, np.float32), ROOM_S)
+    end(t, "talker", "thinker")
+    assert t.unfinished == {"code2wav"}
+    assert not any(isinstance(e, Finished) for e in events(t))
+    end(t, "code2wav")
+    [last] = events(t)
+    assert isinstance(last, Finished)
+    assert (last.text, last.audio, last.seed) == ("stop", "stop", 7)
+    usage = last.usage
+    assert (usage.prompt_tokens, usage.audio_prompt_tokens, usage.image_prompt_tokens) == (5, 2, 2)
+    assert (usage.frames, usage.samples) == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("began", "throttled", "now", "pace"), [(None, False, 9.0, None), (1.0, True, 9.0, None), (1.0, False, 1.5, None),
+    (1.0, False, 3.0, 0.5)],
+)  # fmt: skip
+def test_pace_is_told_by_streams_that_are_under_way(
+    began: float | None, throttled: bool, now: float, pace: float | None
+) -> None:
+    t, _ = ticket()
+    t.first_pcm, t.throttled, t.samples = began, throttled, SAMPLE_RATE_OUT
+    assert t.pace(now) == (float("inf") if pace is None else pace)

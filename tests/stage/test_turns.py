@@ -1,0 +1,55 @@
+"""Whose turn it is in a round, whichever stages a host has."""
+
+from typing import Any
+
+import pytest
+
+from stretto.orchestrator.settings import STAGES
+from stretto.stage.loop import Loop
+from stretto.stage.turns import Fresh, in_order
+
+
+class Named:
+    due_ns: int | None = None
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def turn(self) -> bool:
+        self.seen.append(self.name)
+        return False
+
+
+def rounds(stages: tuple[str, ...]) -> tuple[Loop, Fresh | None, list[str]]:
+    seen: list[str] = []
+    nodes: Any = {name: Named(name, seen) for name in stages}
+    fresh = Fresh(nodes["thinker"]) if "thinker" in nodes else None
+    return Loop(in_order(nodes, fresh, lambda: seen.append("push"), Named("links", seen))), fresh, seen
+
+
+@pytest.mark.parametrize(
+    ("stages", "order"),
+    [
+        (STAGES, "links code2wav push talker code2wav push thinker push"),
+        (("thinker",), "links push push thinker push"),
+        (("talker", "code2wav"), "links code2wav push talker code2wav push"),
+        (("code2wav",), "links code2wav push push"),
+    ],
+    ids=["all", "thinker", "talker and vocoder", "vocoder"],
+)
+def test_what_is_heard_sooner_goes_first(stages: tuple[str, ...], order: str) -> None:
+    loop, _, seen = rounds(stages)
+    assert not loop.round()
+    assert seen == order.split()
+
+
+def test_a_new_prompt_goes_before_speech_once() -> None:
+    loop, fresh, seen = rounds(STAGES)
+    assert fresh is not None
+    fresh.came = True
+    loop.round()
+    assert seen.index("thinker") < seen.index("talker")
+    assert seen.count("thinker") == 2
+    seen.clear()
+    loop.round()
+    assert seen.count("thinker") == 1
