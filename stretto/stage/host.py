@@ -60,7 +60,7 @@ from stretto.stage.codec import CodecConfig, CodecStage
 from stretto.stage.loop import Loop, Turns
 from stretto.stage.nodes import Code2WavNode, Node, TalkerNode, ThinkerNode, failed
 from stretto.stage.payload.copies import HostToDevice
-from stretto.stage.payload.schema import ThinkerRows
+from stretto.stage.payload.schema import CodecFrames, ThinkerRows
 from stretto.stage.plan import RESERVE, check, free_memory, plan, sized
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
@@ -344,8 +344,7 @@ class Host:
         if connector.inline:
             end.incoming = InlineIn(receiver, m.link, self.loop.bell.ring)  # type: ignore[arg-type]
         else:
-            # The vocoder takes codes from the host: see `CodecStage.push`.
-            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else frozenset({"codes"})
+            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else CodecFrames.HOST
             compute = node.stage.runner.stream if isinstance(node.stage, Stage) else None
             uploader = HostToDevice(self.device, self.switches, keep, compute=compute)
             incoming = Incoming(receiver, m.link, self.loop.bell.ring, uploader=uploader)

@@ -118,7 +118,7 @@ class HostToDevice:
         """The chunk with its tensors on the device (or on their way there: `event`). Takes over `chunk` and
         releases it when the copy no longer reads it."""
         stream = self._stream
-        if stream is None:
+        if stream is None or self.keep >= chunk.tensors.keys():
             landed = Chunk(chunk.header, {name: t.clone() for name, t in chunk.tensors.items()})
             chunk.release()
             return landed
@@ -129,6 +129,9 @@ class HostToDevice:
                 name: t.clone() if name in self.keep else t.to(self.device, non_blocking=True)
                 for name, t in chunk.tensors.items()
             }
+        except RuntimeError:
+            stream.synchronize()  # what was started must not read a slot that goes back, or is unmapped
+            raise
         finally:
             torch.cuda.set_stream(current)
         event = _new_event()
