@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stretto.connector import wire
-from stretto.connector.switches import OverlapSwitches
 from stretto.connector.contract import Chunk
+from stretto.connector.switches import OverlapSwitches
 from stretto.stage.payload.copies import DeviceToHost, HostToDevice, adopt
 from stretto.stage.payload.ring import Ring
 from stretto.stage.payload.schema import CodecFrames, Payload, ThinkerRows, unpack
@@ -91,7 +91,7 @@ class Cuda:
     def __init__(self) -> None:
         self.current = Stream()
 
-    def Stream(self, device: torch.device) -> Stream:  # noqa: N802
+    def Stream(self, device: torch.device) -> Stream:
         return Stream()
 
     def current_stream(self, device: torch.device) -> Stream:
