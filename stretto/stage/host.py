@@ -107,6 +107,7 @@ class Host:
     loop: Loop = field(init=False)
     registry: Registry = field(init=False, default_factory=Registry)
     waiters: list[Waiter] = field(init=False, default_factory=list)
+    streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
     memory: dict[str, int] = field(init=False, default_factory=dict)  # bytes by stage
     fresh: bool = field(init=False, default=False)  # requests were admitted in this round
     warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
@@ -345,8 +346,7 @@ class Host:
             end.incoming = InlineIn(receiver, m.link, self.loop.bell.ring)  # type: ignore[arg-type]
         else:
             keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else CodecFrames.HOST
-            compute = node.stage.runner.stream if isinstance(node.stage, Stage) else None
-            uploader = HostToDevice(self.device, self.switches, keep, compute=compute)
+            uploader = HostToDevice(self.device, self.switches, keep, self._stream_for(f"{m.link} in", node))
             incoming = Incoming(receiver, m.link, self.loop.bell.ring, uploader=uploader)
             incoming.start()
             end.incoming = incoming
@@ -364,15 +364,23 @@ class Host:
         if connector.inline:
             end.outgoing = InlineOut(sender, m.link, self.loop.bell.ring)
         else:
-            stream = None
-            if self.device.type == "cuda":
-                own = self.switches.payload_stream
-                stream = torch.cuda.Stream(self.device) if own else node.stage.runner.stream  # type: ignore[no-untyped-call]
+            stream = self._stream_for(f"{m.link} out", node)
             outgoing = Outgoing(sender, m.link, self.loop.bell.ring, stream=stream, async_d2h=self.switches.async_d2h)
             outgoing.start()
             end.outgoing = outgoing
         node.link.out = end.outgoing
         self.report(Linked(m.link), b"")
+
+    def _stream_for(self, end: str, node: Node) -> torch.cuda.Stream | None:
+        """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands out 32 streams and
+        then the same ones again, so that copies would sooner or later queue behind the thinker's steps."""
+        if self.device.type != "cuda":
+            return None
+        if not self.switches.payload_stream:
+            return node.stage.runner.stream if isinstance(node.stage, Stage) else node.stage.stream
+        if end not in self.streams:
+            self.streams[end] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self.streams[end]
 
     def _unlink(self, name: str) -> None:
         end = self.links.pop(name, None)

@@ -128,9 +128,8 @@ class Upload:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, payload: Payload, own: bool, fails: str = "") -> None:
         self.cuda, self.credit, self.compute = Cuda(), Credit(), Stream(["a step"])
         monkeypatch.setattr("stretto.stage.payload.copies.torch.cuda", self.cuda)
-        compute: Any = self.compute
-        switches = OverlapSwitches(payload_stream=own)
-        self.up = HostToDevice(torch.device("cuda"), switches, payload.HOST, compute)
+        stream: Any = None if own else self.compute
+        self.up = HostToDevice(torch.device("cuda"), OverlapSwitches(), payload.HOST, stream)
         made = wire.chunk(RequestId("r"), payload.span, Mark.MORE, payload.tensors(), lease=self.credit)
         sources: Any = {name: Source(t, name, self.cuda, name == fails) for name, t in made.tensors.items()}
         self.chunk = Chunk(made.header, sources, made.lease)
