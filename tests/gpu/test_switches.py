@@ -6,12 +6,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench.onehost import swapped
 from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
@@ -93,8 +96,29 @@ def test_shared_memory(host: Listener, switches: OverlapSwitches, prompts: list[
         host.lay("shm", switches)
         if laying < last:  # the last time all sounds are known from the start
             host.forget()
-        check(host, host.answer(prompts), prompts, alone)
+        with slow_steps(host) if laying % 2 == 0 else nullcontext():
+            check(host, host.answer(prompts), prompts, alone)
     host.lay("local", ON)
+
+
+def slow_steps(host: Listener) -> AbstractContextManager[None]:
+    """Behind each step its stream stands still for a while, so that whatever is queued there comes late, and who does
+    not wait for it reads what was in that memory before."""
+    if host.host.device.type != "cuda":
+        return nullcontext()
+
+    def slowed(runner: Any) -> Any:
+        launch = runner.launch
+
+        def slow(*args: Any) -> Any:
+            step = launch(*args)
+            with runner.on_stream():
+                torch.cuda._sleep(10_000_000)  # cycles: some 5 ms
+            return step
+
+        return slow
+
+    return swapped([(runner, "launch", slowed(runner)) for runner in host.runners()])
 
 
 def test_links_are_laid_and_taken_up_under_load(host: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
@@ -132,7 +156,11 @@ def forget(host: Listener, ids: list[RequestId]) -> None:
         host.answers.pop(id, None)
 
 
-def resources() -> tuple[int, int]:
-    """Threads, and mappings of slots."""
+def resources() -> tuple[int, int, int]:
+    """Threads, mappings of slots, and descriptors of links. (A driver has its own.)"""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    return threading.active_count(), maps.count("memfd:stretto") + len(os.listdir("/proc/self/fd"))
+    files = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            files += os.readlink(f"/proc/self/fd/{fd}").startswith(("socket:", "/memfd:stretto"))
+    return threading.active_count(), maps.count("memfd:stretto"), files
