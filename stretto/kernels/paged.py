@@ -108,6 +108,9 @@ def _decode(q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lengths:
     width = tables.shape[1] * size
     k, v = (c[tables].transpose(1, 2).reshape(rows, kv_heads, width, dim) for c in cache)
     seen = torch.arange(width, device=q.device) < lengths[:, None]
+    # What lies behind a sequence's end is what others left there, or write just now: if they are not numbers, a weight
+    # of 0 does not keep them out. (These are copies.)
+    k, v = (c.masked_fill_(~seen[:, None, :, None], 0.0) for c in (k, v))
     grouped = q.view(rows, kv_heads, heads // kv_heads, dim)  # the heads of a group share keys: one matrix product
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None])
     return out.reshape(rows, heads, dim)

@@ -25,7 +25,7 @@ from stretto.stage.nodes.report import Report
 from stretto.stage.nodes.talker import TalkerNode
 from stretto.stage.nodes.thinker import ThinkerNode
 from stretto.stage.payload.copies import HostToDevice
-from stretto.stage.payload.schema import ThinkerRows
+from stretto.stage.payload.schema import CodecFrames, ThinkerRows
 from stretto.stage.stage import Stage
 from stretto.types import RequestId
 
@@ -54,6 +54,7 @@ class LinkEnds:
     fail: Callable[[RequestId, str, StrettoError], None]  # ends a request in all stages here, and says why
     registry: Registry = field(default_factory=Registry)
     ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
+    streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
     due_ns: int | None = field(init=False, default=None)
 
     def listen(self, m: Listen, switches: OverlapSwitches) -> None:
@@ -67,10 +68,8 @@ class LinkEnds:
         if connector.inline:
             end.incoming = InlineIn(receiver, m.link, self.ring)  # type: ignore[arg-type]
         else:
-            # The vocoder takes codes from the host: see `CodecStage.push`.
-            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else frozenset({"codes"})
-            compute = node.stage.runner.stream if isinstance(node.stage, Stage) else None
-            uploader = HostToDevice(self.device, switches, keep, compute=compute)
+            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else CodecFrames.HOST
+            uploader = HostToDevice(self.device, switches, keep, self._stream_for(f"{m.link} in", node, switches))
             incoming = Incoming(receiver, m.link, self.ring, uploader=uploader)
             incoming.start()
             end.incoming = incoming
@@ -88,15 +87,23 @@ class LinkEnds:
         if connector.inline:
             end.outgoing = InlineOut(sender, m.link, self.ring)
         else:
-            stream = None
-            if self.device.type == "cuda":
-                own = switches.payload_stream
-                stream = torch.cuda.Stream(self.device) if own else node.stage.runner.stream  # type: ignore[no-untyped-call]
+            stream = self._stream_for(f"{m.link} out", node, switches)
             outgoing = Outgoing(sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h)
             outgoing.start()
             end.outgoing = outgoing
         node.link.out = end.outgoing
         self.report(Linked(m.link), b"")
+
+    def _stream_for(self, end: str, node: Node, switches: OverlapSwitches) -> torch.cuda.Stream | None:
+        """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands out 32 streams and
+        then the same ones again, so that copies would sooner or later queue behind the thinker's steps."""
+        if self.device.type != "cuda":
+            return None
+        if not switches.payload_stream:
+            return node.stage.runner.stream if isinstance(node.stage, Stage) else node.stage.stream
+        if end not in self.streams:
+            self.streams[end] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self.streams[end]
 
     def _options(
         self, switches: OverlapSwitches, generation: int, secret: bytes, host: str = "127.0.0.1"

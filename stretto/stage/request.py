@@ -236,6 +236,9 @@ class StageRequest:
     keyable: int = 0  # rows below this are told by ids and salts
     keys: list[tuple[bytes, bool]] = field(default_factory=list)  # of full blocks: (chained key, has media rows)
     published: int = 0  # leading blocks that may be shared: never written again
+    # It has picked a token, so all rows up to there are numbers. Before that nobody knows, and blocks that held bad
+    # ones would make every later request with this beginning fail.
+    proven: bool = False
 
     @property
     def id(self) -> RequestId:

@@ -132,7 +132,7 @@ class Stage:
     ) -> None:
         """Without `ahead`, steps are launched as soon as there is room for them."""
         self.name, self.scheduler, self.runner, self.emit = name, scheduler, runner, emit
-        self.store = store or PayloadStore()
+        self.store = store if store is not None else PayloadStore()  # an empty one is False, like all that is empty
         self.waiter = waiter
         self.ahead = ahead or Ahead((), 0, on=False)
         self.clock = self.ahead.clock

@@ -87,8 +87,8 @@ def test_an_upload_is_waited_for_on_the_device(cuda: torch.device, switches: Ove
     up = HostToDevice(cuda, switches, keep=frozenset({"media"}))
     source = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
     chunk = wire.chunk(R, Span(0, 1), Mark.MORE, {"x": source, "media": torch.tensor([[1, 2]])})
-    assert up._stream is not None
-    with torch.cuda.stream(up._stream):
+    assert up.stream is not None
+    with torch.cuda.stream(up.stream):
         torch.cuda._sleep(LONG)
     landed = up.upload(chunk)
     assert up.reap() == switches.async_h2d, "still running, unless it was waited for"

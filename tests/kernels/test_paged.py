@@ -15,12 +15,15 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
+@pytest.mark.parametrize("left", [0.0, float("nan")], ids=["zeros", "bad numbers"])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_cut_of_ragged_sequences_equals_dense_attention(seed: int) -> None:
+def test_any_cut_of_ragged_sequences_equals_dense_attention(seed: int, left: float) -> None:
+    """Whatever others left in the cache."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 30, (5,), generator=g).tolist()
     qs, ks, vs = ([torch.randn(n, h, DIM, generator=g) for n in lengths] for h in (HEADS, KV, KV))
     cache = KVCache(1, 60, KV, BLOCK, DIM, torch.device("cpu"), torch.float32)
+    cache.data.fill_(left)
     free = (torch.randperm(59, generator=g) + 1).tolist()  # scattered blocks, never the sink
     tables = [[free.pop() for _ in range(-(-n // BLOCK))] for n in lengths]
     done = [0] * 5

@@ -35,13 +35,14 @@ def windows(lengths: list[int], hidden: int, device: torch.device, dtype: torch.
     return [torch.randn(n, hidden, generator=g).to(device, dtype) for n in lengths]
 
 
-def test_padded_windows_are_as_alone() -> None:
+@pytest.mark.parametrize("left", [1e6, float("nan")])
+def test_padded_windows_are_as_alone(left: float) -> None:
     """Over static buffers, with what an earlier and larger batch left in them, as it is captured."""
     cpu = torch.device("cpu")
     encoder = build(SMALL, cpu, torch.float32)
     graphs = WindowGraphs(encoder, sizes=(2, 4))
     assert graphs.length == 26
-    graphs.rows.fill_(1e6)
+    graphs.rows.fill_(left)
     for lengths, size in (([26, 26, 9, 1], 4), ([26, 13, 2], 4), ([5], 2)):
         rows = windows(lengths, SMALL.hidden_size, cpu, torch.float32)
         graphs.fill(rows, size)

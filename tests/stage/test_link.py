@@ -146,6 +146,6 @@ def test_thinker_rows(connector: str, switches: OverlapSwitches) -> None:
         parts.append(part)
     got = ThinkerRows.join(parts)
     assert (got.span, got.media) == (whole.span, whole.media)
-    assert torch.equal(got.ids, ids)
+    assert torch.equal(got.ids, ids.cpu())
     assert torch.equal(got.hidden, hidden)
     link.close()

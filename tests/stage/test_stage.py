@@ -210,6 +210,19 @@ def test_prefix_cached_equals_cold(models: Models, prompts, alone, accept) -> No
             np.testing.assert_allclose(row, accept[i][place], atol=3e-5)
 
 
+def test_media_rows_are_kept_as_long_as_their_blocks_can_be_found(models: Models, prompts) -> None:
+    """A stage keeps nothing that the cache has forgotten; and a cache that forgets finds what it was told of."""
+    few = replace(CONFIG, num_blocks=40)
+    desk = Desk(models, "thinker", few)
+    for i in range(6):  # more than the pool holds
+        desk.think(str(i), make("audio", models.config, seed=i), options(0))
+        desk.run()
+        assert 0 < len(desk.stage.store) <= few.num_blocks
+        assert len(desk.stage.store) == len(desk.stage.scheduler.pool._payloads)
+    desk.stage.scheduler.pool.clear_cache()
+    assert not len(desk.stage.store)
+
+
 def test_other_media_do_not_hit_the_cache(models: Models) -> None:
     one, other = make("audio", models.config, seed=1), make("audio", models.config, seed=1)
     other = replace(other, audios=tuple(replace(a, mel=a.mel + 0.3) for a in other.audios))

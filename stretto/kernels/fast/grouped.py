@@ -53,7 +53,9 @@ def _route(
     chosen = tl.full((ROWS, KS), EXPERTS, tl.int32)
     for k in tl.static_range(TOP_K):
         top = tl.max(p, 1)
-        which = tl.min(tl.where(p == top[:, None], expert[None, :], EXPERTS), 1)  # the first of equals
+        # The first of equals. What is not a number equals nothing and goes to the last expert: the places of every real
+        # row are read later, so each must be written, or addresses would be made of what was in that memory.
+        which = tl.min(tl.where(p == top[:, None], expert[None, :], EXPERTS - 1), 1)
         now = (slot == k)[None, :]
         best = tl.where(now, top[:, None], best)
         chosen = tl.where(now, which[:, None], chosen)

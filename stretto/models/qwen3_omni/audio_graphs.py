@@ -54,9 +54,12 @@ class WindowGraphs:
         return [window[: len(r)] for window, r in zip(kept, rows, strict=True)]
 
     def fill(self, rows: Sequence[torch.Tensor], size: int) -> None:
-        """Put windows where the graphs read them. Rows behind a window's length are never looked at by the others."""
+        """Put windows where the graphs read them. Rows behind a window's length are masked, which keeps everything out
+        but what is not a number: so nothing of an earlier clip is left there."""
         for place, window in zip(self.rows, rows, strict=False):
             place[: len(window)].copy_(window)
+            if len(window) < self.length:  # at most the last one of each clip
+                place[len(window) :].zero_()
         lengths = [len(window) for window in rows] + [0] * (size - len(rows))
         self.lengths[:size].copy_(to_device(lengths, self.lengths.device, torch.int64))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from stretto.connector.contract import Chunk
+from stretto.connector.contract import Chunk, Corrupt
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.talker import Talker
@@ -145,6 +145,8 @@ class TalkerNode:
         rows = unpack(ThinkerRows, chunk)
         if rows is not None:
             if rows.media:
+                if rows.hidden.shape[1] != self.config.talker.thinker_hidden_size:
+                    raise Corrupt(f"media rows {tuple(rows.hidden.shape)} are not the thinker's", request=id)
                 with self.stage.runner.on_stream():
                     adopt(chunk)
                     given.media.append(rows.hidden.to(self.model.device))
@@ -152,7 +154,11 @@ class TalkerNode:
                 self.stage.scheduler.append_rows(id, row_ids(given, known, given.num_rows))
             first = max(len(self.voices[id].admit.prompt.ids) - rows.span.start, 0)
             if first < len(rows.span):
-                self._text(id, given, rows.ids.tolist()[first:])
+                tokens: list[int] = rows.ids[first:].tolist()
+                # On the device they are looked up unseen: one that is not in the table would end all requests.
+                if min(tokens) < 0 or max(tokens) >= len(self.model.text_table):
+                    raise Corrupt(f"text {tokens} is not of this vocabulary", request=id)
+                self._text(id, given, tokens)
         if chunk.header.mark is not Mark.MORE:
             self._end_text(id, given)
 

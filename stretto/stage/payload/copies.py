@@ -104,21 +104,18 @@ class HostToDevice:
     device: torch.device
     switches: OverlapSwitches = field(default_factory=OverlapSwitches)
     keep: frozenset[str] = frozenset()
-    compute: torch.cuda.Stream | None = None  # used instead of an own stream when `payload_stream` is off
-    _stream: torch.cuda.Stream | None = None
+    stream: torch.cuda.Stream | None = None  # where they run; None: on one of their own, if there is a GPU
     _running: deque[tuple[Event, Chunk]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            self._stream = _new_stream(self.device) if self.switches.payload_stream else self.compute
-            if self._stream is None:
-                self._stream = torch.cuda.default_stream(self.device)
+        if self.device.type == "cuda" and self.stream is None:
+            self.stream = _new_stream(self.device)
 
     def upload(self, chunk: Chunk) -> Chunk:
         """The chunk with its tensors on the device (or on their way there: `event`). Takes over `chunk` and
         releases it when the copy no longer reads it."""
-        stream = self._stream
-        if stream is None:
+        stream = self.stream
+        if stream is None or self.keep >= chunk.tensors.keys():
             landed = Chunk(chunk.header, {name: t.clone() for name, t in chunk.tensors.items()})
             chunk.release()
             return landed
@@ -129,6 +126,9 @@ class HostToDevice:
                 name: t.clone() if name in self.keep else t.to(self.device, non_blocking=True)
                 for name, t in chunk.tensors.items()
             }
+        except RuntimeError:
+            stream.synchronize()  # what was started must not read a slot that goes back, or is unmapped
+            raise
         finally:
             torch.cuda.set_stream(current)
         event = _new_event()

@@ -20,7 +20,7 @@ from stretto.types import Span
 class Payload(Protocol):
     """What inbox, outbox and copies need to know of a payload type."""
 
-    HOST: ClassVar[frozenset[str]]  # tensors that stay on the host: they say how to read the others
+    HOST: ClassVar[frozenset[str]]  # tensors that stay on the host, where their reader wants them
 
     @property
     def span(self) -> Span: ...
@@ -68,7 +68,7 @@ def unpack(kind: type[P], chunk: Chunk) -> P | None:
 class CodecFrames:
     """Talker to code2wav: frames of codes. `codes[i]` are the codebooks of frame `span.start + i`."""
 
-    HOST: ClassVar[frozenset[str]] = frozenset()
+    HOST: ClassVar[frozenset[str]] = frozenset({"codes"})  # a step of the vocoder takes those of all streams along
 
     span: Span
     codes: torch.Tensor  # int32 [frames, codebooks]
@@ -108,7 +108,8 @@ class ThinkerRows:
 
     `media` are the runs of media positions inside `span`, in order; `hidden` holds their rows, run after run."""
 
-    HOST: ClassVar[frozenset[str]] = frozenset({"media"})
+    # Ids are looked at by the talker's scheduler, which must not wait for an upload that waits behind its own steps.
+    HOST: ClassVar[frozenset[str]] = frozenset({"ids", "media"})
 
     span: Span
     ids: torch.Tensor  # int32 [rows]

@@ -392,10 +392,13 @@ class Scheduler:
         cursor = request.cursor
         start = cursor.confirmed
         confirmed = cursor.confirm(span.stop)
-        reason = request.add_token(token) if span.samples else None
+        reason = None
+        if span.samples:
+            reason = request.add_token(token)
+            request.proven = True
         published: tuple[Published, ...] = ()
         next_full = (request.published + 1) * self._size
-        if next_full <= span.stop and next_full <= request.keyable and self.config.prefix_cache:
+        if request.proven and next_full <= span.stop and next_full <= request.keyable and self.config.prefix_cache:
             published = self._publish(request, span.stop)
         if reason is not None:
             if request.resumable:

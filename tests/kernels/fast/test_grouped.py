@@ -68,6 +68,24 @@ def test_padding_rows_go_nowhere(device: torch.device) -> None:
     assert (got.ids[9:] == 8).all()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole row", "one score"])
+def test_rows_that_are_no_numbers_have_their_places_too(device: torch.device, bad: float, whole: bool) -> None:
+    """Addresses are made from a row's places: none may be left as the memory was found. And it shows."""
+    logits = logits_for("all", 9, 8, device, torch.float32)
+    fine = [0, 1, 2, 3, 5, 6, 7, 8]
+    alone = grouped.route(logits[fine], 3, True, scalar(8, device))
+    logits[4, slice(None) if whole else 2] = bad
+    got = grouped.route(logits, 3, True, scalar(9, device))
+    assert ((got.ids >= 0) & (got.ids < 8)).all()
+    assert sorted(got.order.tolist()) == list(range(27))
+    assert torch.equal(got.order[got.places.long()].long(), torch.arange(27, device=device))
+    assert int(got.offsets[-1]) == 27
+    assert torch.equal(got.ids[fine], alone.ids)
+    assert torch.equal(got.weights[fine], alone.weights)
+    assert got.weights[4].isnan().any() == (whole or bad != float("-inf"))
+
+
 LAUNCHES = [
     {"M": 16, "N": 16, "K": 32, "SWAP": 1, "HALF": 0, "num_warps": 4, "num_stages": 3},
     {"M": 32, "N": 32, "K": 16, "SWAP": 0, "HALF": 1, "num_warps": 4, "num_stages": 3},

@@ -1,0 +1,166 @@
+"""Links between stages of one host, laid anew again and again with each overlap switched off in turn: the same text and
+codes, whatever is copied when and on which stream. On a CPU the same, where nothing is copied behind anyone's back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.onehost import swapped
+from stretto.connector.switches import OverlapSwitches
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.tiny import write_tiny
+from stretto.orchestrator.messages import Cancel
+from stretto.prompt.prompt import Prompt
+from stretto.types import RequestId
+from tests.conftest import EVEN
+from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about, through_kernels
+
+ON = OverlapSwitches()
+NAMES = [f.name for f in fields(OverlapSwitches) if f.name != "just_in_time"]  # which is not about links
+SWITCHES = {"all on": ON, **{f"no {name}": replace(ON, **{name: False}) for name in NAMES}}
+SWITCHES["all off"] = replace(ON, **dict.fromkeys(NAMES, False))
+LAYINGS = {"cpu": 1, "cuda": 5}  # a CPU has nothing to race with
+Output = tuple[list[int], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("switches") / "tiny"
+    write_tiny(directory, changes=EVEN)
+    return directory
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def host(request: pytest.FixtureRequest, directory: Path) -> Iterator[Listener]:
+    with through_kernels():
+        host = Listener(directory, replace(SETTINGS, device=request.param))
+        if request.param == "cuda":
+            assert all(runner.lane.fused for runner in host.runners())
+            assert all(runner.lane.prompts is not None for runner in host.runners())
+        yield host
+        host.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(directory: Path) -> list[Prompt]:
+    """Two sounds, four questions about each."""
+    config = OmniConfig.read(directory)
+    return [about(config, sound, words) for words in range(4) for sound in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone(host: Listener, prompts: list[Prompt]) -> list[Output]:
+    """Each by itself, nothing cached, handed over inside the host."""
+    found = []
+    for prompt in prompts:
+        host.forget()
+        (answer,) = host.answer([prompt])
+        assert not answer.cached
+        assert (len(answer.text), len(answer.codes)) == (TOKENS, FRAMES)
+        found.append(answer.output)
+    assert len({str(output) for output in found}) == len(found), "each has its own answer"
+    return found
+
+
+def pads(host: Listener, prompt: Prompt) -> list[int]:
+    tokens = host.host.nodes["thinker"].config.tokens  # type: ignore[union-attr]
+    return [place for place, id in enumerate(prompt.ids) if id in tokens.media_pads]
+
+
+def check(host: Listener, answers: list[Answer], prompts: list[Prompt], alone: list[Output]) -> None:
+    """As each alone; and some got media rows that were never computed for them."""
+    for answer, wanted in zip(answers, alone, strict=True):
+        assert answer.error is None
+        assert answer.output == wanted
+    assert any(a.cached > pads(host, p)[8] for a, p in zip(answers, prompts, strict=True))
+
+
+def test_local_links(host: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
+    host.forget()
+    check(host, host.answer(prompts), prompts, alone)
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
+def test_shared_memory(host: Listener, switches: OverlapSwitches, prompts: list[Prompt], alone: list[Output]) -> None:
+    last = LAYINGS[host.host.device.type] - 1
+    for laying in range(last + 1):
+        host.lay("shm", switches)
+        if laying < last:  # the last time all sounds are known from the start
+            host.forget()
+        with slow_steps(host) if laying % 2 == 0 else nullcontext():
+            check(host, host.answer(prompts), prompts, alone)
+    host.lay("local", ON)
+
+
+def slow_steps(host: Listener) -> AbstractContextManager[None]:
+    """Behind each step its stream stands still for a while, so that whatever is queued there comes late, and who does
+    not wait for it reads what was in that memory before."""
+    if host.host.device.type != "cuda":
+        return nullcontext()
+
+    def slowed(runner: Any) -> Any:
+        launch = runner.launch
+
+        def slow(*args: Any) -> Any:
+            step = launch(*args)
+            with runner.on_stream():
+                torch.cuda._sleep(10_000_000)  # cycles: some 5 ms
+            return step
+
+        return slow
+
+    return swapped([(runner, "launch", slowed(runner)) for runner in host.runners()])
+
+
+def test_links_are_laid_and_taken_up_under_load(host: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
+    """Copies are on their way when a link goes; its memory may go only when they are done, and what was on the link is
+    gone without a trace."""
+    before = resources()
+    ways = list(SWITCHES.values())
+    for number in range(20):
+        host.lay("shm", ways[number % len(ways)])
+        ids = host.admit(prompts[:4])
+        for _ in range(1 + 7 * number % 20):
+            if not all(host.answers[id].done for id in ids):
+                host.step()
+        if number % 2:
+            forget(host, ids)
+            host.lay("shm", ON)
+        else:
+            host.lay("shm", ON)
+            forget(host, ids)
+        if number % 3:
+            continue
+        one = number % len(prompts)
+        (answer,) = host.answer([prompts[one]])
+        assert answer.error is None
+        assert answer.output == alone[one]
+    host.lay("local", ON)
+    assert resources() == before
+    if host.host.device.type == "cuda":
+        torch.cuda.synchronize()  # says so if any of them went wrong
+
+
+def forget(host: Listener, ids: list[RequestId]) -> None:
+    for id in ids:
+        host.host.handle(Cancel(id), b"")
+        host.answers.pop(id, None)
+
+
+def resources() -> tuple[int, int, int]:
+    """Threads, mappings of slots, and descriptors of links. (A driver has its own.)"""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    files = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            files += os.readlink(f"/proc/self/fd/{fd}").startswith(("socket:", "/memfd:stretto"))
+    return threading.active_count(), maps.count("memfd:stretto"), files
