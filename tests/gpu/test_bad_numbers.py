@@ -118,7 +118,7 @@ def test_rows_that_are_not_of_this_model_fail_their_request_alone(
         ids[-1] = words if what == "beyond the words" else -1
         return replace(rows, ids=ids)
 
-    monkeypatch.setattr("stretto.stage.nodes.unpack", spoil)
+    monkeypatch.setattr("stretto.stage.nodes.talker.unpack", spoil)
     for i, answer in enumerate(case.ask(prompts)):
         if i == BAD:
             assert answer.error is not None
