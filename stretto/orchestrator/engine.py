@@ -33,10 +33,10 @@ from stretto.orchestrator.api import (
     Params,
     Progress,
 )
-from stretto.orchestrator.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Stats, Text
-from stretto.orchestrator.pipeline import Pipeline
+from stretto.orchestrator.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Text
+from stretto.orchestrator.pipeline import Pipeline, labelled
 from stretto.orchestrator.routing import Router
-from stretto.orchestrator.settings import STAGES, EngineConfig
+from stretto.orchestrator.settings import EngineConfig
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
 from stretto.prompt.prompt import Prompt
@@ -71,7 +71,6 @@ class PipelineEngine:
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
         self._router, self._names = Router(self._pipelines, config), Names()
-        self._stats: dict[str, float] = {}
         self._counts = {"requests": 0, "finished": 0, "failed": 0, "cancelled": 0, "refused": 0}
         self._watcher: asyncio.Task[None] | None = None
         self._draining = self._closed = False
@@ -127,10 +126,10 @@ class PipelineEngine:
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
         values["stretto_engine_running"] = self._accepted
-        for stage in STAGES:
-            planned = sum(p.memory.get(stage, 0) for p in self._pipelines)
-            values[f'stretto_stage_memory_bytes{{stage="{stage}"}}'] = planned
-        return {**values, **self._stats}
+        for p in self._pipelines:
+            own = p.metrics()
+            values |= own if len(self._pipelines) == 1 else {labelled(k, "replica", p.name): v for k, v in own.items()}
+        return values
 
     # -- requests
 
@@ -264,9 +263,6 @@ class PipelineEngine:
     # -- what the hosts say
 
     def _message(self, message: FromHost, blob: bytes) -> None:
-        if isinstance(message, Stats):
-            self._stats.update(message.values)
-            return
         t = self._tickets.get(message.request)  # type: ignore[union-attr]
         if t is None or t.over or t.failed:
             return  # it ended here, and this was on its way

@@ -24,6 +24,7 @@ from stretto.orchestrator.messages import (
     Listening,
     Loading,
     Ready,
+    Stats,
     ToHost,
     Unlink,
 )
@@ -105,6 +106,18 @@ class Pipeline:
         for host in self._hosts:
             host.end_if_silent(seconds)
 
+    def metrics(self) -> dict[str, float]:
+        """What its hosts said last of themselves, and the plan. Stages and links are told apart by their names; what is
+        a host's own says which, where there are several. A dead host says nothing, and its successor begins anew."""
+        values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(self.memory.get(s, 0)) for s in STAGES}
+        for stages, host in zip(self.config.placement, self._hosts, strict=False):  # none yet, before the start
+            if host.state != "dead":
+                several = len(self._hosts) > 1
+                for name, value in host.stats.items():
+                    own = several and "{" not in name
+                    values[labelled(name, "host", "+".join(stages)) if own else name] = value
+        return values
+
     @property
     def pids(self) -> list[int | None]:
         return [h.pid for h in self._hosts]
@@ -141,6 +154,8 @@ class Pipeline:
                     self._notify()
             case LinkDown(link=link, message=text):
                 self._link_down(link, text)
+            case Stats(values=values):
+                host.stats = values
             case _:
                 self._on_message(message, blob)
 
@@ -270,3 +285,8 @@ class Pipeline:
             raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
         if self.broken is not None:
             raise StageDead(f"pipeline {self.name} cannot start: {self.broken}")
+
+
+def labelled(name: str, label: str, value: str) -> str:
+    """The name of a number with one more label, in Prometheus form."""
+    return f'{name[:-1]},{label}="{value}"}}' if name.endswith("}") else f'{name}{{{label}="{value}"}}'
