@@ -201,7 +201,7 @@ def _post(host: Host, channel: Channel, message: ToHost, blob: bytes) -> None:
             host.handle(message, blob)
         except StrettoError as e:
             if isinstance(message, Listen | Connect):
-                channel.send(LinkDown(message.link, str(e)))
+                channel.send(LinkDown(message.link, message.generation, str(e)))
             else:
                 raise
 
