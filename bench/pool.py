@@ -138,10 +138,12 @@ async def settle(engine: PipelineEngine) -> list[str]:
     """Wait for fresh reports that say that nothing is held; what is, if it does not come to that."""
     left = ["no report"]
     for _ in range(MOST_REPORTS):
-        engine._stats.clear()  # so that only what is said from now on counts
-        while len([k for k in engine._stats if k.startswith("stretto_stage_requests")]) < 3:
+        [pipeline] = engine._pipelines
+        for host in pipeline._hosts:
+            host.stats = {}  # so that only what is said from now on counts
+        while not all(host.stats for host in pipeline._hosts):
             await asyncio.sleep(POLL_S)
-        left = held(engine._stats)
+        left = held(pipeline.metrics())
         if not left:
             return []
     return left

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from stretto.orchestrator.api import (
     Params,
     Progress,
 )
-from stretto.orchestrator.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Stats, Text
-from stretto.orchestrator.pipeline import Pipeline
+from stretto.orchestrator.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Text
+from stretto.orchestrator.pipeline import Pipeline, labelled
 from stretto.orchestrator.routing import Router
-from stretto.orchestrator.settings import STAGES, EngineConfig
+from stretto.orchestrator.settings import EngineConfig
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
 from stretto.prompt.prompt import Prompt
@@ -68,12 +68,12 @@ class PipelineEngine:
         self._pipelines = [
             Pipeline(f"p{i}", str(model), config, self._message, self._loss) for i in range(config.replicas)
         ]
+        self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
         self._router, self._names = Router(self._pipelines, config), Names()
-        self._stats: dict[str, float] = {}
         self._counts = {"requests": 0, "finished": 0, "failed": 0, "cancelled": 0, "refused": 0}
         self._watcher: asyncio.Task[None] | None = None
-        self._draining = False
+        self._draining = self._closed = False
         self._up = False
         self._error: str | None = None
         self._idle = asyncio.Event()
@@ -125,11 +125,11 @@ class PipelineEngine:
 
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
-        values["stretto_engine_running"] = len(self._tickets)
-        for stage in STAGES:
-            planned = sum(p.memory.get(stage, 0) for p in self._pipelines)
-            values[f'stretto_stage_memory_bytes{{stage="{stage}"}}'] = planned
-        return {**values, **self._stats}
+        values["stretto_engine_running"] = self._accepted
+        for p in self._pipelines:
+            own = p.metrics()
+            values |= own if len(self._pipelines) == 1 else {labelled(k, "replica", p.name): v for k, v in own.items()}
+        return values
 
     # -- requests
 
@@ -184,23 +184,43 @@ class PipelineEngine:
         return "audio" in modalities
 
     async def _run(self, build: Callable[[], Prompt], ask: Ask) -> AsyncIterator[Event]:
-        arrived = time.monotonic()
-        prompt = await asyncio.to_thread(build)
-        ticket = self._admit(prompt, ask, arrived)
+        with self._place():
+            arrived = time.monotonic()
+            prompt = await asyncio.to_thread(build)
+            ticket = self._admit(prompt, ask, arrived)
+            try:
+                while not ticket.over:
+                    event = await ticket.events.get()
+                    if isinstance(event, StrettoError):
+                        raise event
+                    if isinstance(event, AudioChunk):
+                        ticket.take(len(event.samples), self.config.max_buffered_s)
+                    if isinstance(event, Finished):
+                        ticket.over = True
+                    yield event
+            finally:
+                self._leave(ticket)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places for requests, from before the prompt is built to the last event; `drain` waits for all."""
+        if self._draining:  # since it was asked for
+            raise Busy("the server is shutting down")
+        if self._accepted >= self.config.max_requests:
+            self._counts["refused"] += 1
+            raise Busy(f"{self.config.max_requests} requests are running already")
+        self._accepted += 1
+        self._idle.clear()
         try:
-            while not ticket.over:
-                event = await ticket.events.get()
-                if isinstance(event, StrettoError):
-                    raise event
-                if isinstance(event, AudioChunk):
-                    ticket.take(len(event.samples), self.config.max_buffered_s)
-                if isinstance(event, Finished):
-                    ticket.over = True
-                yield event
+            yield
         finally:
-            self._leave(ticket)
+            self._accepted -= 1
+            if not self._accepted:
+                self._idle.set()
 
     def _admit(self, prompt: Prompt, ask: Ask, arrived: float) -> Ticket:
+        if self._closed:
+            raise errors.Gone("the engine was closed")
         params = fitted(ask, len(prompt.ids), self._info.max_positions, self.model.thinker.text.vocab_size)
         pipeline = self._choose(ask.speak, ask.session)
         id = self._names.new(ask.id, self._tickets.values())
@@ -209,7 +229,6 @@ class PipelineEngine:
         words = TextStream(self._builder.tokenizer)
         ticket = Ticket(id, ask.id, pipeline, ask.stages, prompt, params, seed, words, arrived, progressed=now)
         self._tickets[id] = ticket
-        self._idle.clear()
         self._counts["requests"] += 1
         pipeline.active += 1
         announce(ticket, ask)
@@ -231,8 +250,6 @@ class PipelineEngine:
             t.pipeline.send(t.stages, Cancel(t.id))
         how = "finished" if t.over and not t.unfinished else "failed" if t.failed else "cancelled"
         self._counts[how] += 1
-        if not self._tickets:
-            self._idle.set()
         log.debug(
             "%s %s: %d prompt tokens, %d text tokens, %d frames, %.3f s",
             t.id,
@@ -246,9 +263,6 @@ class PipelineEngine:
     # -- what the hosts say
 
     def _message(self, message: FromHost, blob: bytes) -> None:
-        if isinstance(message, Stats):
-            self._stats.update(message.values)
-            return
         t = self._tickets.get(message.request)  # type: ignore[union-attr]
         if t is None or t.over or t.failed:
             return  # it ended here, and this was on its way
@@ -314,10 +328,10 @@ class PipelineEngine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
-            log.warning("%d requests did not finish in %.1f s", len(self._tickets), timeout)
+            log.warning("%d requests did not finish in %.1f s", self._accepted, timeout)
 
     async def close(self) -> None:
-        self._draining = True
+        self._draining = self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)

@@ -235,15 +235,18 @@ class Broken(Wire, frozen=True, tag="broken"):
 
 class Listening(Wire, frozen=True, tag="listening"):
     link: str
+    generation: int  # as the orchestrator gave it: a link that is made anew has a higher one
     endpoint: bytes
 
 
 class Linked(Wire, frozen=True, tag="linked"):
     link: str
+    generation: int
 
 
 class LinkDown(Wire, frozen=True, tag="link_down"):
     link: str
+    generation: int
     message: str
 
 

@@ -24,6 +24,7 @@ from stretto.orchestrator.messages import (
     Listening,
     Loading,
     Ready,
+    Stats,
     ToHost,
     Unlink,
 )
@@ -52,7 +53,7 @@ class Pipeline:
         self._hosts: list[HostProcess] = []
         self._stages: dict[str, int] = {s: i for i, host in enumerate(config.placement) for s in host}
         self._links: dict[str, bool] = dict.fromkeys(LINKS, False)
-        self._generation = 0
+        self._generations: dict[str, int] = dict.fromkeys(LINKS, 0)  # of the latest try to make each link
         self._joining = asyncio.Lock()
         self._making: str | None = None  # the link that is being made
         self._refused: str | None = None  # why it could not be
@@ -105,6 +106,18 @@ class Pipeline:
         for host in self._hosts:
             host.end_if_silent(seconds)
 
+    def metrics(self) -> dict[str, float]:
+        """What its hosts said last of themselves, and the plan. Stages and links are told apart by their names; what is
+        a host's own says which, where there are several. A dead host says nothing, and its successor begins anew."""
+        values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(self.memory.get(s, 0)) for s in STAGES}
+        for stages, host in zip(self.config.placement, self._hosts, strict=False):  # none yet, before the start
+            if host.state != "dead":
+                several = len(self._hosts) > 1
+                for name, value in host.stats.items():
+                    own = several and "{" not in name
+                    values[labelled(name, "host", "+".join(stages)) if own else name] = value
+        return values
+
     @property
     def pids(self) -> list[int | None]:
         return [h.pid for h in self._hosts]
@@ -119,6 +132,11 @@ class Pipeline:
         host.send(Configure(self.model, self.config.placement[index], self.config.host.as_dict()))
 
     def _message(self, host: HostProcess, message: FromHost, blob: bytes) -> None:
+        if isinstance(message, Listening | Linked | LinkDown):
+            # Both ends tell of a link's end, one of them maybe late: its successor has nothing to do with it.
+            if message.generation == self._generations[message.link]:
+                self._link_message(message)
+            return
         match message:
             case Loading(stage=stage, what=what):
                 self.progress[stage] = what
@@ -132,15 +150,8 @@ class Pipeline:
                 host.reason = f"{kind}: {text}"
                 if host.state == "starting" and not self._started:
                     self.broken = host.reason  # later on it is tried again: what it lacked may come back
-            case Listening(link=link, endpoint=endpoint):
-                a, _ = link.split(">")
-                self._hosts[self._stages[a]].send(Connect(link, self._connector(link), endpoint, self._generation))
-            case Linked(link=link):
-                if link == self._making:
-                    self._links[link] = True
-                    self._notify()
-            case LinkDown(link=link, message=text):
-                self._link_down(link, text)
+            case Stats(values=values):
+                host.stats = values
             case _:
                 self._on_message(message, blob)
 
@@ -185,6 +196,19 @@ class Pipeline:
 
     # -- links
 
+    def _link_message(self, message: Listening | Linked | LinkDown) -> None:
+        link = message.link
+        match message:
+            case Listening(generation=generation, endpoint=endpoint):
+                a, _ = link.split(">")
+                self._hosts[self._stages[a]].send(Connect(link, self._connector(link), endpoint, generation))
+            case Linked():
+                if link == self._making:
+                    self._links[link] = True
+                    self._notify()
+            case LinkDown(message=text):
+                self._link_down(link, text)
+
     def _connector(self, link: str) -> str:
         a, b = link.split(">")
         if self._stages[a] == self._stages[b]:
@@ -197,22 +221,21 @@ class Pipeline:
         async with self._joining:
             for a, b in reversed(LINKS.values()):
                 for delay in LINK_DELAYS:
-                    if self._links[f"{a}>{b}"] or not self._up(a, b):
+                    if self._links[f"{a}>{b}"] or not self._up(a, b) or await self._make(a, b):
                         break
-                    if not await self._make(a, b):
-                        log.warning("link %s>%s: %s", a, b, self._refused)
-                        await asyncio.sleep(delay)
+                    log.warning("link %s>%s: %s", a, b, self._refused)
+                    await asyncio.sleep(delay)
                 else:
                     raise StageDead(f"link {a}>{b} cannot be made: {self._refused}")
 
     async def _make(self, a: str, b: str) -> bool:
         """One try. True: the link is up, or one of its hosts has died, whose restart makes it."""
         name = f"{a}>{b}"
-        self._generation += 1
+        self._generations[name] += 1
         self._making, self._refused = name, None
         for stage in (a, b):
             self._hosts[self._stages[stage]].send(Unlink(name))
-        self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generation))
+        self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generations[name]))
         try:
             await self._wait(lambda: self._links[name] or self._refused is not None or not self._up(a, b))
         finally:
@@ -270,3 +293,8 @@ class Pipeline:
             raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
         if self.broken is not None:
             raise StageDead(f"pipeline {self.name} cannot start: {self.broken}")
+
+
+def labelled(name: str, label: str, value: str) -> str:
+    """The name of a number with one more label, in Prometheus form."""
+    return f'{name[:-1]},{label}="{value}"}}' if name.endswith("}") else f'{name}{{{label}="{value}"}}'

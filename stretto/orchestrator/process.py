@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Literal
 
@@ -30,6 +30,7 @@ class HostProcess:
         self.name = name
         self.state: State = "starting"
         self.reason = "it ended"  # why it died, as far as we were told
+        self.stats: Mapping[str, float] = {}  # as it said last
         self.asked: float | None = None  # when it was asked for a sign of life, if none has come since
         self._on_message, self._on_death = on_message, on_death
         self._process: asyncio.subprocess.Process | None = None

@@ -16,19 +16,17 @@ MAX_SESSIONS = 4096  # whose last pipeline is remembered
 
 class Router:
     def __init__(self, pipelines: Sequence[Pipeline], config: EngineConfig) -> None:
-        self._pipelines, self._config = pipelines, config
+        self._pipelines, self._min_pace = pipelines, config.min_pace
         self._sessions: OrderedDict[str, Pipeline] = OrderedDict()
 
     def choose(self, speak: bool, session: str | None, running: Collection[Ticket]) -> Pipeline:
         """Where the session was last, since its prompts are cached there; else the least loaded pipeline that is up
         and keeps pace."""
-        if len(running) >= self._config.max_requests:
-            raise Busy(f"{self._config.max_requests} requests are running already")
         up = [p for p in self._pipelines if p.ready(speak)]
         if not up:
             raise StageDead("no pipeline is up; it is being restarted")
-        if speak and self._config.min_pace > 0:
-            up = [p for p in up if slowest(p, running) >= self._config.min_pace]
+        if speak and self._min_pace > 0:
+            up = [p for p in up if slowest(p, running) >= self._min_pace]
             if not up:
                 raise Busy("the running streams take all there is")
         known = self._sessions.get(session) if session is not None else None

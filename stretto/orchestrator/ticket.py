@@ -79,23 +79,23 @@ class Ticket:
         self.events.put_nowait(TextDelta(ids, shown))
 
     def _show(self, last: bool) -> str:
-        """What of the text may be passed on: nothing from a stop string on, nor what may be the start of one."""
+        """What of the text may be passed on: nothing from a stop string on, nor what may be the start of one. The stop
+        string that is complete first counts (of those, the longest), so it does not matter how the text was cut."""
+        found = [(at + len(stop), at) for stop in self.params.stop if (at := self.text.find(stop, self.shown)) >= 0]
         end = len(self.text)
-        for stop in self.params.stop:
-            found = self.text.find(stop, max(0, self.shown - len(stop) + 1))
-            if found >= 0:
-                end = min(end, found)
-                self.stopped = True
-        if self.stopped and "thinker" not in self.ended:
-            self.pipeline.send(("thinker",), StopText(self.id))
-        if not self.stopped and not last:
-            for stop in self.params.stop:
-                for k in range(min(len(stop) - 1, end), 0, -1):
-                    if self.text.endswith(stop[:k]):
-                        end = min(end, len(self.text) - k)
-                        break
-        shown, self.shown = self.text[self.shown : end], max(self.shown, end)
+        if found:
+            self.stopped, (_, end) = True, min(found)
+            if "thinker" not in self.ended:
+                self.pipeline.send(("thinker",), StopText(self.id))
+        elif not last:
+            end -= max((self._begun(stop) for stop in self.params.stop), default=0)
+        shown, self.shown = self.text[self.shown : end], end
         return shown
+
+    def _begun(self, stop: str) -> int:
+        """How many characters at the end of the text may be the start of `stop`."""
+        longest = min(len(stop) - 1, len(self.text))
+        return next((k for k in range(longest, 0, -1) if self.text.endswith(stop[:k])), 0)
 
     # -- sound
 

@@ -34,6 +34,7 @@ from stretto.types import RequestId
 class LinkEnd:
     """What there is of one link: one of its ends, or both."""
 
+    generation: int
     receiver: Receiver | None = None
     sender: Sender | None = None
     incoming: InLink | None = None
@@ -61,7 +62,7 @@ class LinkEnds:
         connector = self.registry.get(m.connector)
         options = self._options(switches, m.generation, m.secret, m.host)
         receiver = connector.listen(m.link.replace(">", "-"), options)
-        end = self.ends.setdefault(m.link, LinkEnd())
+        end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.receiver = receiver
         node = self.nodes[LINKS[m.link][1]]
         assert not isinstance(node, ThinkerNode)
@@ -74,13 +75,13 @@ class LinkEnds:
             incoming.start()
             end.incoming = incoming
         node.intake.link = end.incoming
-        self.report(Listening(m.link, msgspec.msgpack.encode(receiver.endpoint)), b"")
+        self.report(Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint)), b"")
 
     def connect(self, m: Connect, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
         endpoint = msgspec.msgpack.decode(m.endpoint, type=Endpoint)
         sender: Sender = connector.connect(endpoint, self._options(switches, m.generation, m.secret))
-        end = self.ends.setdefault(m.link, LinkEnd())
+        end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.sender = sender
         node = self.nodes[LINKS[m.link][0]]
         assert not isinstance(node, Code2WavNode)
@@ -92,7 +93,7 @@ class LinkEnds:
             outgoing.start()
             end.outgoing = outgoing
         node.link.out = end.outgoing
-        self.report(Linked(m.link), b"")
+        self.report(Linked(m.link, m.generation), b"")
 
     def _stream_for(self, end: str, node: Node, switches: OverlapSwitches) -> torch.cuda.Stream | None:
         """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands out 32 streams and
@@ -148,15 +149,15 @@ class LinkEnds:
                 for error in link.faults():
                     did = True
                     end.last = error
-                    self._fault(name, error)
+                    self._fault(name, end, error)
                 if link.ended and not end.down:  # not among the faults: a courier tells them before it ends
                     did = end.down = True
-                    self.report(LinkDown(name, str(end.last or "it ended")), b"")
+                    self.report(LinkDown(name, end.generation, str(end.last or "it ended")), b"")
         return did
 
-    def _fault(self, name: str, error: StrettoError) -> None:
+    def _fault(self, name: str, end: LinkEnd, error: StrettoError) -> None:
         request: RequestId | None = error.request if isinstance(error, OnLink) else None
         if request is not None:
             self.fail(request, name, error)
         else:
-            self.report(LinkDown(name, str(error)), b"")
+            self.report(LinkDown(name, end.generation, str(error)), b"")

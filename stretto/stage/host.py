@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stretto.connector.switches import OverlapSwitches
-from stretto.errors import Bug, StageDead, StrettoError
+from stretto.errors import Bug, Busy, Gone, StrettoError
 from stretto.orchestrator.messages import (
     Admit,
     Broken,
@@ -54,6 +54,8 @@ from stretto.stage.turns import Fresh, in_order
 from stretto.types import RequestId
 
 SWITCH_S = 0.001
+CONTROL = 2048
+"""Of the places for messages, those that new requests leave free: what was taken must be able to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -173,11 +175,14 @@ def serve(sock: socket.socket) -> int:
     host.loop.start()
     while (item := channel.read()) is not None:
         message, blob = item
-        if isinstance(message, Quit):
+        if isinstance(message, Quit) or host.loop.failure is not None:
             break
-        if host.loop.failure is not None:
-            break
-        _post(host, channel, message, blob)
+        try:
+            _post(host, channel, message, blob)
+        except Busy as e:
+            channel.send(Broken("StageDead", f"the stage loop takes no messages: {e}"))
+            channel.flush()
+            return 1  # without `close`, which would wait for the loop
     code = 0
     if host.loop.failure is not None:
         channel.send(Broken("StageDead", f"the stage loop died: {host.loop.failure!r}"))
@@ -196,20 +201,26 @@ def settle_down() -> None:
 
 
 def _post(host: Host, channel: Channel, message: ToHost, blob: bytes) -> None:
+    """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any other message: one that
+    is lost would leave a request or a link behind for good, so the host cannot go on."""
+
     def run() -> None:
         try:
             host.handle(message, blob)
         except StrettoError as e:
             if isinstance(message, Listen | Connect):
-                channel.send(LinkDown(message.link, str(e)))
+                channel.send(LinkDown(message.link, message.generation, str(e)))
             else:
                 raise
 
     try:
-        host.loop.post(run)
-    except StrettoError as e:
-        if isinstance(message, Admit):
-            channel.send(failed(message.request, "host", StageDead(str(e))))
+        host.loop.post(run, CONTROL if isinstance(message, Admit) else 0)
+    except Gone:
+        pass  # it died just now, and all its requests with it: the next read says so
+    except Busy as e:
+        if not isinstance(message, Admit):
+            raise
+        channel.send(failed(message.request, "host", e))
 
 
 def _die_with_parent() -> None:

@@ -90,12 +90,12 @@ class Loop:
 
     # -- any thread
 
-    def post(self, message: Message) -> None:
-        """Run `message` on the loop thread, soon and in order."""
+    def post(self, message: Message, spare: int = 0) -> None:
+        """Run `message` on the loop thread, soon and in order. So many places are left to others."""
         if self._stopping:
             raise Gone("the loop has stopped")
-        if len(self._messages) >= self.max_messages:
-            raise Busy(f"{self.max_messages} messages are waiting already")
+        if len(self._messages) >= self.max_messages - spare:
+            raise Busy(f"{len(self._messages)} messages are waiting already")
         self._messages.append(message)
         self.bell.ring()
 

@@ -1,5 +1,6 @@
 """A host's numbers, by the names under which the server shows them. Asked for by the orchestrator's pings, and taken
-on the loop thread. What is only known to the orchestrator is added there (`PipelineEngine.metrics`)."""
+on the loop thread. What is only known to the orchestrator is added there (`PipelineEngine.metrics`), and so are the
+labels that tell several hosts and replicas apart (`Pipeline.metrics`)."""
 
 from __future__ import annotations
 

@@ -58,11 +58,12 @@ async def until(fulfilled, turns: int = 6000) -> None:
 async def nothing_held(engine: PipelineEngine) -> None:
     """All stages say, asked now, that they hold no request, and all blocks and slots are free."""
 
+    pipeline = engine._pipelines[0]
+
     def free() -> bool:
-        values = engine._stats
-        stages = [k for k in values if k.startswith("stretto_stage_requests")]
-        if len(stages) < 3:
+        if not all(h.stats for h in pipeline._hosts):
             return False
+        values = pipeline.metrics()
         done = not any(values[k] for k in values if "_requests" in k or "_outboxes" in k or "_inboxes" in k)
         available = [k for k in values if "_available" in k]
         if done and all(values[k] == values[k.replace("_available", "")] for k in available):
@@ -71,8 +72,9 @@ async def nothing_held(engine: PipelineEngine) -> None:
         return False
 
     def ask() -> None:
-        engine._stats.clear()
-        engine._pipelines[0].ping(0)
+        for host in pipeline._hosts:
+            host.stats = {}
+        pipeline.ping(0)
 
     ask()
     await until(free)

@@ -29,14 +29,6 @@ def router(*places: Place, **config: Any) -> Router:
     return Router(places, EngineConfig(**config))  # type: ignore[arg-type]
 
 
-def test_as_many_as_may_run_and_no_more() -> None:
-    place = Place()
-    r = router(place, max_requests=2)
-    assert r.choose(True, None, [stream(place, 9.0)]) is place
-    with pytest.raises(Busy):
-        r.choose(False, None, [stream(place, 9.0)] * 2)
-
-
 def test_speech_needs_more_than_text_does() -> None:
     mute, down = Place(speaks=False), Place(up=False)
     r = router(mute, down)

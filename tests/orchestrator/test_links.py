@@ -1,0 +1,145 @@
+"""Links as the orchestrator makes them, with hosts that are played by hand: what is said late of a link never touches
+its successor."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from stretto.orchestrator import pipeline as pipelines
+from stretto.orchestrator.messages import Connect, LinkDown, Linked, Listen, Listening
+from stretto.orchestrator.pipeline import Pipeline
+from stretto.orchestrator.settings import PROCESSES, EngineConfig
+from tests.orchestrator.common import run
+
+LINK = "talker>code2wav"
+TALKER, VOCODER = 1, 2
+
+
+class Player:
+    """A host that is up and notes what it is told."""
+
+    state = "ready"
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def send(self, message: object, blob: bytes = b"") -> None:
+        self.told.append(message)
+
+    async def stop(self) -> None:
+        pass
+
+
+class Play:
+    """A pipeline whose thinker>talker link is up, and whose other link is in our hands."""
+
+    def __init__(self) -> None:
+        self.lost: list[frozenset[str]] = []
+        config = EngineConfig(placement=PROCESSES)
+        self.pipeline = Pipeline("p", "", config, lambda m, b: None, lambda p, stages, e: self.lost.append(stages))
+        self.hosts = [Player() for _ in PROCESSES]
+        self.pipeline._hosts = self.hosts  # type: ignore[assignment]
+        self.pipeline._links["thinker>talker"] = True
+
+    def say(self, host: int, message: Any) -> None:
+        self.pipeline._message(self.hosts[host], message, b"")  # type: ignore[arg-type]
+
+    async def asked(self, kind: type[Any], host: int, count: int) -> Any:
+        """Wait until a host was told the `count`th message of a kind."""
+        while len(found := [m for m in self.hosts[host].told if isinstance(m, kind)]) < count:
+            await asyncio.sleep(0)
+        assert len(found) == count
+        return found[-1]
+
+    async def make(self, count: int) -> int:
+        """Make the link, for the `count`th time; its generation."""
+        listen = await self.asked(Listen, VOCODER, count)
+        self.say(VOCODER, Listening(LINK, listen.generation, b"%d" % count))
+        connect = await self.asked(Connect, TALKER, count)
+        assert (connect.endpoint, connect.generation) == (b"%d" % count, listen.generation)
+        self.say(TALKER, Linked(LINK, listen.generation))
+        await self.rest()
+        assert self.pipeline.ready(speak=True)
+        return int(listen.generation)
+
+    async def rest(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def play(work: Callable[[Play], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        p = Play()
+        joining = asyncio.create_task(p.pipeline._join())
+        await work(p)
+        await asyncio.wait_for(joining, 10)
+        await p.pipeline.close()
+
+    run(whole(), 60.0)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "LINK_DELAYS", (0.0, 0.0))
+
+
+def test_a_late_report_does_not_take_down_the_successor() -> None:
+    async def work(p: Play) -> None:
+        first = await p.make(1)
+        p.say(TALKER, LinkDown(LINK, first, "it broke"))
+        assert p.lost == [{"code2wav"}]
+        second = await p.make(2)
+        assert second > first
+        p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
+        assert p.pipeline.ready(speak=True)
+        assert p.lost == [{"code2wav"}]
+        p.say(VOCODER, LinkDown(LINK, second, "again"))
+        assert not p.pipeline.ready(speak=True)
+        await p.make(3)
+
+    play(work)
+
+
+def test_a_late_report_does_not_refuse_the_successor_that_is_being_made() -> None:
+    async def work(p: Play) -> None:
+        first = await p.make(1)
+        p.say(TALKER, LinkDown(LINK, first, "it broke"))
+        await p.asked(Listen, VOCODER, 2)
+        p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
+        p.say(TALKER, Linked(LINK, first))
+        await p.rest()
+        assert not p.pipeline.ready(speak=True)
+        await p.make(2)
+
+    play(work)
+
+
+def test_the_last_try_counts() -> None:
+    async def work(p: Play) -> None:
+        listen = await p.asked(Listen, VOCODER, 1)
+        p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
+        listen = await p.asked(Listen, VOCODER, len(pipelines.LINK_DELAYS))
+        p.say(TALKER, Linked(LINK, listen.generation))
+        await p.rest()
+
+    play(work)
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_try() -> None:
+    async def work(p: Play) -> None:
+        listen = await p.asked(Listen, VOCODER, 1)
+        p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
+        await p.asked(Listen, VOCODER, 2)
+        p.say(VOCODER, Listening(LINK, listen.generation, b"old"))
+        await p.rest()
+        assert not any(isinstance(m, Connect) for m in p.hosts[TALKER].told)
+        # From here on the second try is the first that is answered.
+        listen = await p.asked(Listen, VOCODER, 2)
+        p.say(VOCODER, Listening(LINK, listen.generation, b"new"))
+        assert (await p.asked(Connect, TALKER, 1)).endpoint == b"new"
+        p.say(TALKER, Linked(LINK, listen.generation))
+        assert p.pipeline.ready(speak=True)
+
+    play(work)

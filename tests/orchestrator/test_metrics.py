@@ -1,0 +1,100 @@
+"""What the hosts say of themselves, told apart: no number of one host or replica takes the place of another's, and none
+of a dead host is mixed with those of its successor. One host alone has plain names: dashboards and benchmarks know
+them."""
+
+from pathlib import Path
+
+import pytest
+
+from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.messages import Stats
+from stretto.orchestrator.pipeline import Pipeline, labelled
+from stretto.orchestrator.process import HostProcess
+from stretto.orchestrator.settings import LINKS, ONE_HOST, PROCESSES, STAGES, TWO_HOSTS, EngineConfig, Placement
+from stretto.server.metrics import Metrics
+from tests.orchestrator.common import run
+
+PLAN = {f'stretto_stage_memory_bytes{{stage="{s}"}}' for s in STAGES}
+
+
+def said(stages: tuple[str, ...], number: float) -> dict[str, float]:
+    """As `stage/stats.py` names them; all of one host are the same number."""
+    names = ["stretto_host_idle_seconds_total"]
+    names += [f'stretto_stage_steps_total{{stage="{s}"}}' for s in stages]
+    for link, ends in LINKS.items():
+        ways = zip(("out", "in"), ends, strict=True)
+        names += [f'stretto_link_chunks_total{{link="{link}",end="{way}"}}' for way, s in ways if s in stages]
+    return dict.fromkeys(names, number)
+
+
+def pipeline(placement: Placement, first: float = 1.0) -> Pipeline:
+    """Its hosts say `first`, `first + 1`, ..."""
+    p = Pipeline("p", "", EngineConfig(placement=placement), lambda m, b: None, lambda p, s, e: None)
+    p._hosts = [p._host(i) for i in range(len(placement))]
+    for i, host in enumerate(p._hosts):
+        say(p, host, said(placement[i], first + i))
+    return p
+
+
+def say(p: Pipeline, host: HostProcess, values: dict[str, float]) -> None:
+    p._message(host, Stats(0, values), b"")
+
+
+def test_one_host_has_plain_names() -> None:
+    async def work() -> None:
+        values = pipeline(ONE_HOST).metrics()
+        assert set(values) == PLAN | set(said(STAGES, 1.0))
+
+    run(work())
+
+
+@pytest.mark.parametrize("placement", [TWO_HOSTS, PROCESSES], ids=["two", "three"])
+def test_several_hosts_are_told_apart(placement: Placement) -> None:
+    async def work() -> None:
+        values = pipeline(placement).metrics()
+        for i, stages in enumerate(placement):
+            assert values[f'stretto_host_idle_seconds_total{{host="{"+".join(stages)}"}}'] == i + 1
+            for name, number in said(stages, i + 1).items():
+                if "{" in name:
+                    assert values[name] == number
+        assert len(values) == len(PLAN) + sum(len(said(stages, 0.0)) for stages in placement)
+
+    run(work())
+
+
+def test_a_host_that_comes_back_begins_anew() -> None:
+    async def work() -> None:
+        p = pipeline(PROCESSES)
+        talker = 'stretto_stage_steps_total{stage="talker"}'
+        old = p._hosts[1]
+        old.state = "dead"
+        assert talker not in p.metrics()
+        assert not any("talker>code2wav" in k and "out" in k for k in p.metrics())
+        p._hosts[1] = p._host(1)
+        say(p, p._hosts[1], {talker: 0.0})  # it has no links yet
+        assert p.metrics()[talker] == 0.0
+        assert not any("talker>code2wav" in k and "out" in k for k in p.metrics())
+        assert p.metrics()['stretto_stage_steps_total{stage="thinker"}'] == 1.0
+
+    run(work())
+
+
+def test_labels_are_in_the_form_that_the_server_shows() -> None:
+    shown = {labelled("stretto_a_total", "replica", "p1"): 1.0, labelled('stretto_b{stage="x"}', "replica", "p1"): 2.0}
+    assert list(shown) == ['stretto_a_total{replica="p1"}', 'stretto_b{stage="x",replica="p1"}']
+    told = Metrics().render(0, shown).decode()
+    assert all(f"{name} {value}\n" in told for name, value in shown.items())
+
+
+def test_replicas_are_told_apart(tiny_dir: Path) -> None:
+    async def work() -> None:
+        name = 'stretto_stage_steps_total{stage="talker"}'
+        for count in (1, 2):
+            engine = PipelineEngine(tiny_dir, EngineConfig(replicas=count))
+            for i, p in enumerate(engine._pipelines):
+                p._hosts = [p._host(0)]
+                p._message(p._hosts[0], Stats(0, {name: i + 1.0}), b"")
+            told = {k: v for k, v in engine.metrics().items() if "steps_total" in k}
+            assert told == ({name: 1.0} if count == 1 else {f'{name[:-1]},replica="p{i}"}}': i + 1.0 for i in (0, 1)})
+
+    run(work())

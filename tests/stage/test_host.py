@@ -1,0 +1,107 @@
+"""A host whose loop stands still: new requests are refused while there is still room for the end of those it has, and
+a message that finds no room ends the host, loudly."""
+
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stretto.orchestrator.messages import (
+    Admit,
+    Broken,
+    Cancel,
+    Configure,
+    Failed,
+    PromptMeta,
+    Quit,
+    Ready,
+    Sampling,
+    ToHost,
+    encode,
+)
+from stretto.orchestrator.process import HostProcess
+from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.stage import host as hosts
+from stretto.stage.loop import Loop
+from stretto.types import GREEDY, RequestId
+
+PLACES, CONTROL = 8, 3
+
+
+class Still(Loop):
+    """Takes messages when it is told to, and not by itself."""
+
+    def start(self, name: str = "") -> None:
+        pass
+
+
+class Host:
+    """As far as the process needs one."""
+
+    def __init__(self, *args: Any) -> None:
+        self.device, self.memory = SimpleNamespace(type="cpu"), {}
+        self.loop = Still([], max_messages=PLACES)
+        self.handled: list[ToHost] = []
+        self.closed = False
+
+    def load(self) -> None:
+        pass
+
+    def handle(self, message: ToHost, blob: bytes) -> None:
+        self.handled.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def admit(name: str) -> Admit:
+    s = Sampling.of(GREEDY)
+    return Admit(RequestId(name), PromptMeta((1,)), True, None, s, s, s, 4, 4)
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost) -> tuple[int, Host, list[Any]]:
+    """Its exit status, the host, and what it said."""
+    made: list[Host] = []
+
+    def make(*args: Any) -> Host:
+        made.append(Host())
+        return made[-1]
+
+    monkeypatch.setattr(hosts, "Host", make)
+    monkeypatch.setattr(hosts, "CONTROL", CONTROL)
+    monkeypatch.setattr(hosts, "settle_down", lambda: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for message in (Configure("", STAGES, HostSettings().as_dict()), *messages):
+            ours.sendall(encode(message))
+        codes: list[int] = []
+        thread = threading.Thread(target=lambda: codes.append(hosts.serve(theirs)), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert codes, "it goes on"
+        said: list[Any] = []
+        HostProcess("h", lambda h, m, b: said.append(m), lambda h: None).take(ours.recv(1 << 20))
+    return codes[0], made[0], said
+
+
+def test_requests_leave_room_for_the_end_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    admits = [admit(f"r{i}") for i in range(PLACES)]
+    cancels = [Cancel(m.request) for m in admits[:CONTROL]]
+    code, host, said = serve(monkeypatch, *admits, *cancels, Quit())
+    assert code == 0
+    assert isinstance(said[0], Ready)
+    refused = [(m.request, m.kind) for m in said if isinstance(m, Failed)]
+    assert refused == [(m.request, "Busy") for m in admits[PLACES - CONTROL :]]
+    assert not any(isinstance(m, Broken) for m in said)
+    host.loop.round()
+    assert host.handled == [*admits[: PLACES - CONTROL], *cancels], "what was taken is not lost"
+
+
+def test_a_message_that_finds_no_room_ends_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, host, said = serve(monkeypatch, *[Cancel(RequestId(f"r{i}")) for i in range(PLACES + 1)], Quit())
+    assert code == 1
+    assert isinstance(said[-1], Broken)
+    assert "8 messages" in said[-1].message
+    assert not host.closed, "that would wait for the loop, which may stand still for good"
