@@ -17,6 +17,7 @@ from stretto.stage.runner.rows import DeviceRows
 from stretto.types import SamplingParams
 
 fused = pytest.importorskip("stretto.layers.fused")
+linear = pytest.importorskip("stretto.kernels.fast.linear")
 
 DENSE = DecoderConfig(64, 64, 2, 4, 2, 32, 1e-6, 1e4, None, 256, 96, None)
 MOE = dataclasses.replace(
@@ -103,8 +104,13 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_frame_equals_the_plain_talker(device: torch.device, tiny_config: OmniConfig, batch: int) -> None:
+def test_frame_equals_the_plain_talker(
+    device: torch.device, tiny_config: OmniConfig, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All sixteen codes, greedy and drawn, and the sum of their embeddings."""
+    if device.type == "cpu":  # the interpreter takes its time for each program: a few large ones
+        defaults = linear.matrix_defaults
+        monkeypatch.setattr(linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128})
     from stretto.kernels.fast.sampling import Columns
     from stretto.models.qwen3_omni.fused_frame import FusedFrame
 
