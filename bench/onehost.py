@@ -194,6 +194,22 @@ def no_prompt_graphs(host: OneHost) -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def kernels(mode: str) -> Iterator[None]:
+    """As with STRETTO_KERNELS set so, for a while."""
+    before = os.environ.get("STRETTO_KERNELS")
+    os.environ["STRETTO_KERNELS"] = mode
+    dtypes.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["STRETTO_KERNELS"]
+        else:
+            os.environ["STRETTO_KERNELS"] = before
+        dtypes.cache_clear()
+
+
+@contextmanager
 def no_kernels(host: OneHost) -> Iterator[None]:
     """Plain PyTorch, in graphs that are captured here: as with STRETTO_KERNELS=off."""
     changes: list[tuple[Any, str, Any]] = []
@@ -203,25 +219,15 @@ def no_kernels(host: OneHost) -> Iterator[None]:
         changes += [(lane, "fused", False), (lane, "prompts", None)]
         if isinstance(lane, TalkerLane):
             changes.append((lane, "_frame", None))
-    before = os.environ.get("STRETTO_KERNELS")
-    os.environ["STRETTO_KERNELS"] = "off"
-    dtypes.cache_clear()
-    try:
-        with swapped(changes):
-            captured: list[tuple[Any, str, Any]] = []
-            for runner in host.runners():
-                if runner.graphs is not None:
-                    graphs = DecodeGraphs(runner.lane, runner.graphs.sizes, [How(True, True)])
-                    graphs.capture(runner.stream, "plain", progress=False)
-                    captured.append((runner, "graphs", graphs))
-            with swapped(captured):
-                yield
-    finally:
-        if before is None:
-            del os.environ["STRETTO_KERNELS"]
-        else:
-            os.environ["STRETTO_KERNELS"] = before
-        dtypes.cache_clear()
+    with kernels("off"), swapped(changes):
+        captured: list[tuple[Any, str, Any]] = []
+        for runner in host.runners():
+            if runner.graphs is not None:
+                graphs = DecodeGraphs(runner.lane, runner.graphs.sizes, [How(True, True)])
+                graphs.capture(runner.stream, "plain", progress=False)
+                captured.append((runner, "graphs", graphs))
+        with swapped(captured):
+            yield
 
 
 def shared(**off: bool) -> Change:

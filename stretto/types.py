@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NewType
+from typing import Literal, NewType
 
 from stretto.errors import Invalid
 
@@ -16,6 +16,9 @@ SessionId = NewType("SessionId", str)
 Tokens = NewType("Tokens", int)
 Frames = NewType("Frames", int)
 Samples = NewType("Samples", int)
+
+ExpertWeights = Literal["full", "float8"]
+"""How the thinker's experts are kept: in the model's dtype, or in 8 bits."""
 
 
 class Mark(IntEnum):

@@ -58,13 +58,17 @@ class Bell:
 
     def notes(self, timeout: float) -> list[Note]:
         """One read, so at most one wait; the caller comes again."""
+        got = self._received(timeout)
+        return [] if got is None else self._split(got)
+
+    def _received(self, timeout: float) -> int | None:
+        """Bytes of one read; None: nothing came."""
         try:
-            got = self._read(timeout)
+            return self._read(timeout)
         except BlockingIOError:
-            return []
+            return None
         except OSError as error:
             raise broken(error) from error
-        return self._split(got)
 
     def _read(self, timeout: float) -> int:
         room = self._view[self._rest :]
@@ -113,13 +117,8 @@ class PagedBell(Bell):
     def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
         """`notes.Inward.arrivals`."""
         self.usual = -1.0
-        try:
-            got = self._read(timeout)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            raise broken(error) from error
-        return self.sort(got)
+        got = self._received(timeout)
+        return [] if got is None else self.sort(got)
 
     def sort(self, got: int) -> list[tuple[Note, wire.Page]]:
         """The notes in what was just received."""

@@ -21,14 +21,14 @@ STREAK = 8
 """Short waits in a row that are enough at first, and waits of a trial."""
 MOST_STREAK = 4096
 
-_SETTING, _VARIABLE = "look_us", "STRETTO_LOOK_US"
+SETTING, VARIABLE = "look_us", "STRETTO_LOOK_US"
 
 
 def read_look_s(link: str, details: Mapping[str, str], environ: Mapping[str, str]) -> float:
     """The window in seconds, from the link's settings or, above them, the environment; 0 is off."""
-    text = environ.get(_VARIABLE, details.get(_SETTING, "0"))
+    text = environ.get(VARIABLE, details.get(SETTING, "0"))
     if not text.isdecimal() or int(text) > MOST_US:
-        raise ValueError(f"link {link}: {_SETTING} is a number of microseconds up to {MOST_US}, not {text!r}")
+        raise ValueError(f"link {link}: {SETTING} is a number of microseconds up to {MOST_US}, not {text!r}")
     return int(text) / 1e6
 
 

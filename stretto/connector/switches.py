@@ -33,9 +33,14 @@ class OverlapSwitches:
         for name in names:
             if name in config:
                 values[name] = _parse(name, config[name])
-            if (variable := f"STRETTO_{name.upper()}") in environ:
+            if (variable := variable_of(name)) in environ:
                 values[name] = _parse(variable, environ[variable])
         return cls(**values)
+
+
+def variable_of(name: str) -> str:
+    """The environment's name of a switch."""
+    return f"STRETTO_{name.upper()}"
 
 
 def _parse(name: str, value: object) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
+from stretto.types import ExpertWeights
 
 STAGES = ("thinker", "talker", "code2wav")
 LINKS = {"thinker>talker": ("thinker", "talker"), "talker>code2wav": ("talker", "code2wav")}
@@ -26,7 +27,7 @@ class HostSettings:
     device: str = "cpu"
     dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
     load_format: Literal["safetensors", "dummy"] = "safetensors"
-    expert_weights: Literal["full", "float8"] = "full"  # of the thinker; full: of `dtype`
+    expert_weights: ExpertWeights = "full"  # of the thinker; full: of `dtype`
     threads: int = 1  # of arithmetic, on a CPU
     graphs: bool = True  # on a GPU
     warm: bool = True  # there, compile kernels in several processes before the first start
@@ -48,7 +49,7 @@ class HostSettings:
     switches: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.expert_weights not in ("full", "float8"):
+        if self.expert_weights not in get_args(ExpertWeights):
             raise Invalid(f"expert_weights must be full or float8, got {self.expert_weights!r}", "expert_weights")
         if self.expert_weights == "float8" and self.dtype == "float16":
             # Sums over float8 numbers come before their scale, and are far beyond what float16 holds.

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import __version__
-from stretto.connector.switches import OverlapSwitches
+from stretto.connector import looking
+from stretto.connector.switches import OverlapSwitches, variable_of
 from stretto.errors import Invalid, StrettoError
 from stretto.server.config import ServerConfig, setting
 from stretto.server.settings import add_flags, read, read_yaml, unknown_variables
+from stretto.types import ExpertWeights
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.orchestrator.api import Engine
@@ -48,8 +50,8 @@ OTHER_VARIABLES = (
     "STRETTO_CONFIG",
     "STRETTO_KERNELS",
     "STRETTO_TUNING",
-    "STRETTO_LOOK_US",
-    *(f"STRETTO_{f.name.upper()}" for f in fields(OverlapSwitches)),
+    looking.VARIABLE,
+    *(variable_of(f.name) for f in fields(OverlapSwitches)),
     "STRETTO_TEST_DEVICE",
 )
 
@@ -63,7 +65,7 @@ class ModelConfig:
         None, "model", "of weights and arithmetic (default: bfloat16 on a GPU)"
     )
     load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
-    expert_weights: Literal["full", "float8"] = setting(
+    expert_weights: ExpertWeights = setting(  # noqa: RUF009 - a field, which ruff does not see behind an alias
         "full", "model", "of the thinker; float8: half the bytes, so larger batches are faster; other answers than full"
     )
     max_model_len: int | None = setting(None, "model", "longest context, in tokens", "TOKENS")

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import msgspec
 import torch
@@ -33,6 +32,7 @@ from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.talker import TalkerLane
 from stretto.stage.runner.thinker import ThinkerLane
+from stretto.types import ExpertWeights
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Job(msgspec.Struct, frozen=True):
     block_size: int
     blocks: int  # of the stage's real pool, the sink included
     tasks: tuple[Task, ...]  # of one stage
-    expert_weights: Literal["full", "float8"] = "full"
+    expert_weights: ExpertWeights = "full"
 
 
 def tasks_of(stage: str, decode: Sequence[int], prompts: Sequence[int]) -> list[Task]:

@@ -5,17 +5,14 @@ whatever was batched with what. (In bfloat16 another batch size could tip a clos
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from bench.onehost import OneHost, Question
-from stretto.kernels.fast import dtypes
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.orchestrator.messages import (
     Admit,
@@ -149,19 +146,3 @@ def about(config: OmniConfig, sound: int, words: int) -> Prompt:
     heard = maker.audio(260)
     maker.rng = np.random.default_rng(1000 + words)
     return maker.turn("user", heard, maker.words(6)).prompt()
-
-
-@contextmanager
-def through_kernels() -> Iterator[None]:
-    """In float32 too."""
-    before = os.environ.get("STRETTO_KERNELS")
-    os.environ["STRETTO_KERNELS"] = "force"
-    dtypes.cache_clear()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["STRETTO_KERNELS"]
-        else:
-            os.environ["STRETTO_KERNELS"] = before
-        dtypes.cache_clear()

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.onehost import kernels
 from stretto.connector.contract import Chunk
 from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
-from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.prompt.prompt import Prompt
 from stretto.stage.payload.schema import ThinkerRows, unpack
 from stretto.types import RequestId
-from tests.conftest import EVEN
-from tests.gpu.onehost import SETTINGS, Answer, Listener, about, through_kernels
+from tests.gpu.onehost import SETTINGS, Answer, Listener, about
 
 BAD = 1
 """Which of the prompts."""
@@ -37,13 +36,6 @@ class Case:
         return self.host.answer(prompts)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("bad-numbers") / "tiny"
-    write_tiny(directory, changes=EVEN)
-    return directory
-
-
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -52,7 +44,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=[24, 512], ids=["prompts in parts", "whole prompts"])
 def case(request: pytest.FixtureRequest, directory: Path, device: str) -> Iterator[Case]:
     """In parts, a prompt's first blocks can be found by others before anyone knows that its numbers are bad."""
-    with through_kernels():
+    with kernels("force"):
         case = Case(directory, device, request.param)
         yield case
         case.host.close()

@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.onehost import swapped
+from bench.onehost import kernels, swapped
 from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.orchestrator.messages import Cancel
 from stretto.prompt.prompt import Prompt
 from stretto.types import RequestId
-from tests.conftest import EVEN
-from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about, through_kernels
+from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about
 
 ON = OverlapSwitches()
 NAMES = [f.name for f in fields(OverlapSwitches) if f.name != "just_in_time"]  # which is not about links
@@ -32,16 +30,9 @@ LAYINGS = {"cpu": 1, "cuda": 5}  # a CPU has nothing to race with
 Output = tuple[list[int], list[list[int]]]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("switches") / "tiny"
-    write_tiny(directory, changes=EVEN)
-    return directory
-
-
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def host(request: pytest.FixtureRequest, directory: Path) -> Iterator[Listener]:
-    with through_kernels():
+    with kernels("force"):
         host = Listener(directory, replace(SETTINGS, device=request.param))
         if request.param == "cuda":
             assert all(runner.lane.fused for runner in host.runners())

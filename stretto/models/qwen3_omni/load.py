@@ -22,9 +22,9 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.weights import CheckpointFiles, build, fill_dummy, load
+from stretto.types import ExpertWeights
 
 LoadFormat = Literal["safetensors", "dummy"]
-ExpertWeights = Literal["full", "float8"]
 M = TypeVar("M", bound=nn.Module)
 
 EMBEDDING = "thinker.model.embed_tokens."
