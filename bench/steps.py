@@ -84,19 +84,21 @@ class Routes:
         plain, found = experts.route, self.distinct
 
         def route(*args: Any, **kwargs: Any) -> Any:
-            chosen = plain(*args, **kwargs)
-            found.append(chosen[0])
-            return chosen
+            logits = plain(*args, **kwargs)
+            found.append(logits)
+            return logits
 
         experts.route = route
         try:
             run()
         finally:
             experts.route = plain
+        moe = self.decoder.config.moe
+        assert moe is not None
         if not found:  # one row is routed inside its kernel
-            moe = self.decoder.config.moe
-            return float(moe.top_k if moe is not None else 0)
-        return float(np.mean([len(ids.unique()) for ids in found]))
+            return float(moe.top_k)
+        ids = [logits[:, : moe.num_experts].topk(moe.top_k).indices for logits in found]
+        return float(np.mean([len(chosen.unique()) for chosen in ids]))
 
 
 def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: int) -> float:

@@ -142,9 +142,9 @@ def weights_of(model: str, count: int, float8: bool) -> list[experts.ExpertWeigh
 
     def one() -> experts.ExpertWeights:
         wide = experts.ExpertWeights(
-            rand(hidden), 1e-6, rand(num, hidden, scale=0.02), rand(num, 2 * size, hidden, scale=0.02),
+            rand(hidden), 1e-6, rand(num + (pieces > 0), hidden, scale=0.02), rand(num, 2 * size, hidden, scale=0.02),
             rand(num, hidden, size, scale=0.02), top_k, True,
-            *((rand(1, hidden), rand(2 * pieces * size, hidden), rand(hidden, pieces * size)) if pieces else ()),
+            *((rand(2 * pieces * size, hidden), rand(hidden, pieces * size)) if pieces else ()),
         )  # fmt: skip
         if not float8:
             return wide
@@ -168,28 +168,25 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
     def make() -> Callable[[Tuned, int], Any]:
         ws = weights_of(model, 4, float8)
         x = rand(rows, hidden)
-        picks = []
-        for _ in range(8):
-            chosen = torch.stack([torch.randperm(num, device="cuda")[:top_k] for _ in range(rows)])
-            extra = torch.arange(num, num + pieces, device="cuda").expand(rows, -1)
-            picks.append(torch.cat((chosen, extra), 1).to(torch.int32).contiguous())
+        logits = [rand(rows, num + (pieces > 0)) for _ in range(8)]
+        shared = torch.arange(num, num + pieces, device="cuda")
+        picks = [torch.cat((one[0, :num].topk(top_k).indices, shared)).to(torch.int32) for one in logits]
         h = rand(rows, top_k + pieces, size)
         weights = torch.rand(rows, top_k + pieces, device="cuda")
         counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-
-        one = [(ids[0].contiguous(), weights[0].contiguous()) for ids in picks]
+        gained = Gained(x, torch.ones(64, rows, device="cuda"), 1e-6)
 
         def run(c: Tuned, i: int) -> Any:
-            w, ids = ws[i % 4], picks[i % 8]
+            w = ws[i % 4]
             if part == "route":
                 return experts.route_one(x, w, counter, tuned=c)
             if rows == 1 and part == "up":
-                return experts.up_one(x, w, one[i % 8][0], tuned=c)
+                return experts.up_one(x, w, picks[i % 8], tuned=c)
             if rows == 1:
-                return experts.down_one(h[0], w, *one[i % 8], x, tuned=c)
+                return experts.down_one(h[0], w, picks[i % 8], weights[0], x, tuned=c)
             if part == "up":
-                return experts.up(x, w, ids, c)
-            return experts.down(h, w, ids, weights, x, tuned=c)
+                return experts.up(gained, logits[i % 8], w, c)
+            return experts.down(h, weights, logits[i % 8], w, x, tuned=c)
 
         return run
 
@@ -214,9 +211,10 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
         *(((16, 256, 4, 4), (32, 256, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3)) if float8 else ()),
     ):  # fmt: skip
         width = size if part == "up" else hidden
-        shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * tile)
+        shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * 16)
         if inner % bk == 0 and width % bn == 0 and shared < 200_000:
             found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
+    found += [c | {"swap": 1} for c in found if c["BN"] >= 64]
     if part == "down":
         found += [c | {"early": 1} for c in found]
     return Case(

@@ -1,4 +1,4 @@
-"""A decode step through a decoder's layers as fused kernels: six per layer for one row, eight for more.
+"""A decode step through a decoder's layers as fused kernels: six per layer for one row, seven for more.
 
 Called by `Decoder.forward` and by the code predictor, on the stream of the step; made once per decoder, when its
 weights are in place. Holds no state of requests, only counters that are zero between kernels: so one step at a time."""
@@ -57,16 +57,17 @@ def _layer(layer: nn.Module) -> _Layer:
     chosen = None
     if isinstance(mlp, MoeMLP):
         gate_up, down = mlp.experts.gate_up, mlp.experts.down
-        shared = mlp.shared_expert
+        shared, gate = mlp.shared_expert, mlp.gate.weight
+        if mlp.shared_expert_gate is not None:
+            gate = torch.cat((gate, mlp.shared_expert_gate.weight))
         chosen = experts.ExpertWeights(
             gain=after.weight,
             eps=after.eps,
-            router=mlp.gate.weight,
+            router=gate,
             gate_up=gate_up,
             down=down,
             top_k=mlp.top_k,
             norm_topk=mlp.norm,
-            shared_gate=None if mlp.shared_expert_gate is None else mlp.shared_expert_gate.weight,
             shared_gate_up=None if shared is None else shared.gate_up.weight,
             shared_down=None if shared is None else shared.down_proj.weight,
             scales=mlp.experts.scales,

@@ -73,8 +73,13 @@ def test_a_source_lives_until_it_is_copied(cuda: torch.device) -> None:
 def test_a_dropped_slot_cools_until_its_copy_is_done(cuda: torch.device) -> None:
     ring = Ring(1, 4096, pin=True)
     down = DeviceToHost(ring, cuda, OverlapSwitches())
+    x = torch.ones(4, device=cuda)
+    first = down.copy({"x": x})  # what is used for the first time may wait for the whole device
+    assert first is not None
+    torch.cuda.synchronize()
+    first.release()
     torch.cuda._sleep(LONG)
-    lease = down.copy({"x": torch.ones(4, device=cuda)})
+    lease = down.copy({"x": x})
     assert lease is not None
     lease.release()
     assert ring.free == 0

@@ -136,7 +136,7 @@ def test_links_are_laid_and_taken_up_under_load(host: Listener, prompts: list[Pr
         assert answer.error is None
         assert answer.output == alone[one]
     host.lay("local", ON)
-    assert resources() == before
+    assert all(now <= then for now, then in zip(resources(), before, strict=True))
     if host.host.device.type == "cuda":
         torch.cuda.synchronize()  # says so if any of them went wrong
 

@@ -75,6 +75,8 @@ class Desk:
             self.rows[id].append(list(o.row))
             assert o.device_row.tolist() == list(o.row)
         if o.media is not None:
+            if o.media.event is not None:
+                o.media.event.synchronize()
             for place, row in zip(o.media.places, o.media.rows.cpu().numpy(), strict=True):
                 assert place not in self.media[id], f"{id}: row {place} handed out twice"
                 self.media[id][place] = row

@@ -1,9 +1,10 @@
 """The mixture of experts for a few rows: router, expert projections, weighted sum. Reads each chosen expert once.
 
 One row is routed by `route_one`, where the last program to finish chooses, and then runs `up_one` and `down_one` as
-matrix-vector products over its experts. With more rows, `route` makes the choice for `up` and `down`, whose grids go
-over all experts: a program whose expert nobody chose leaves at once, the others put the rows that chose it through the
-matrix units; a last kernel adds each row's results in order, so that the sum never depends on which program came first.
+matrix-vector products over its experts. With more rows the grids of `up` and `down` go over all experts, and there is
+no kernel that chooses: each program counts, for every row, how many logits go before its own expert's. If nobody chose
+it, it leaves; else it gathers the rows that did, a tile at a time, for the matrix units. A last kernel weighs and adds
+each row's results, in an order that never depends on which program came first.
 
 A shared expert (all rows, weighted by a sigmoid gate) is split into pieces as wide as the others and joins them as
 further experts. Weights may be float8 with a scale per output row (not beside a shared expert): half the bytes, widened
@@ -29,18 +30,21 @@ class ExpertWeights:
 
     gain: torch.Tensor
     eps: float
-    router: torch.Tensor  # [experts, hidden]
+    router: torch.Tensor  # [experts, hidden]; with a shared expert its gate is one more row
     gate_up: torch.Tensor  # [experts, 2 * size, hidden]
     down: torch.Tensor  # [experts, hidden, size]
     top_k: int
     norm_topk: bool
-    shared_gate: torch.Tensor | None = None  # [1, hidden]
     shared_gate_up: torch.Tensor | None = None  # [2 * shared size, hidden]
     shared_down: torch.Tensor | None = None  # [hidden, shared size]
     scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of gate_up [experts, 2 * size] and down [experts, hidden]
 
     def __post_init__(self) -> None:
         assert self.scales is None or self.shared_down is None, "a shared expert is read as one of the others"
+
+    @property
+    def num_experts(self) -> int:
+        return self.down.shape[0]
 
     @property
     def pieces(self) -> int:
@@ -82,49 +86,19 @@ def _choose(
 
 
 @triton.jit
-def _top(
-    x, gain, shared_gate, logits, ids, weights, normed, eps,
-    K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, RENORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Picks for one row of a batch, by its logits [rows, E]; also its gate of the shared expert, and norm(x)."""
-    m = tl.program_id(0)
-    k = tl.arange(0, K)
-    g = tl.load(gain + k).to(tl.float32)
-    gate = g
-    if SLOTS > TOP:
-        gate = tl.load(shared_gate + k).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    xs = tl.load(x + m * K + k).to(tl.float32)
-    xs = xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps) * g
-    tl.store(normed + m * K + k, xs.to(normed.dtype.element_ty))
-    shared = 0.0
-    if SLOTS > TOP:
-        shared = tl.sigmoid(tl.sum(xs * gate, 0))
-    _choose(logits + m * E, gain, ids + m * SLOTS, weights + m * SLOTS, shared, E, TOP, SLOTS, RENORM)
-
-
-@triton.jit
 def _route(
-    x, gain, router, shared_gate, logits, ids, weights, counter, eps,
+    x, gain, router, logits, ids, weights, counter, eps,
     K: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr,
     RENORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: logits of BE experts (the program after the last: the shared expert's gate). The last program to finish
+    """One row: logits of BE experts (the one after the last: the shared expert's gate). The last program to finish
     chooses: ids and weights [SLOTS]."""
     if PDL:
         gdc_launch_dependents()
-    pid = tl.program_id(0)
-    e = pid * BE + tl.arange(0, BE)
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
     k = tl.arange(0, K)
-    inside = e < E
-    at = router + e[:, None] * K + k[None, :]
-    if SLOTS > TOP:
-        if pid * BE >= E:  # its logit is kept in column E
-            inside = e == E
-            at = shared_gate + e[:, None] * 0 + k[None, :]
-    w = tl.load(at, mask=inside[:, None], other=0.0)
+    inside = e < E + (1 if SLOTS > TOP else 0)
+    w = tl.load(router + e[:, None] * K + k[None, :], mask=inside[:, None], other=0.0)
     g = tl.load(gain + k).to(tl.float32)
     if PDL:
         gdc_wait()
@@ -234,111 +208,192 @@ def _down_vector(
 
 
 @triton.jit
-def _takers(ids, e, M, BM: tl.constexpr, SLOTS: tl.constexpr):
-    """Rows [BM], which of them chose expert e, and at which place of [rows, SLOTS] each did."""
-    m = tl.arange(0, BM)
-    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
-    there = (m < M)[:, None] & (slot < SLOTS)[None, :]
-    # Past the first-level cache, as before every wait: it may be older than this step.
-    at = ids + m[:, None] * SLOTS + slot[None, :]
-    mine = (tl.load(at, mask=there, other=-1, cache_modifier=".cg") == e).to(tl.int32)
-    return m, tl.sum(mine, 1) > 0, tl.sum(mine * slot[None, :], 1) + m * SLOTS
+def _scores(at, mask):
+    """Logits; what is not a number goes last. (Past the first-level cache, as before every wait: it may be older.)"""
+    scores = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    return tl.where(scores == scores, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["M"])
-def _up_matrix(
-    x, gate_up, scales, shared_gate_up, ids, out, M,
-    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _takers(
+    logits, e, tile, M,
+    E: tl.constexpr, PIECES: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """The (normed) rows that chose one expert through BN of its columns; results to their slots [rows, SLOTS, SIZE]."""
+    """Who chose expert e, by the logits [M, E or, with a shared expert, E + 1]: the places in [rows, slots] of the
+    tile-th BM of them [BM] (-1: there is none), and how many there are. A row's slot is its expert's rank (ties: the
+    lower number goes first; the shared pieces come after all). BR rows are looked at together."""
+    SLOTS: tl.constexpr = TOP + PIECES
+    L: tl.constexpr = E + (1 if PIECES > 0 else 0)
+    wanted = tile * BM + tl.arange(0, BM)
+    other = tl.arange(0, E)
+    found = tl.zeros([BM], tl.int32)
+    count = tl.program_id(0) * 0
+    for first in range(0, M, BR):
+        m = first + tl.arange(0, BR)
+        rows = m < M
+        own = tl.minimum(e, E - 1)
+        mine = _scores(logits + m * L + own, rows)
+        theirs = _scores(logits + m[:, None] * L + other[None, :], rows[:, None])
+        before = (theirs > mine[:, None]) | ((theirs == mine[:, None]) & (other < own)[None, :])
+        rank = tl.sum(before.to(tl.int32), 1)
+        if PIECES > 0:
+            rank = tl.where(e < E, rank, TOP + e - E)
+            rows = rows & ((rank < TOP) | (e >= E))
+        else:
+            rows = rows & (rank < TOP)
+        number = count + tl.cumsum(rows.to(tl.int32), 0) - 1
+        hit = rows[None, :] & (number[None, :] == wanted[:, None])
+        found += tl.sum(tl.where(hit, (m * SLOTS + rank + 1)[None, :], 0), 1)
+        count += tl.sum(rows.to(tl.int32), 0)
+    return found - 1, count
+
+
+@triton.jit
+def _times(w, x, acc, SWAP: tl.constexpr, PDL: tl.constexpr):
+    """acc + x @ w.T, or its transpose, w [BN, BK] in whatever it is stored in."""
+    if SWAP:
+        return dot(widen(w, x, PDL), x.T, acc, PDL)
+    else:
+        return dot(x, widen(w, x, PDL).T, acc, PDL)
+
+
+@triton.jit
+def _none(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
+    return tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
+
+
+@triton.jit(do_not_specialize=["M", "P"])
+def _up_matrix(
+    x, squares, logits, gate_up, scales, shared_gate_up, out, chosen, eps, M, P,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The rows (as `Gained`) that chose one expert through BN of its columns; results to their slots [rows, slots,
+    SIZE], and the logits that they were chosen for [rows, slots]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    SLOTS: tl.constexpr = TOP + PIECES
+    L: tl.constexpr = E + (1 if PIECES > 0 else 0)
     e = tl.program_id(1)
-    m, rows, where = _takers(ids, e, M, BM, SLOTS)
-    if tl.sum(rows.to(tl.int32), 0) > 0:
-        n = tl.program_id(0) * BN + tl.arange(0, BN)
-        k = tl.arange(0, BK)
-        base = gate_up + e.to(tl.int64) * (2 * SIZE * K)
-        apart = SIZE * K
-        if PIECES > 0:
-            if e >= E:
-                base = shared_gate_up + (e - E).to(tl.int64) * (SIZE * K)
-                apart = PIECES * SIZE * K
-        gate = base + n[:, None] * K + k[None, :]
+    places, count = _takers(logits, e, 0, M, E, PIECES, TOP, BM, BR)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    base = gate_up + e.to(tl.int64) * (2 * SIZE * K)
+    apart = SIZE * K
+    if PIECES > 0:
+        if e >= E:
+            base = shared_gate_up + (e - E).to(tl.int64) * (SIZE * K)
+            apart = PIECES * SIZE * K
+    gate = base + n[:, None] * K + k[None, :]
+    p = tl.arange(0, BP)
+    for tile in range(tl.cdiv(count, BM)):
+        if tile > 0:
+            places, _ = _takers(logits, e, tile, M, E, PIECES, TOP, BM, BR)
+        taken, m = places >= 0, places // SLOTS
         from_x = x + m[:, None] * K + k[None, :]
-        a = tl.zeros([BM, BN], tl.float32)
-        b = tl.zeros([BM, BN], tl.float32)
+        a = _none(BM, BN, SWAP)
+        b = _none(BM, BN, SWAP)
         for i in range(0, K, BK):
-            xi = tl.load(from_x + i, mask=rows[:, None], other=0.0)
-            a = dot(xi, widen(tl.load(gate + i), xi, PDL).T, a, PDL)
-            b = dot(xi, widen(tl.load(gate + apart + i), xi, PDL).T, b, PDL)
+            xi = tl.load(from_x + i, mask=taken[:, None], other=0.0)
+            a = _times(tl.load(gate + i), xi, a, SWAP, PDL)
+            b = _times(tl.load(gate + apart + i), xi, b, SWAP, PDL)
+        if SWAP:
+            a, b = a.T, b.T
+        there = (p < P)[:, None] & taken[None, :]
+        total = tl.sum(tl.load(squares + p[:, None] * M + m[None, :], mask=there, other=0.0), 0)
+        scale = tl.rsqrt(total / K + eps)[:, None]
         of_gate, of_up = _up_scales(scales, e, n, SIZE, SCALED)
-        a *= of_gate[None, :]
-        h = a * tl.sigmoid(a) * (b * of_up[None, :])
-        tl.store(out + where[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=rows[:, None])
+        a *= scale * of_gate[None, :]
+        h = a * tl.sigmoid(a) * (b * (scale * of_up[None, :]))
+        tl.store(out + places[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=taken[:, None])
+        if tl.program_id(0) == 0:
+            score = tl.load(logits + m * L + tl.minimum(e, L - 1), mask=taken, other=0.0)
+            tl.store(chosen + places, score.to(tl.float32), mask=taken)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _down_matrix(
-    h, down, scales, shared_down, ids, weights, out, M,
-    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
-    PDL: tl.constexpr,
+    h, logits, down, scales, shared_down, out, M,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr, EARLY: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weighted results of one expert for the rows that chose it, to their slots [rows, SLOTS, H], float32.
+    """The results of one expert for the rows that chose it, to their slots [rows, slots, H], float32.
 
     EARLY: the weights are asked for before the wait, LINES cache lines per output, while the last of `_up_matrix` still
-    run. (It lets this one start when all its programs have waited for the choice: that is complete by then.)"""
+    run. (It lets this one start when all its programs have waited for the logits: they are complete by then.)"""
     if PDL:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
     e = tl.program_id(1)
-    _, rows, where = _takers(ids, e, M, BM, SLOTS)
-    if tl.sum(rows.to(tl.int32), 0) > 0:
-        n = tl.program_id(0) * BN + tl.arange(0, BN)
-        k = tl.arange(0, BK)
-        base = down + e.to(tl.int64) * (H * SIZE)
-        width = SIZE
-        if PIECES > 0:
-            if e >= E:
-                base = shared_down + (e - E) * SIZE
-                width = PIECES * SIZE
-        if EARLY and PDL:
+    places, count = _takers(logits, e, 0, M, E, PIECES, TOP, BM, BR)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    base = down + e.to(tl.int64) * (H * SIZE)
+    width = SIZE
+    if PIECES > 0:
+        if e >= E:
+            base = shared_down + (e - E) * SIZE
+            width = PIECES * SIZE
+    if EARLY and PDL:
+        if count > 0:
             line = tl.minimum(tl.arange(0, LINES) * (SIZE // LINES), SIZE - 1)
             fetch(base + n[:, None] * width + line[None, :])
             gdc_wait()
-        at = base + n[:, None] * width + k[None, :]
-        from_h = h + where[:, None] * SIZE + k[None, :]
-        acc = tl.zeros([BM, BN], tl.float32)
+    at = base + n[:, None] * width + k[None, :]
+    for tile in range(tl.cdiv(count, BM)):
+        if tile > 0:
+            places, _ = _takers(logits, e, tile, M, E, PIECES, TOP, BM, BR)
+        taken = places >= 0
+        from_h = h + places[:, None] * SIZE + k[None, :]
+        acc = _none(BM, BN, SWAP)
         for i in range(0, SIZE, BK):
-            hi = tl.load(from_h + i, mask=rows[:, None], other=0.0)
-            acc = dot(hi, widen(tl.load(at + i), hi, PDL).T, acc, PDL)
+            hi = tl.load(from_h + i, mask=taken[:, None], other=0.0)
+            acc = _times(tl.load(at + i), hi, acc, SWAP, PDL)
+        if SWAP:
+            acc = acc.T
         if SCALED:
             acc *= tl.load(scales + e * H + n)[None, :]
-        acc *= tl.load(weights + where, mask=rows, other=0.0)[:, None]
-        tl.store(out + where[:, None] * H + n[None, :], acc, mask=rows[:, None])
+        tl.store(out + places[:, None] * H + n[None, :], acc, mask=taken[:, None])
 
 
 @triton.jit
 def _add_slots(
-    parts, x, next_gain, gained, squares,
-    H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr, PDL: tl.constexpr,
+    parts, chosen, logits, x, next_gain, gained, squares,
+    H: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, RENORM: tl.constexpr, BN: tl.constexpr,
+    EMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x += the sum of a row's slots, in order. EMIT: also as `Gained`."""
+    """x += the weighted sum of a row's slots; the weights are rounded to the type of x, as the reference does. EMIT:
+    also as `Gained`."""
     m = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    SLOTS: tl.constexpr = TOP + PIECES
+    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
+    row = logits + m * (E + (1 if PIECES > 0 else 0))
     g = tl.zeros([BN], tl.float32)
     if EMIT:
         g = tl.load(next_gain + n).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    acc = tl.load(x + m * H + n).to(tl.float32)
-    for s in tl.static_range(SLOTS):
-        acc += tl.load(parts + (m * SLOTS + s) * H + n)
+    before = tl.load(x + m * H + n).to(tl.float32)
+    score = tl.load(chosen + m * SLOTS + slot, mask=slot < TOP, other=float("-inf"))
+    there = (slot < SLOTS)[:, None]
+    values = tl.load(parts + (m * SLOTS + slot)[:, None] * H + n[None, :], mask=there, other=0.0)
+    high = tl.max(score, 0)
+    share = tl.exp(score - high)
+    if RENORM:
+        total = tl.sum(share, 0)
+    else:
+        total = tl.sum(tl.exp(tl.load(row + tl.arange(0, E)).to(tl.float32) - high), 0)
+    weight = share / total
+    if PIECES > 0:
+        weight = tl.where(slot < TOP, weight, tl.sigmoid(tl.load(row + E).to(tl.float32)))
+    weight = weight.to(x.dtype.element_ty).to(tl.float32)
+    acc = before + tl.sum(tl.where(there, values * weight[:, None], 0.0), 0)
     rounded = acc.to(x.dtype.element_ty)
     tl.store(x + m * H + n, rounded)
     if EMIT:
@@ -358,7 +413,7 @@ MOST_AHEAD = 24 << 20  # bytes: about half of the cache
 
 def _common(x: torch.Tensor, w: ExpertWeights) -> dict[str, int | bool]:
     return {
-        "E": w.router.shape[0],
+        "E": w.num_experts,
         "SIZE": w.down.shape[2],
         "PIECES": w.pieces,
         "SCALED": w.scales is not None,
@@ -376,16 +431,13 @@ def route_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which experts one row x [1, hidden] of the residual stream goes to, and with which weights: [slots] each.
     `counter` [1] int32 is 0 between calls, and nobody else's."""
-    hidden, experts = x.shape[1], w.router.shape[0]
-    c = config("route", (experts, hidden), {"BE": 4, "warps": 8, "apart": 0}) if tuned is None else tuned
-    if c.get("apart", 0):  # logits and choice as two kernels
-        ids, weights, _ = _choice(x, project(x, w.router, norm=(w.gain, w.eps)), w)
-        return ids[0], weights[0]
+    hidden, experts = x.shape[1], w.num_experts
+    c = config("route", (experts, hidden), {"BE": 4, "warps": 8}) if tuned is None else tuned
     ids = x.new_empty(w.slots, dtype=torch.int32)
     weights = x.new_empty(w.slots, dtype=torch.float32)
-    logits = x.new_empty(experts + 1, dtype=torch.float32)
-    _route[(triton.cdiv(experts, c["BE"]) + (w.pieces > 0),)](
-        x, w.gain, w.router, x if w.shared_gate is None else w.shared_gate, logits, ids, weights, counter, w.eps,
+    logits = x.new_empty(len(w.router), dtype=torch.float32)
+    _route[(triton.cdiv(len(w.router), c["BE"]),)](
+        x, w.gain, w.router, logits, ids, weights, counter, w.eps,
         K=hidden, E=experts, BE=c["BE"], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk,
         num_warps=c["warps"], **protocol(x),
     )  # fmt: skip
@@ -436,73 +488,67 @@ def down_one(
     )  # fmt: skip
 
 
-def route(
-    x: torch.Tensor, gained: Gained, w: ExpertWeights, counters: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which experts each row of the residual stream goes to, with which weights ([rows, slots] each), and norm(x).
-    `gained` is x for the norm in front of the experts, `counters` as for `project`."""
-    return _choice(x, project(gained, w.router, counters=counters), w)
+def route(gained: Gained, w: ExpertWeights, counters: torch.Tensor | None = None) -> torch.Tensor:
+    """By what rows choose their experts: logits [rows, experts], with a column more for a shared expert. `gained` are
+    the rows for the norm in front of the experts, `counters` as for `project`."""
+    return project(gained, w.router, counters=counters)
 
 
-def _choice(x: torch.Tensor, logits: torch.Tensor, w: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, hidden = x.shape
-    ids = x.new_empty(rows, w.slots, dtype=torch.int32)
-    weights = x.new_empty(rows, w.slots, dtype=torch.float32)
-    normed = torch.empty_like(x)
-    _top[(rows,)](
-        x, w.gain, x if w.shared_gate is None else w.shared_gate, logits, ids, weights, normed, w.eps,
-        K=hidden, E=w.router.shape[0], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk, num_warps=4,
-        **protocol(x),
+def _together(rows: int, c: dict[str, int]) -> dict[str, int]:
+    """Rows of a tile, and rows that are looked at together for it. (Few choose the same expert: 16 will mostly do.)"""
+    return {"BM": c.get("BM", 16), "BR": min(32, tile_rows(rows))}
+
+
+def up(
+    gained: Gained, logits: torch.Tensor, w: ExpertWeights, tuned: dict[str, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up of each row's experts [rows, slots, expert size], and their logits [rows, slots]."""
+    rows, hidden = gained.x.shape
+    size = w.down.shape[2]
+    default = {"BN": 32, "BK": _chunk(hidden, 256), "warps": 4, "stages": 3}
+    c = _tuned("up_matrix", w, (tile_rows(rows), size, hidden), default) if tuned is None else tuned
+    h = gained.x.new_empty(rows, w.slots, size)
+    chosen = gained.x.new_empty(rows, w.slots, dtype=torch.float32)
+    summed = gained.squares.shape[0]
+    _up_matrix[(size // c["BN"], w.num_experts + w.pieces)](
+        gained.x, gained.squares, logits, w.gate_up, logits if w.scales is None else w.scales[0],
+        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, chosen, gained.eps, rows, summed,
+        K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], BP=triton.next_power_of_2(summed), SWAP=bool(c.get("swap", 0)),
+        num_warps=c["warps"], num_stages=c["stages"], **_together(rows, c), **_common(gained.x, w),
     )  # fmt: skip
-    return ids, weights, normed
-
-
-def up(normed: torch.Tensor, w: ExpertWeights, ids: torch.Tensor, tuned: dict[str, int] | None = None) -> torch.Tensor:
-    """silu(gate) * up of each row's experts: [rows, slots, expert size]."""
-    rows, hidden = normed.shape
-    size, tile = w.down.shape[2], tile_rows(rows)
-    default = {"BN": 32, "BK": _chunk(hidden, 256 if tile <= 16 else 128), "warps": 4, "stages": 3}
-    c = _tuned("up_matrix", w, (tile, size, hidden), default) if tuned is None else tuned
-    h = normed.new_empty(rows, w.slots, size)
-    _up_matrix[(size // c["BN"], w.router.shape[0] + w.pieces)](
-        normed, w.gate_up, normed if w.scales is None else w.scales[0],
-        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, ids, h, rows,
-        K=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], num_stages=c["stages"],
-        **_common(normed, w),
-    )  # fmt: skip
-    return h
+    return h, chosen
 
 
 def down(
     h: torch.Tensor,
+    chosen: torch.Tensor,
+    logits: torch.Tensor,
     w: ExpertWeights,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
     x: torch.Tensor,
     following: tuple[torch.Tensor, float] | None = None,
     tuned: dict[str, int] | None = None,
 ) -> Gained | None:
     """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
-    (its weight and epsilon)."""
+    (its weight and epsilon). Comes right after `up`, which its first reads rely on."""
     rows, hidden = x.shape
-    size, tile = w.down.shape[2], tile_rows(rows)
+    size = w.down.shape[2]
     default = {"BN": 64, "BK": _chunk(size, 128), "warps": 4, "stages": 3}
-    c = _tuned("down_matrix", w, (tile, hidden, size), default) if tuned is None else tuned
+    c = _tuned("down_matrix", w, (tile_rows(rows), hidden, size), default) if tuned is None else tuned
     parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
-    _down_matrix[(hidden // c["BN"], w.router.shape[0] + w.pieces)](
-        h, w.down, x if w.scales is None else w.scales[1], w.down if w.shared_down is None else w.shared_down,
-        ids, weights, parts, rows,
-        H=hidden, BM=tile, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, EARLY=bool(c.get("early", 0)),
+    _down_matrix[(hidden // c["BN"], w.num_experts + w.pieces)](
+        h, logits, w.down, x if w.scales is None else w.scales[1], w.down if w.shared_down is None else w.shared_down,
+        parts, rows,
+        H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)), EARLY=bool(c.get("early", 0)),
         LINES=triton.next_power_of_2(triton.cdiv(size * w.down.itemsize, 128)),
-        num_warps=c["warps"], num_stages=c["stages"],
-        **_common(x, w),
+        num_warps=c["warps"], num_stages=c["stages"], **_together(rows, c), **_common(x, w),
     )  # fmt: skip
     block = _chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])
     _add_slots[(hidden // block, rows)](
-        parts, x, x if following is None else following[0], x if gained is None else gained.x,
+        parts, chosen, logits, x, x if following is None else following[0], x if gained is None else gained.x,
         x if gained is None else gained.squares,
-        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, num_warps=4, **protocol(x),
+        H=hidden, E=w.num_experts, TOP=w.top_k, PIECES=w.pieces, RENORM=w.norm_topk, BN=block, EMIT=gained is not None,
+        num_warps=4, **protocol(x),
     )  # fmt: skip
     return gained
 
@@ -521,5 +567,6 @@ def mixture(
     counters: torch.Tensor | None = None,
 ) -> Gained | None:
     """The same for several rows; `gained` and `counters` as in `route`, `following` as in `down`."""
-    ids, weights, normed = route(x, gained, w, counters)
-    return down(up(normed, w, ids), w, ids, weights, x, following)
+    logits = route(gained, w, counters)
+    h, chosen = up(gained, logits, w)
+    return down(h, chosen, logits, w, x, following)

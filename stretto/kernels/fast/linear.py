@@ -44,26 +44,24 @@ def dot(a, b, acc, DEVICE: tl.constexpr):
 
 @triton.jit
 def widen(w, like, DEVICE: tl.constexpr):
-    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: sign, exponent and fraction
-    moved to where bfloat16 has them (a number 2^120 times too small), then times 2^120. The hardware's own conversions
-    go by float32 and are slower than the memory."""
+    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: each byte stretched to 16 bits
+    with its sign and shifted by four, so that exponent and fraction lie where bfloat16 has them (a number 2^120 times
+    too small), then times 2^120. The hardware's own conversions go by float32 and are slower than the memory."""
     if DEVICE:
         if w.dtype == tl.float8e4nv and like.dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 """
                 {
-                .reg .b32 a, b, s, t;
-                prmt.b32 a, $2, 0, 0x1404;
-                prmt.b32 b, $2, 0, 0x3424;
-                shr.b32 s, a, 4;
-                shr.b32 t, b, 4;
-                and.b32 s, s, 0x07f007f0;
-                and.b32 t, t, 0x07f007f0;
-                lop3.b32 s, s, a, 0x80008000, 0xf8;
-                lop3.b32 t, t, b, 0x80008000, 0xf8;
-                mov.b32 a, 0x7b807b80;
-                mul.rn.bf16x2 $0, s, a;
-                mul.rn.bf16x2 $1, t, a;
+                .reg .b32 a, b, c;
+                prmt.b32 a, $2, 0, 0x9180;
+                prmt.b32 b, $2, 0, 0xb3a2;
+                shl.b32 a, a, 4;
+                shl.b32 b, b, 4;
+                and.b32 a, a, 0x87f087f0;
+                and.b32 b, b, 0x87f087f0;
+                mov.b32 c, 0x7b807b80;
+                mul.rn.bf16x2 $0, a, c;
+                mul.rn.bf16x2 $1, b, c;
                 }
                 """,
                 "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,

@@ -124,22 +124,22 @@ def test_norm(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @both
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("rows", [1, 20, 40])
 @pytest.mark.parametrize("kind", ["alone", "shared", "float8"])
 @pytest.mark.parametrize("renorm", [False, True], ids=["raw", "renorm"])
 def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str, renorm: bool, narrow: Narrow) -> None:
+    """20 rows are looked at together, 40 in two turns; with three experts of sixteen each, some have several tiles."""
     shared = kind == "shared"
     r = Random(device, dtype, rows + 100)
     hidden, experts, size, top_k, pieces = 64, 16, 96, 3, 2
     w = fast_experts.ExpertWeights(
         gain=r.gain(hidden),
         eps=EPS,
-        router=r(experts, hidden, scale=0.3),
+        router=r(experts + shared, hidden, scale=0.3),
         gate_up=r(experts, 2 * size, hidden, scale=hidden**-0.5),
         down=r(experts, hidden, size, scale=size**-0.5),
         top_k=top_k,
         norm_topk=renorm,
-        shared_gate=r(1, hidden, scale=hidden**-0.5) if shared else None,
         shared_gate_up=r(2 * pieces * size, hidden, scale=hidden**-0.5) if shared else None,
         shared_down=r(hidden, pieces * size, scale=size**-0.5) if shared else None,
     )
@@ -148,29 +148,26 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
         w = dataclasses.replace(w, gate_up=gate_up, down=down, scales=(of_gate_up, of_down))
     x = r(rows, hidden)
     normed = rms_norm(x, w.gain, EPS)
-    weights, ids = moe.route(F.linear(normed, w.router), top_k, renorm)
+    weights, ids = moe.route(F.linear(normed, w.router[:experts]), top_k, renorm)
     wanted = moe.experts(normed.float(), w.gate_up.float(), w.down.float(), weights.float(), ids, w.scales)
     if shared:
         h = moe.swiglu(F.linear(normed.float(), w.shared_gate_up.float()))
-        gate = torch.sigmoid(F.linear(normed.float(), w.shared_gate.float()))
+        gate = torch.sigmoid(F.linear(normed.float(), w.router[experts:].float()))
         wanted = wanted + gate * F.linear(h, w.shared_down.float())
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     found = x.clone()
     if rows == 1:
         fast_experts.mixture_one(found, w, counter)
-        apart = fast_experts.route_one(x, w, counter, {"apart": 1})
-        together = fast_experts.route_one(x, w, counter, {"BE": 4, "warps": 4})
-        assert apart[0].tolist() == together[0].tolist()
-        assert torch.allclose(apart[1], together[1], atol=1e-2)
+        assert sorted(fast_experts.route_one(x, w, counter)[0].tolist()[:top_k]) == sorted(ids[0].tolist())
     else:
         next_gain = r.gain(hidden)
         squares = (x.float() ** 2).view(rows, 4, -1).sum(-1).T.contiguous()
         gained = fast_linear.Gained((x.float() * w.gain.float()).to(dtype), squares, EPS)
         after = fast_experts.mixture(found, gained, w, (next_gain, EPS))
-        ids, weights, normed = fast_experts.route(x, gained, w)
-        early = {"BN": 32, "BK": 32, "warps": 4, "stages": 2, "early": 1}
+        logits = fast_experts.route(gained, w)
+        other = {"BN": 32, "BK": 32, "warps": 4, "stages": 2, "swap": 1, "early": 1, "BM": 32}
         again = x.clone()
-        fast_experts.down(fast_experts.up(normed, w, ids), w, ids, weights, again, tuned=early)
+        fast_experts.down(*fast_experts.up(gained, logits, w, other), logits, w, again, tuned=other)
         assert error(again, found) < ERROR[dtype]
         assert error(normed_by(after), rms_norm(found, next_gain, EPS)) < ERROR[dtype]
     assert error(found.float() - x.float(), wanted) < 3 * ERROR[dtype]
@@ -188,14 +185,13 @@ def test_rows_that_are_no_numbers_stay_within_bounds(device: torch.device, rows:
     x[0] = float("nan")
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     if rows == 1:
-        ids = fast_experts.route_one(x, w, counter)[0][None]
+        ids = fast_experts.route_one(x, w, counter)[0]
+        assert ((ids >= 0) & (ids < 16)).all()
+        assert len(set(ids.tolist())) == 3
         fast_experts.mixture_one(x, w, counter)
     else:
         gained = fast_linear.Gained(x * w.gain, (x.float() ** 2).sum(1)[None], EPS)
-        ids = fast_experts.route(x, gained, w)[0]
         fast_experts.mixture(x, gained, w)
-    assert ((ids >= 0) & (ids < 16)).all()
-    assert all(len(set(row)) == 3 for row in ids.tolist())
     assert x[0].isnan().all()  # and it shows
     assert not x[1:].isnan().any()
 

@@ -255,14 +255,14 @@ def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
             eager = bed.fast(spans, after)
             # Rows that are routed differently because of a rounding differ in kind, and there are many close calls
             # in random layers: most rows must agree. (In float32 all do: see the tests above.)
-            assert typical_error(eager, want) < 2e-2
+            assert typical_error(eager, want) < 2.5e-2
             found = graphs.run(x, positions, paging)
             assert found is not None
             hidden, accept = found
             assert accept is not None
             # Other tile sizes for the padded number of rows: close, not equal.
-            assert typical_error(hidden, eager) < 2e-2
-            assert typical_error(accept, streams[1]) < 2e-2
+            assert typical_error(hidden, eager) < 2.5e-2
+            assert typical_error(accept, streams[1]) < 2.5e-2
             again = graphs.run(x, positions, paging)
             assert again is not None
         assert graphs.run(bed.x[0, :800], bed.positions[:, 0, :800], bed.rows.mixed_paging([(0, 0, 800)])) is None
