@@ -42,7 +42,7 @@ LINEARS = [  # rows of w, inputs, norm, add, glu
     (1024, 3072, False, True, False),
     (2048, 1024, True, False, False),
 ]
-ROUTERS = [(128, 2048, True, False, False), (128, 1024, True, False, False)]
+ROUTERS = [(128, 2048, True, False, False), (129, 1024, True, False, False)]
 MIXTURES = {"thinker": (2048, 128, 768, 8, 0), "talker": (1024, 128, 384, 6, 2)}
 ATTENTIONS = {"thinker": (32, 4), "talker": (16, 2)}
 
@@ -204,17 +204,14 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
             if size % bk == 0 and 32 <= bn * bk * 8 * 2 / (warps * 32) <= 256:
                 found.append({"BN": bn, "BK": bk, "warps": warps})
         return Case(f"down_vector{kind}", (hidden, size), found, make, nbytes)
-    inner = hidden if part == "up" else size
-    for bn, bk, warps, stages in (
-        (16, 128, 4, 4), (32, 64, 4, 5), (32, 128, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (32, 128, 8, 4),
-        (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 3),
-        *(((16, 256, 4, 4), (32, 256, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3)) if float8 else ()),
-    ):  # fmt: skip
-        width = size if part == "up" else hidden
-        shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * 16)
-        if inner % bk == 0 and width % bn == 0 and shared < 200_000:
-            found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
-    found += [c | {"swap": 1} for c in found if c["BN"] >= 64]
+    inner, width = (hidden, size) if part == "up" else (size, hidden)
+    plain = (32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 256, 4, 3)
+    swapped = (64, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (64, 256, 4, 3)
+    for swap, sizes in enumerate((plain, swapped)):
+        for bn, bk, warps, stages in sizes:
+            shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * 16)
+            if inner % bk == 0 and width % bn == 0 and shared < 200_000:
+                found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages, "swap": swap})
     if part == "down":
         found += [c | {"early": 1} for c in found]
     return Case(
@@ -287,11 +284,18 @@ def attention_case(model: str, rows: int, context: int = 1024) -> Case:
         fits = 32 <= programs <= 1024 or (programs > 1024 and splits == 1)
         if fits and splits * block <= context and 8 <= block * 4 / warps <= 128:
             found.append({"BLOCK": block, "SPLITS": splits, "warps": warps})
+            if splits * block < context and block * 4 / warps <= 64:
+                found.append({"BLOCK": block, "SPLITS": splits, "warps": warps, "ahead": 1})
     key = (1 << (rows - 1).bit_length(), heads, kv_heads)
     return Case("decode", key, found, make, rows * context * kv_heads * 512.0)
 
 
-def cases(only: list[str], batches: list[int]) -> Iterator[Case]:
+def cases(only: list[str], batches: list[int], kernels: tuple[str, ...] = ("",)) -> Iterator[Case]:
+    """The kinds in `only`; of these, kernels whose names begin with one of `kernels`."""
+    return (case for case in _cases(only, batches) if case.kernel.startswith(kernels))
+
+
+def _cases(only: list[str], batches: list[int]) -> Iterator[Case]:
     if "vector" in only:
         for linear in LINEARS:
             yield linear_case(1, *linear, kind="vector")
@@ -328,10 +332,10 @@ def float8_cases(batches: list[int]) -> Iterator[Case]:
             yield prompt_case("thinker", rows, part)
 
 
-def compile_some(only: list[str], batches: list[int], share: int, jobs: int) -> None:
+def compile_some(only: list[str], batches: list[int], kernels: tuple[str, ...], share: int, jobs: int) -> None:
     """Run every candidate of this share once, so that the compiled kernels are on disk."""
     with torch.inference_mode():
-        for number, case in enumerate(cases(only, batches)):
+        for number, case in enumerate(cases(only, batches, kernels)):
             run: Callable[[Tuned, int], Any] | None = None
             for i, c in enumerate(case.candidates):
                 if (number * 7 + i) % jobs == share:
@@ -371,15 +375,19 @@ def main() -> None:
     p.add_argument("--out", type=Path, help="where the tuned parameters go")
     p.add_argument("--report", type=Path, help="all times as JSON")
     p.add_argument("--only", default="vector,matrix,split,float8")
+    p.add_argument("--kernels", default="", help="only kernels whose names begin with one of these")
     p.add_argument("--batches", default="8,32", help="rows for the matrix kernels")
     p.add_argument("--jobs", type=int, default=12, help="processes that compile")
     p.add_argument("--limit", type=float, default=400.0, help="seconds after which no further case is timed")
     args = p.parse_args()
     only, batches = args.only.split(","), [int(b) for b in args.batches.split(",")]
+    kernels = tuple(args.kernels.split(","))
     begin = time.perf_counter()
     if args.jobs:
         context = multiprocessing.get_context("spawn")
-        workers = [context.Process(target=compile_some, args=(only, batches, i, args.jobs)) for i in range(args.jobs)]
+        workers = [
+            context.Process(target=compile_some, args=(only, batches, kernels, i, args.jobs)) for i in range(args.jobs)
+        ]
         for w in workers:
             w.start()
         for w in workers:
@@ -388,7 +396,7 @@ def main() -> None:
     best: dict[str, Tuned] = {}
     report: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for case in cases(only, batches):
+        for case in cases(only, batches, kernels):
             if time.perf_counter() - begin > args.limit:
                 print("out of time", flush=True)
                 break

@@ -45,15 +45,26 @@ def _splits(past, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     return each, tl.maximum((tiles + each - 1) // each, 1)
 
 
+@triton.jit
+def _keys(layer, plane, table, key, seen, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr):
+    """Keys and values at positions `key`, as far as they are `seen`. (Past the first-level cache: before the wait it
+    could be older than this step.)"""
+    block = tl.load(table + key // BS, mask=seen, other=0, cache_modifier=".cg").to(tl.int64)
+    at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + tl.arange(0, D)[None, :]
+    k = tl.load(at, mask=seen[:, None], other=0.0, cache_modifier=".cg")
+    return k, tl.load(at + plane, mask=seen[:, None], other=0.0, cache_modifier=".cg")
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _decode(
     qkv, q_gain, k_gain, cos, sin, cache, slots, tables, owners, lengths, out, parts, maxima, sums, counters,
     eps, scale, num_blocks, width,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one row and key head. Split 0 also has the new key, which it writes. The parts are added
-    up by the last program to finish, or, if APART, by `_combine`."""
+    up by the last program to finish, or, if APART, by `_combine`. AHEAD: the next tile of keys is asked for while one
+    is worked on, at the price of the registers for it."""
     m, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Before the wait, nothing may come from the first-level cache: it could be older than this step.
     past = tl.load(lengths + m, cache_modifier=".cg") - 1  # keys in the cache before this step
@@ -68,10 +79,7 @@ def _decode(
         first = split * each * BLOCK
         key = first + tl.arange(0, BLOCK)
         seen = key < past
-        block = tl.load(table + key // BS, mask=seen, other=0, cache_modifier=".cg").to(tl.int64)
-        at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + d[None, :]
-        k = tl.load(at, mask=seen[:, None], other=0.0, cache_modifier=".cg")
-        v = tl.load(at + plane, mask=seen[:, None], other=0.0, cache_modifier=".cg")
+        k, v = _keys(layer, plane, table, key, seen, HK, D, BS)
         # Small things that are far away: asked for before the wait too, and the new rows all at once after it.
         gain_q, crossed_q = _halves(q_gain, D)
         gain_k, crossed_k = _halves(k_gain, D)
@@ -104,6 +112,12 @@ def _decode(
             acc += new_v.to(tl.float32)[None, :]
         t = 0
         while t < each:
+            t += 1
+            key += BLOCK
+            more = (key < past) & (t < each)
+            k_next, v_next = k, v
+            if AHEAD:
+                k_next, v_next = _keys(layer, plane, table, key, more, HK, D, BS)
             scores = dot(q, k.T, tl.zeros([GP, BLOCK], tl.float32), PDL)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             high = tl.maximum(top, tl.max(scores, 1))
@@ -113,13 +127,9 @@ def _decode(
             total = total * fade + tl.sum(p, 1)
             acc = dot(p.to(v.dtype), v, acc * fade[:, None], PDL)
             top = high
-            t += 1
-            key += BLOCK
-            seen = (key < past) & (t < each)
-            block = tl.load(table + key // BS, mask=seen, other=0).to(tl.int64)
-            at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + d[None, :]
-            k = tl.load(at, mask=seen[:, None], other=0.0)
-            v = tl.load(at + plane, mask=seen[:, None], other=0.0)
+            if not AHEAD:
+                k_next, v_next = _keys(layer, plane, table, key, more, HK, D, BS)
+            k, v, seen = k_next, v_next, more
         if PDL:  # not earlier: the next kernel's weights would stand in the way of what was read here
             gdc_launch_dependents()
         mine = m * HQ + head * GROUP + g
@@ -267,7 +277,8 @@ def decode(
         qkv, gains[0], gains[1], cos, sin, cache, slots, tables, owners, lengths, out, parts, scores[0], scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
         HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, num_warps=c["warps"], **protocol(qkv),
+        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, AHEAD=bool(c.get("ahead", 0)), num_warps=c["warps"],
+        **protocol(qkv),
     )  # fmt: skip
     if apart:
         _combine[(rows, heads)](

@@ -44,9 +44,9 @@ def dot(a, b, acc, DEVICE: tl.constexpr):
 
 @triton.jit
 def widen(w, like, DEVICE: tl.constexpr):
-    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: each byte stretched to 16 bits
-    with its sign and shifted by four, so that exponent and fraction lie where bfloat16 has them (a number 2^120 times
-    too small), then times 2^120. The hardware's own conversions go by float32 and are slower than the memory."""
+    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: each byte stretched to 16
+    bits with its sign and shifted by four, so that exponent and fraction lie where bfloat16 has them (a number 2^120
+    times too small), then times 2^120. The hardware's own conversions go by float32 and are slower than the memory."""
     if DEVICE:
         if w.dtype == tl.float8e4nv and like.dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(

@@ -198,9 +198,9 @@ def test_rows_that_are_no_numbers_stay_within_bounds(device: torch.device, rows:
 
 @both
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 2), (4, 4)])
-@pytest.mark.parametrize(("splits", "apart"), [(1, 0), (4, 0), (4, 1)])
+@pytest.mark.parametrize(("splits", "apart", "ahead"), [(1, 0, 0), (1, 0, 1), (4, 0, 1), (4, 1, 0)])
 def test_decode_attention(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, splits: int, apart: int
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, splits: int, apart: int, ahead: int
 ) -> None:
     r = Random(device, dtype, heads + splits)
     dim, size = 32, 16
@@ -226,7 +226,7 @@ def test_decode_attention(
     found = fast_attention.decode(
         qkv, (q_gain, k_gain, EPS), cos, sin, cache.data[1], paging.slots, paging.tables,
         torch.arange(rows, device=device), paging.lengths, counters, heads,
-        tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4, "apart": apart},
+        tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4, "apart": apart, "ahead": ahead},
     )  # fmt: skip
     assert error(found, wanted) < ERROR[dtype]
     assert error(cache.data[1], copy) < ERROR[dtype] / 3  # the new keys and values, and nothing else
