@@ -291,8 +291,8 @@ def attention_case(model: str, rows: int, context: int = 1024) -> Case:
 
 
 def cases(only: list[str], batches: list[int], kernels: tuple[str, ...] = ("",)) -> Iterator[Case]:
-    """The kinds in `only`; of these, kernels whose names begin with one of `kernels`."""
-    return (case for case in _cases(only, batches) if case.kernel.startswith(kernels))
+    """The kinds in `only`; of these, those whose names (kernel/key) begin with one of `kernels`."""
+    return (case for case in _cases(only, batches) if name_of(case.kernel, case.key).startswith(kernels))
 
 
 def _cases(only: list[str], batches: list[int]) -> Iterator[Case]:
@@ -375,7 +375,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, help="where the tuned parameters go")
     p.add_argument("--report", type=Path, help="all times as JSON")
     p.add_argument("--only", default="vector,matrix,split,float8")
-    p.add_argument("--kernels", default="", help="only kernels whose names begin with one of these")
+    p.add_argument("--kernels", default="", help="only those whose names (kernel/key) begin with one of these")
     p.add_argument("--batches", default="8,32", help="rows for the matrix kernels")
     p.add_argument("--jobs", type=int, default=12, help="processes that compile")
     p.add_argument("--limit", type=float, default=400.0, help="seconds after which no further case is timed")
