@@ -175,6 +175,7 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
         weights = torch.rand(rows, top_k + pieces, device="cuda")
         counter = torch.zeros(1, dtype=torch.int32, device="cuda")
         gained = Gained(x, torch.ones(64, rows, device="cuda"), 1e-6)
+        choices = [experts.choose(one, gained, ws[0]) for one in logits] if rows > 1 else []
 
         def run(c: Tuned, i: int) -> Any:
             w = ws[i % 4]
@@ -185,8 +186,8 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
             if rows == 1:
                 return experts.down_one(h[0], w, picks[i % 8], weights[0], x, tuned=c)
             if part == "up":
-                return experts.up(gained, logits[i % 8], w, c)
-            return experts.down(h, weights, logits[i % 8], w, x, tuned=c)
+                return experts.up(gained, choices[i % 8], w, c)
+            return experts.down(h, choices[i % 8], w, x, tuned=c)
 
         return run
 

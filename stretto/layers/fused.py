@@ -1,4 +1,4 @@
-"""A decode step through a decoder's layers as fused kernels: six per layer for one row, seven for more.
+"""A decode step through a decoder's layers as fused kernels: six per layer for one row, eight for more.
 
 Called by `Decoder.forward` and by the code predictor, on the stream of the step; made once per decoder, when its
 weights are in place. Holds no state of requests, only counters that are zero between kernels: so one step at a time."""
@@ -57,13 +57,13 @@ def _layer(layer: nn.Module) -> _Layer:
     chosen = None
     if isinstance(mlp, MoeMLP):
         gate_up, down = mlp.experts.gate_up, mlp.experts.down
-        shared, gate = mlp.shared_expert, mlp.gate.weight
+        shared, gates = mlp.shared_expert, [mlp.gate.weight]
         if mlp.shared_expert_gate is not None:
-            gate = torch.cat((gate, mlp.shared_expert_gate.weight))
+            gates.append(mlp.shared_expert_gate.weight)
         chosen = experts.ExpertWeights(
             gain=after.weight,
             eps=after.eps,
-            router=gate,
+            router=gates[0] if len(gates) == 1 else torch.cat(gates),
             gate_up=gate_up,
             down=down,
             top_k=mlp.top_k,

@@ -1,10 +1,10 @@
 """The mixture of experts for a few rows: router, expert projections, weighted sum. Reads each chosen expert once.
 
 One row is routed by `route_one`, where the last program to finish chooses, and then runs `up_one` and `down_one` as
-matrix-vector products over its experts. With more rows the grids of `up` and `down` go over all experts, and there is
-no kernel that chooses: each program counts, for every row, how many logits go before its own expert's. If nobody chose
-it, it leaves; else it gathers the rows that did, a tile at a time, for the matrix units. A last kernel weighs and adds
-each row's results, in an order that never depends on which program came first.
+matrix-vector products over its experts. With more rows, `choose` makes a table of who chose whom for `up` and `down`,
+whose grids go over all experts: a program whose expert nobody chose leaves at once, the others gather the rows that
+chose it, a tile at a time, for the matrix units; a last kernel adds each row's results in order, so that the sum never
+depends on which program came first.
 
 A shared expert (all rows, weighted by a sigmoid gate) is split into pieces as wide as the others and joins them as
 further experts. Weights may be float8 with a scale per output row (not beside a shared expert): half the bytes, widened
@@ -58,13 +58,9 @@ class ExpertWeights:
 
 
 @triton.jit
-def _choose(
-    logits, like, ids, weights, shared,
-    E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, RENORM: tl.constexpr,
-):  # fmt: skip
-    """Experts of one row by its logits [E]: ids and weights [SLOTS], the weights rounded to the type of `like`, as the
-    reference does. An expert's rank is how many go before it (ties: the lower number does), so all are placed at once.
-    Slots from TOP on are the shared pieces E, E + 1, ..."""
+def _ranks(logits, E: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr):
+    """Of one row's logits [E]: each expert's rank, which is how many go before it (ties: the lower number does), so all
+    are placed at once; and its weight, if it is among the first TOP."""
     e = tl.arange(0, E)
     scores = tl.load(logits + e, volatile=True).to(tl.float32)
     # What is not a number compares with nothing, and places would stay empty: addresses are made from them. (The
@@ -77,12 +73,48 @@ def _choose(
         total = tl.sum(tl.where(rank < TOP, parts, 0.0), 0)
     else:
         total = tl.sum(parts, 0)
-    tl.store(ids + rank, e, mask=rank < TOP)
-    tl.store(weights + rank, (parts / total).to(like.dtype.element_ty).to(tl.float32), mask=rank < TOP)
+    return rank, parts / total
+
+
+@triton.jit
+def _choose(
+    logits, like, ids, weights, shared,
+    E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, RENORM: tl.constexpr,
+):  # fmt: skip
+    """Experts of one row: ids and weights [SLOTS], the weights rounded to the type of `like`, as the reference does.
+    Slots from TOP on are the shared pieces E, E + 1, ..."""
+    rank, weight = _ranks(logits, E, TOP, RENORM)
+    tl.store(ids + rank, tl.arange(0, E), mask=rank < TOP)
+    tl.store(weights + rank, weight.to(like.dtype.element_ty).to(tl.float32), mask=rank < TOP)
     if SLOTS > TOP:
         piece = tl.arange(0, triton.next_power_of_2(SLOTS - TOP))
         tl.store(ids + TOP + piece, E + piece, mask=piece < SLOTS - TOP)
         tl.store(weights + TOP + piece, shared + piece * 0.0, mask=piece < SLOTS - TOP)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _top(
+    logits, squares, table, weights, scales, eps, P,
+    K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, BP: tl.constexpr, RENORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One of several rows: its column of the table [E, rows] (the slot of each expert, or -1), the weights of its slots
+    [rows, SLOTS], and the factor that its norm comes to [rows]."""
+    m, M = tl.program_id(0), tl.num_programs(0)
+    e, p = tl.arange(0, E), tl.arange(0, BP)
+    row = logits + m * (E + (1 if SLOTS > TOP else 0))
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.sum(tl.load(squares + p * M + m, mask=p < P, other=0.0), 0)
+    rank, weight = _ranks(row, E, TOP, RENORM)
+    tl.store(table + e * M + m, tl.where(rank < TOP, rank, -1).to(tl.int8))
+    tl.store(weights + m * SLOTS + rank, weight.to(logits.dtype.element_ty).to(tl.float32), mask=rank < TOP)
+    tl.store(scales + m, tl.rsqrt(total / K + eps))
+    if SLOTS > TOP:
+        slot = tl.arange(0, triton.next_power_of_2(SLOTS))
+        shared = tl.sigmoid(tl.load(row + E).to(tl.float32)).to(logits.dtype.element_ty).to(tl.float32)
+        tl.store(weights + m * SLOTS + slot, shared + slot * 0.0, mask=(slot >= TOP) & (slot < SLOTS))
 
 
 @triton.jit
@@ -208,44 +240,30 @@ def _down_vector(
 
 
 @triton.jit
-def _scores(at, mask):
-    """Logits; what is not a number goes last. (Past the first-level cache, as before every wait: it may be older.)"""
-    scores = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    return tl.where(scores == scores, scores, float("-inf"))
-
-
-@triton.jit
 def _takers(
-    logits, e, tile, M,
+    table, e, tile, M,
     E: tl.constexpr, PIECES: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Who chose expert e, by the logits [M, E or, with a shared expert, E + 1]: the places in [rows, slots] of the
-    tile-th BM of them [BM] (-1: there is none), and how many there are. A row's slot is its expert's rank (ties: the
-    lower number goes first; the shared pieces come after all). BR rows are looked at together."""
+    """Who chose expert e, by the table [E, M]: the places in [rows, slots] of the tile-th BM of them (-1: nobody),
+    and how many there are. BR: M rows fit into it. A piece of the shared expert has a number for every BM rows."""
     SLOTS: tl.constexpr = TOP + PIECES
-    L: tl.constexpr = E + (1 if PIECES > 0 else 0)
-    wanted = tile * BM + tl.arange(0, BM)
-    other = tl.arange(0, E)
-    found = tl.zeros([BM], tl.int32)
-    count = tl.program_id(0) * 0
-    for first in range(0, M, BR):
-        m = first + tl.arange(0, BR)
-        rows = m < M
-        own = tl.minimum(e, E - 1)
-        mine = _scores(logits + m * L + own, rows)
-        theirs = _scores(logits + m[:, None] * L + other[None, :], rows[:, None])
-        before = (theirs > mine[:, None]) | ((theirs == mine[:, None]) & (other < own)[None, :])
-        rank = tl.sum(before.to(tl.int32), 1)
-        if PIECES > 0:
-            rank = tl.where(e < E, rank, TOP + e - E)
-            rows = rows & ((rank < TOP) | (e >= E))
-        else:
-            rows = rows & (rank < TOP)
-        number = count + tl.cumsum(rows.to(tl.int32), 0) - 1
-        hit = rows[None, :] & (number[None, :] == wanted[:, None])
-        found += tl.sum(tl.where(hit, (m * SLOTS + rank + 1)[None, :], 0), 1)
-        count += tl.sum(rows.to(tl.int32), 0)
-    return found - 1, count
+    j, m = tl.arange(0, BM), tl.arange(0, BR)
+    # Past the first-level cache, as before every wait: it may be older than this step.
+    slot = tl.load(table + e * M + m, mask=(m < M) & (e < E), other=-1, cache_modifier=".cg").to(tl.int32)
+    rows = (slot >= 0).to(tl.int32)
+    count = tl.sum(rows, 0)
+    place = m * SLOTS + slot
+    if BR == BM:
+        places = tl.where(rows > 0, place, -1)
+    else:
+        number = tl.where(rows > 0, tl.cumsum(rows, 0) - 1, -1)
+        places = tl.sum(tl.where(number[None, :] == (tile * BM + j)[:, None], place[None, :] + 1, 0), 1) - 1
+    if PIECES > 0:
+        if e >= E:
+            row = (e - E) // PIECES * BM + j
+            places = tl.where(row < M, row * SLOTS + TOP + (e - E) % PIECES, -1)
+            count = count * 0 + 1
+    return places, count
 
 
 @triton.jit
@@ -262,36 +280,33 @@ def _none(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
     return tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
 
 
-@triton.jit(do_not_specialize=["M", "P"])
+@triton.jit(do_not_specialize=["M"])
 def _up_matrix(
-    x, squares, logits, gate_up, scales, shared_gate_up, out, chosen, eps, M, P,
+    x, row_scales, table, gate_up, scales, shared_gate_up, out, M,
     K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, SWAP: tl.constexpr,
-    PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The rows (as `Gained`) that chose one expert through BN of its columns; results to their slots [rows, slots,
-    SIZE], and the logits that they were chosen for [rows, slots]."""
+    """The rows that chose one expert (as `Gained`, with what their norm comes to) through BN of its columns; results to
+    their slots [rows, slots, SIZE]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    SLOTS: tl.constexpr = TOP + PIECES
-    L: tl.constexpr = E + (1 if PIECES > 0 else 0)
     e = tl.program_id(1)
-    places, count = _takers(logits, e, 0, M, E, PIECES, TOP, BM, BR)
+    places, count = _takers(table, e, 0, M, E, PIECES, TOP, BM, BR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     base = gate_up + e.to(tl.int64) * (2 * SIZE * K)
     apart = SIZE * K
     if PIECES > 0:
         if e >= E:
-            base = shared_gate_up + (e - E).to(tl.int64) * (SIZE * K)
+            base = shared_gate_up + (e - E) % PIECES * (SIZE * K)
             apart = PIECES * SIZE * K
     gate = base + n[:, None] * K + k[None, :]
-    p = tl.arange(0, BP)
     for tile in range(tl.cdiv(count, BM)):
         if tile > 0:
-            places, _ = _takers(logits, e, tile, M, E, PIECES, TOP, BM, BR)
-        taken, m = places >= 0, places // SLOTS
+            places, _ = _takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
+        taken, m = places >= 0, places // (TOP + PIECES)
+        scale = tl.load(row_scales + m, mask=taken, other=0.0)[:, None]
         from_x = x + m[:, None] * K + k[None, :]
         a = _none(BM, BN, SWAP)
         b = _none(BM, BN, SWAP)
@@ -301,42 +316,36 @@ def _up_matrix(
             b = _times(tl.load(gate + apart + i), xi, b, SWAP, PDL)
         if SWAP:
             a, b = a.T, b.T
-        there = (p < P)[:, None] & taken[None, :]
-        total = tl.sum(tl.load(squares + p[:, None] * M + m[None, :], mask=there, other=0.0), 0)
-        scale = tl.rsqrt(total / K + eps)[:, None]
         of_gate, of_up = _up_scales(scales, e, n, SIZE, SCALED)
         a *= scale * of_gate[None, :]
         h = a * tl.sigmoid(a) * (b * (scale * of_up[None, :]))
         tl.store(out + places[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=taken[:, None])
-        if tl.program_id(0) == 0:
-            score = tl.load(logits + m * L + tl.minimum(e, L - 1), mask=taken, other=0.0)
-            tl.store(chosen + places, score.to(tl.float32), mask=taken)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _down_matrix(
-    h, logits, down, scales, shared_down, out, M,
+    h, table, down, scales, shared_down, weights, out, M,
     H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr, EARLY: tl.constexpr,
     LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The results of one expert for the rows that chose it, to their slots [rows, slots, H], float32.
+    """The weighted results of one expert for the rows that chose it, to their slots [rows, slots, H], float32.
 
     EARLY: the weights are asked for before the wait, LINES cache lines per output, while the last of `_up_matrix` still
-    run. (It lets this one start when all its programs have waited for the logits: they are complete by then.)"""
+    run. (It lets this one start when all its programs have waited for the table: that is complete by then.)"""
     if PDL:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
     e = tl.program_id(1)
-    places, count = _takers(logits, e, 0, M, E, PIECES, TOP, BM, BR)
+    places, count = _takers(table, e, 0, M, E, PIECES, TOP, BM, BR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     base = down + e.to(tl.int64) * (H * SIZE)
     width = SIZE
     if PIECES > 0:
         if e >= E:
-            base = shared_down + (e - E) * SIZE
+            base = shared_down + (e - E) % PIECES * SIZE
             width = PIECES * SIZE
     if EARLY and PDL:
         if count > 0:
@@ -346,8 +355,9 @@ def _down_matrix(
     at = base + n[:, None] * width + k[None, :]
     for tile in range(tl.cdiv(count, BM)):
         if tile > 0:
-            places, _ = _takers(logits, e, tile, M, E, PIECES, TOP, BM, BR)
+            places, _ = _takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
         taken = places >= 0
+        weight = tl.load(weights + places, mask=taken, other=0.0, cache_modifier=".cg")
         from_h = h + places[:, None] * SIZE + k[None, :]
         acc = _none(BM, BN, SWAP)
         for i in range(0, SIZE, BK):
@@ -357,43 +367,26 @@ def _down_matrix(
             acc = acc.T
         if SCALED:
             acc *= tl.load(scales + e * H + n)[None, :]
-        tl.store(out + places[:, None] * H + n[None, :], acc, mask=taken[:, None])
+        tl.store(out + places[:, None] * H + n[None, :], acc * weight[:, None], mask=taken[:, None])
 
 
 @triton.jit
 def _add_slots(
-    parts, chosen, logits, x, next_gain, gained, squares,
-    H: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, RENORM: tl.constexpr, BN: tl.constexpr,
-    EMIT: tl.constexpr, PDL: tl.constexpr,
+    parts, x, next_gain, gained, squares,
+    H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x += the weighted sum of a row's slots; the weights are rounded to the type of x, as the reference does. EMIT:
-    also as `Gained`."""
+    """x += the sum of a row's slots, in order. EMIT: also as `Gained`."""
     m = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    SLOTS: tl.constexpr = TOP + PIECES
-    slot = tl.arange(0, triton.next_power_of_2(SLOTS))
-    row = logits + m * (E + (1 if PIECES > 0 else 0))
     g = tl.zeros([BN], tl.float32)
     if EMIT:
         g = tl.load(next_gain + n).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    before = tl.load(x + m * H + n).to(tl.float32)
-    score = tl.load(chosen + m * SLOTS + slot, mask=slot < TOP, other=float("-inf"))
-    there = (slot < SLOTS)[:, None]
-    values = tl.load(parts + (m * SLOTS + slot)[:, None] * H + n[None, :], mask=there, other=0.0)
-    high = tl.max(score, 0)
-    share = tl.exp(score - high)
-    if RENORM:
-        total = tl.sum(share, 0)
-    else:
-        total = tl.sum(tl.exp(tl.load(row + tl.arange(0, E)).to(tl.float32) - high), 0)
-    weight = share / total
-    if PIECES > 0:
-        weight = tl.where(slot < TOP, weight, tl.sigmoid(tl.load(row + E).to(tl.float32)))
-    weight = weight.to(x.dtype.element_ty).to(tl.float32)
-    acc = before + tl.sum(tl.where(there, values * weight[:, None], 0.0), 0)
+    acc = tl.load(x + m * H + n).to(tl.float32)
+    for s in tl.static_range(SLOTS):
+        acc += tl.load(parts + (m * SLOTS + s) * H + n)
     rounded = acc.to(x.dtype.element_ty)
     tl.store(x + m * H + n, rounded)
     if EMIT:
@@ -488,41 +481,62 @@ def down_one(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """Which experts several rows go to."""
+
+    table: torch.Tensor  # [experts, rows] int8: at which of the row's slots, or -1
+    weights: torch.Tensor  # [rows, slots] float32
+    scales: torch.Tensor  # [rows] float32: what the rows' norm comes to
+
+
 def route(gained: Gained, w: ExpertWeights, counters: torch.Tensor | None = None) -> torch.Tensor:
     """By what rows choose their experts: logits [rows, experts], with a column more for a shared expert. `gained` are
     the rows for the norm in front of the experts, `counters` as for `project`."""
     return project(gained, w.router, counters=counters)
 
 
-def _together(rows: int, c: dict[str, int]) -> dict[str, int]:
-    """Rows of a tile, and rows that are looked at together for it. (Few choose the same expert: 16 will mostly do.)"""
-    return {"BM": c.get("BM", 16), "BR": min(32, tile_rows(rows))}
+def choose(logits: torch.Tensor, gained: Gained, w: ExpertWeights) -> Choice:
+    rows, summed = len(logits), len(gained.squares)
+    choice = Choice(
+        table=logits.new_empty(w.num_experts, rows, dtype=torch.int8),
+        weights=logits.new_empty(rows, w.slots, dtype=torch.float32),
+        scales=logits.new_empty(rows, dtype=torch.float32),
+    )
+    _top[(rows,)](
+        logits, gained.squares, choice.table, choice.weights, choice.scales, gained.eps, summed,
+        K=gained.x.shape[1], E=w.num_experts, TOP=w.top_k, SLOTS=w.slots, BP=triton.next_power_of_2(summed),
+        RENORM=w.norm_topk, num_warps=4, **protocol(logits),
+    )  # fmt: skip
+    return choice
 
 
-def up(
-    gained: Gained, logits: torch.Tensor, w: ExpertWeights, tuned: dict[str, int] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up of each row's experts [rows, slots, expert size], and their logits [rows, slots]."""
+def _tiles(rows: int, w: ExpertWeights, c: dict[str, int]) -> tuple[int, dict[str, int]]:
+    """The experts' extent of the grid, and the rows of a tile. (Few rows choose the same expert: 16 will mostly do.)"""
+    tile = c.get("BM", 16)
+    return w.num_experts + w.pieces * triton.cdiv(rows, tile), {"BM": tile, "BR": max(tile, tile_rows(rows))}
+
+
+def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor:
+    """silu(gate) * up of each row's experts: [rows, slots, expert size]."""
     rows, hidden = gained.x.shape
     size = w.down.shape[2]
     default = {"BN": 32, "BK": _chunk(hidden, 256), "warps": 4, "stages": 3}
     c = _tuned("up_matrix", w, (tile_rows(rows), size, hidden), default) if tuned is None else tuned
     h = gained.x.new_empty(rows, w.slots, size)
-    chosen = gained.x.new_empty(rows, w.slots, dtype=torch.float32)
-    summed = gained.squares.shape[0]
-    _up_matrix[(size // c["BN"], w.num_experts + w.pieces)](
-        gained.x, gained.squares, logits, w.gate_up, logits if w.scales is None else w.scales[0],
-        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, chosen, gained.eps, rows, summed,
-        K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], BP=triton.next_power_of_2(summed), SWAP=bool(c.get("swap", 0)),
-        num_warps=c["warps"], num_stages=c["stages"], **_together(rows, c), **_common(gained.x, w),
+    numbers, tiles = _tiles(rows, w, c)
+    _up_matrix[(size // c["BN"], numbers)](
+        gained.x, choice.scales, choice.table, w.gate_up, choice.scales if w.scales is None else w.scales[0],
+        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, rows,
+        K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
+        num_warps=c["warps"], num_stages=c["stages"], **tiles, **_common(gained.x, w),
     )  # fmt: skip
-    return h, chosen
+    return h
 
 
 def down(
     h: torch.Tensor,
-    chosen: torch.Tensor,
-    logits: torch.Tensor,
+    choice: Choice,
     w: ExpertWeights,
     x: torch.Tensor,
     following: tuple[torch.Tensor, float] | None = None,
@@ -535,20 +549,20 @@ def down(
     default = {"BN": 64, "BK": _chunk(size, 128), "warps": 4, "stages": 3}
     c = _tuned("down_matrix", w, (tile_rows(rows), hidden, size), default) if tuned is None else tuned
     parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
-    _down_matrix[(hidden // c["BN"], w.num_experts + w.pieces)](
-        h, logits, w.down, x if w.scales is None else w.scales[1], w.down if w.shared_down is None else w.shared_down,
-        parts, rows,
+    numbers, tiles = _tiles(rows, w, c)
+    _down_matrix[(hidden // c["BN"], numbers)](
+        h, choice.table, w.down, x if w.scales is None else w.scales[1],
+        w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
         H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)), EARLY=bool(c.get("early", 0)),
         LINES=triton.next_power_of_2(triton.cdiv(size * w.down.itemsize, 128)),
-        num_warps=c["warps"], num_stages=c["stages"], **_together(rows, c), **_common(x, w),
+        num_warps=c["warps"], num_stages=c["stages"], **tiles, **_common(x, w),
     )  # fmt: skip
     block = _chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])
     _add_slots[(hidden // block, rows)](
-        parts, chosen, logits, x, x if following is None else following[0], x if gained is None else gained.x,
+        parts, x, x if following is None else following[0], x if gained is None else gained.x,
         x if gained is None else gained.squares,
-        H=hidden, E=w.num_experts, TOP=w.top_k, PIECES=w.pieces, RENORM=w.norm_topk, BN=block, EMIT=gained is not None,
-        num_warps=4, **protocol(x),
+        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, num_warps=4, **protocol(x),
     )  # fmt: skip
     return gained
 
@@ -567,6 +581,5 @@ def mixture(
     counters: torch.Tensor | None = None,
 ) -> Gained | None:
     """The same for several rows; `gained` and `counters` as in `route`, `following` as in `down`."""
-    logits = route(gained, w, counters)
-    h, chosen = up(gained, logits, w)
-    return down(h, chosen, logits, w, x, following)
+    choice = choose(route(gained, w, counters), gained, w)
+    return down(up(gained, choice, w), choice, w, x, following)

@@ -128,7 +128,7 @@ def test_norm(device: torch.device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["alone", "shared", "float8"])
 @pytest.mark.parametrize("renorm", [False, True], ids=["raw", "renorm"])
 def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str, renorm: bool, narrow: Narrow) -> None:
-    """20 rows are looked at together, 40 in two turns; with three experts of sixteen each, some have several tiles."""
+    """At 40 rows with three experts of sixteen each, some experts have more rows than a tile."""
     shared = kind == "shared"
     r = Random(device, dtype, rows + 100)
     hidden, experts, size, top_k, pieces = 64, 16, 96, 3, 2
@@ -164,10 +164,10 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
         squares = (x.float() ** 2).view(rows, 4, -1).sum(-1).T.contiguous()
         gained = fast_linear.Gained((x.float() * w.gain.float()).to(dtype), squares, EPS)
         after = fast_experts.mixture(found, gained, w, (next_gain, EPS))
-        logits = fast_experts.route(gained, w)
+        choice = fast_experts.choose(fast_experts.route(gained, w), gained, w)
         other = {"BN": 32, "BK": 32, "warps": 4, "stages": 2, "swap": 1, "early": 1, "BM": 32}
         again = x.clone()
-        fast_experts.down(*fast_experts.up(gained, logits, w, other), logits, w, again, tuned=other)
+        fast_experts.down(fast_experts.up(gained, choice, w, other), choice, w, again, tuned=other)
         assert error(again, found) < ERROR[dtype]
         assert error(normed_by(after), rms_norm(found, next_gain, EPS)) < ERROR[dtype]
     assert error(found.float() - x.float(), wanted) < 3 * ERROR[dtype]
