@@ -30,7 +30,7 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
-    def fused(self, prefix: str) -> dict[str, torch.Tensor]:
+    def own_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         views = torch.split(self.weight.data, list(self.parts.values()))
         return {f"{prefix}{name}.weight": view for name, view in zip(self.parts, views, strict=True)}
 

@@ -64,7 +64,7 @@ class Experts(nn.Module):
         s, t = self.scales
         return Float8Rows(gate_up, s.flatten()), Float8Rows(down, t.flatten())
 
-    def fused(self, prefix: str) -> dict[str, Target]:
+    def own_targets(self, prefix: str) -> dict[str, Target]:
         found: dict[str, Target] = {}
         _, hidden, size = self.down.shape
         gate_up, down = self.rows()

@@ -137,7 +137,7 @@ class Taps(nn.Module):
         """The weight in the checkpoint's order, without a copy."""
         return self.weight.permute(self.order)
 
-    def fused(self, prefix: str) -> dict[str, torch.Tensor]:
+    def own_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         return {f"{prefix}conv.weight": self.stored().data, f"{prefix}conv.bias": self.bias.data}
 
 

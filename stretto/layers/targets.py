@@ -1,8 +1,8 @@
 """Where a checkpoint's tensors go.
 
 A module's parameters carry the checkpoint's names, except where several checkpoint tensors are fused into one
-parameter (q/k/v, gate/up, experts). Such a module defines `fused(prefix)`, which maps checkpoint names to views
-of its parameters. The loader only ever sees the flat map that `targets` makes: checkpoint name -> view to fill.
+parameter (q/k/v, gate/up, experts). Such a module defines `own_targets(prefix)`, which maps checkpoint names to
+views of its parameters. The loader only ever sees the flat map that `targets` makes: checkpoint name -> view to fill.
 A view is a tensor that takes the numbers as they are, or rows of float8 that quantise them as they land."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Target = torch.Tensor | Float8Rows
 
 
 @runtime_checkable
-class Fused(Protocol):
-    def fused(self, prefix: str) -> Mapping[str, Target]:
+class OwnTargets(Protocol):
+    def own_targets(self, prefix: str) -> Mapping[str, Target]:
         """Checkpoint name -> view of a parameter of this module. `prefix` is the *parent's* ("...self_attn.")."""
         ...
 
@@ -59,7 +59,7 @@ def targets(module: nn.Module, prefix: str) -> dict[str, Target]:
     for name, p in module.named_parameters(recurse=False):
         found[f"{prefix}{name}"] = p.data
     for name, child in module.named_children():
-        part = child.fused(prefix) if isinstance(child, Fused) else targets(child, f"{prefix}{name}.")
+        part = child.own_targets(prefix) if isinstance(child, OwnTargets) else targets(child, f"{prefix}{name}.")
         found.update(part)
     return found
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tqdm import tqdm
 
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
+from stretto.layers.capture import Captured, capture_graphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
@@ -189,7 +189,7 @@ class CodecStage:
         self._steps: deque[CodecStep] = deque()
         self._arrivals = 0
         self._sizes = {slots: c.sizes_for(slots) for slots, _ in c.shapes()}
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
 
     # -- streams
@@ -344,7 +344,7 @@ class CodecStage:
         """One step on what was staged."""
         found = self._graphs.get((slots, size))
         if found is not None:
-            graph, given, wav = found
+            graph, (given, wav) = found
             given.copy_(self._staging.host(slots, size), non_blocking=True)
             graph.replay()
         else:
@@ -434,28 +434,17 @@ class CodecStage:
 
     # -- graphs
 
-    @torch.inference_mode()
     def capture(self, sizes: Sequence[tuple[int, int]] | None = None, progress: bool = True) -> None:
-        """Capture steps of (slots, frames), largest first. Streams must not be running."""
+        """Capture steps of (slots, frames). Streams must not be running."""
         assert self.stream is not None, "graphs need a GPU"
-        c, groups = self.config, self.model.config.num_quantizers
-        todo = sizes or c.shapes()
-        pool = None
-        for slots, frames in tqdm(
-            sorted(set(todo), key=lambda t: -t[0] * t[1]),
-            desc="code2wav: capturing graphs",
-            disable=None if progress else True,
-            leave=False,
-        ):
-            head = self.state.head(slots)
-            with self.on_stream():
-                # All zero: no frames, so that the state stays as it is.
-                given = torch.zeros(slots * (groups * frames + 1), dtype=torch.int64, device=self.device)
-                inputs, counts = split(given, slots, frames)
-                for _ in range(2):
-                    self.model.step(head, inputs, counts)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-                wav = self.model.step(head, inputs, counts)
-            pool = pool or graph.pool()
-            self._graphs[slots, frames] = graph, given, wav
+        todo = sorted(set(sizes or self.config.shapes()), key=lambda t: -t[0] * t[1])
+        title = "code2wav: capturing graphs" if progress else None
+        self._graphs = capture_graphs(todo, self._prepare, self.stream, title, warmups=2)
+
+    def _prepare(self, shape: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """A step of no frames, so that the state stays as it is: -> what it is given, its samples."""
+        slots, frames = shape
+        numbers = slots * (self.model.config.num_quantizers * frames + 1)
+        given = torch.zeros(numbers, dtype=torch.int64, device=self.device)
+        head, (inputs, counts) = self.state.head(slots), split(given, slots, frames)
+        return lambda: (given, self.model.step(head, inputs, counts))

@@ -40,7 +40,7 @@ class Pair(nn.Module):
         super().__init__()
         self.weight = frozen(5, 3)
 
-    def fused(self, prefix: str) -> dict[str, torch.Tensor]:
+    def own_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         up, down = torch.split(self.weight.data, [2, 3])
         return {f"{prefix}up.weight": up, f"{prefix}down.weight": down}
 
@@ -150,6 +150,16 @@ def test_fused_parameters_are_filled_part_by_part(tmp_path: Path) -> None:
     load(write(tmp_path, tensors), targets(module, "m."), ["m."], progress=False)
     assert torch.equal(module.pair.weight, torch.cat([tensors["m.up.weight"], tensors["m.down.weight"]]))
     assert torch.equal(module.bias, tensors["m.bias"])
+
+
+def test_prepared_kernels_hide_no_parameters(tiny_config: OmniConfig) -> None:
+    """What a decoder keeps for its kernels is not taken for a word on where its tensors go."""
+    module = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
+    before = targets(module, "thinker.")
+    module.model.fused = object()  # a stand-in: these sizes are not the kernels'
+    after = targets(module, "thinker.")
+    assert after.keys() == before.keys()
+    assert sum(t.numel() for t in after.values()) == sum(p.numel() for p in module.parameters())
 
 
 @pytest.mark.parametrize("staging", [8, 24, 1 << 20])

@@ -37,7 +37,7 @@ class Qkv(Linear):
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 3 * hidden_size, bias=True)
 
-    def fused(self, prefix: str) -> dict[str, torch.Tensor]:
+    def own_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         views: dict[str, torch.Tensor] = {}
         for kind, parameter in self.named_parameters():
             for name, part in zip(("q_proj", "k_proj", "v_proj"), parameter.data.chunk(3), strict=True):

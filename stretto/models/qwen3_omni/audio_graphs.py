@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stretto.layers.capture import Captured, capture_graphs
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import conv_length
@@ -25,21 +26,10 @@ class WindowGraphs:
         self.length = c.chunks_per_window * conv_length(c.chunk_frames)
         self.rows = torch.zeros(max(sizes), self.length, c.hidden_size, device=weight.device, dtype=weight.dtype)
         self.lengths = torch.zeros(max(sizes), dtype=torch.int64, device=weight.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, Captured[torch.Tensor]] = {}
 
-    @torch.inference_mode()
     def capture(self, stream: torch.cuda.Stream) -> None:
-        """All sizes, largest first so that the smaller ones reuse its memory."""
-        stream.wait_stream(torch.cuda.current_stream(self.rows.device))  # the buffers were made there
-        pool = None
-        for size in reversed(self.sizes):
-            with torch.cuda.stream(stream):  # warm-up: libraries choose their kernels outside of the capture
-                self.forward(size)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                out = self.forward(size)
-            pool = pool or graph.pool()
-            self._graphs[size] = graph, out
+        self._graphs = capture_graphs(self.sizes[::-1], lambda size: lambda: self.forward(size), stream)
 
     def run(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Windows [t, hidden] -> [t, out] each, the caller's to keep; None if no graph fits."""

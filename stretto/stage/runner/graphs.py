@@ -1,18 +1,17 @@
 """Captured decode steps, one per batch size and way of picking.
 
 A graph runs the same functions as the eager path, over static inputs (row, position, one host value per row). A batch
-is padded up to the next captured size with the sink row, which belongs to nobody. Captured once at start, largest
-first so that the smaller ones reuse its memory."""
+is padded up to the next captured size with the sink row, which belongs to nobody. Captured once at start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from stretto.layers.capture import Captured, capture_graphs
 from stretto.stage.runner.lane import Lane, decode_step
 from stretto.stage.runner.rows import How
 
@@ -29,29 +28,24 @@ class DecodeGraphs:
         self.ways = list(ways) if ways is not None else [How(True, True)]
         if ways is None and not lane.fused:
             self.ways.insert(0, How(False, False))
-        self._graphs: dict[tuple[int, How], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, How], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
         # Inputs on their way to the device. A slot comes up again only after STAGED more steps, when the step that
         # read it has long been retired (there are never that many in flight).
         self._staged: dict[int, list[torch.Tensor]] = {}
         self._turn = 0
 
-    @torch.inference_mode()
     def capture(self, stream: torch.cuda.Stream, label: str, progress: bool = True) -> None:
         todo = [(size, how) for how in self.ways for size in reversed(self.sizes)]
-        pool = None
-        for size, how in tqdm(todo, desc=f"{label}: capturing graphs", disable=None if progress else True, leave=False):
-            with torch.cuda.stream(stream):
-                inputs = self.inputs(size)
-                # Warm-up: kernels are compiled, libraries choose theirs and their workspaces outside of the capture.
-                for _ in range(1 if self.lane.fused else 2):
-                    decode_step(self.lane, inputs[0], inputs[1], inputs[2], how)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                tokens = decode_step(self.lane, inputs[0], inputs[1], inputs[2], how)
-            pool = pool or graph.pool()
-            self._graphs[size, how] = graph, inputs, tokens
+        title = f"{label}: capturing graphs" if progress else None
+        self._graphs = capture_graphs(todo, self._prepare, stream, title, warmups=1 if self.lane.fused else 2)
         for size in self.sizes:
             self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
+
+    def _prepare(self, key: tuple[int, How]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """A step that is all padding: -> its inputs, its tokens."""
+        size, how = key
+        inputs = self.inputs(size)
+        return lambda: (inputs, decode_step(self.lane, inputs[0], inputs[1], inputs[2], how))
 
     def inputs(self, size: int) -> torch.Tensor:
         """Row, position and value [3, size] of a batch that is all padding."""
@@ -70,7 +64,7 @@ class DecodeGraphs:
         found = None if size is None or way is None else self._graphs.get((size, way))
         if found is None or size is None:
             return None
-        graph, inputs, tokens = found
+        graph, (inputs, tokens) = found
         staged = self._staged[size][self._turn % STAGED]
         self._turn += 1
         view = staged.numpy()

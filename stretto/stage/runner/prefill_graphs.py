@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tqdm import tqdm
 
 from stretto.kernels.paged import KVCache, Paging
+from stretto.layers.capture import Captured, capture_graphs
 from stretto.layers.decoder import Decoder
 from stretto.layers.prefill import Ragged, pack_starts, packed_size, run_prefill, split_starts
 from stretto.stage.runner.rows import DeviceRows
@@ -44,7 +44,7 @@ class PrefillGraphs:
         self.slots = torch.zeros(most, dtype=torch.int64, device=device)
         self.tables = torch.zeros(max_sequences, rows.tables.shape[1], dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor | None]] = {}
+        self._graphs: dict[int, Captured[tuple[torch.Tensor, torch.Tensor | None]]] = {}
         # Starts on their way to the device. A slot comes up again only after STAGED more passes, when the pass that
         # read it has long been retired (there are never that many in flight).
         self.packed = torch.zeros(packed_size(max_sequences), dtype=torch.int32, device=device)
@@ -59,20 +59,10 @@ class PrefillGraphs:
         """None where the kernels that a graph is made of do not apply."""
         return cls(decoder, cache, rows, accept_layer) if decoder.fused is not None else None
 
-    @torch.inference_mode()
     def capture(self, stream: torch.cuda.Stream, label: str, progress: bool = True) -> None:
-        """All sizes, largest first so that the smaller ones reuse its memory. Captured over empty passes."""
-        todo = list(reversed(self.sizes))
-        stream.wait_stream(torch.cuda.current_stream(self.x.device))  # the buffers were made there
-        pool = None
-        for size in tqdm(todo, desc=f"{label}: capturing prompts", disable=None if progress else True, leave=False):
-            with torch.cuda.stream(stream):  # warm-up: kernels are compiled and chosen outside of the capture
-                self.forward(size)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                hidden, accept = self.forward(size)
-            pool = pool or graph.pool()
-            self._graphs[size] = graph, hidden, accept
+        """All sizes, over empty passes."""
+        title = f"{label}: capturing prompts" if progress else None
+        self._graphs = capture_graphs(self.sizes[::-1], lambda size: lambda: self.forward(size), stream, title)
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, paging: Paging
@@ -85,7 +75,7 @@ class PrefillGraphs:
         if size is None or paging.lengths.shape[0] > self.max_sequences or torch.cuda.is_current_stream_capturing():
             return None
         self.fill(x, positions, paging)
-        graph, hidden, accept = self._graphs[size]
+        graph, (hidden, accept) = self._graphs[size]
         graph.replay()
         return hidden[:rows], None if accept is None else accept[:rows]
 
