@@ -371,7 +371,7 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
         if "failed" in row:
             said = f"cannot run: {row['failed'].splitlines()[0][:90]}"
         elif "refused" in row:
-            said = f"refused: differs by {row['refused']:.3f}"
+            said = f"refused: another output (error {row['refused']})"
         else:
             said = f"{row['ms']:8.4f} ms beside {row['base_ms']:8.4f}  {row['gain']:+7.2%}"
             said += f" {row['again']:+7.2%} again" if "again" in row else ""

@@ -137,6 +137,16 @@ def test_the_current_one_is_measured_beside_itself_and_never_adopted() -> None:
     assert "adopted" not in current[0]
 
 
+def test_nothing_is_tried_beside_a_step_that_is_wrong_itself() -> None:
+    step = MadeUp()
+    step.wrong[16] = 0.5
+    d = descent(step)
+    d.round(ignore)
+    assert d.changes == {}
+    assert step.pairs == []
+    assert {r["name"]: r["refused"] for r in d.rows} == dict.fromkeys(("one/1", "two/1", "cut/1", "last/1"), 0.5)
+
+
 def test_out_of_time_keeps_what_there_is() -> None:
     step = MadeUp()
     d = descent(step, late=lambda: len(step.pairs) >= 4)  # the current one, 32 and 64 (2 cannot), 128: all of "one"
