@@ -67,7 +67,9 @@ def seat(lane: ThinkerLane | TalkerLane, batch: int, context: int, sampling: Sam
             lane.code0.write(row, CODE0)
             lane.residual.write(row, RESIDUAL)
     if isinstance(lane, ThinkerLane):
-        lane.next[:batch] = torch.randint(0, 150_000 if lane.rows.seen.shape[1] > 150_000 else 1000, (batch,)).cuda()
+        lane.next[:batch] = torch.randint(0, 150_000 if lane.rows.seen.shape[1] > 150_000 else 1000, (batch,)).to(
+            lane.next
+        )
     else:
         lane.embedding.normal_(std=0.02)
 
@@ -121,16 +123,21 @@ def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: in
     return decoder(model.model) + model.codec_head.weight.nbytes + cache + passes * decoder(predictor.model) + heads
 
 
-def ready(
-    model: Thinker | Talker, batch: int, context: int, sampled: bool, stream: torch.cuda.Stream
-) -> tuple[DecodeGraphs, How, float]:
-    """A captured step of `batch` seated rows, how it picks, and the different experts that a layer reads in it."""
+def seated(model: Thinker | Talker, batch: int, context: int, sampled: bool) -> tuple[ThinkerLane | TalkerLane, How]:
+    """A lane of `batch` rows that stand at `context`, and how they pick."""
     thinker = isinstance(model, Thinker)
     per_row = -(-(context + 512) // BLOCK)
     cache = filled_cache(model, batch * per_row)
     lane = (ThinkerLane if thinker else TalkerLane)(model, cache, batch, per_row * BLOCK)  # type: ignore[arg-type]
     seat(lane, batch, context, SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None)
-    how = How(sampled or not thinker, not thinker)
+    return lane, How(sampled or not thinker, not thinker)
+
+
+def ready(
+    model: Thinker | Talker, batch: int, context: int, sampled: bool, stream: torch.cuda.Stream
+) -> tuple[DecodeGraphs, How, float]:
+    """A captured step of `batch` seated rows, how it picks, and the different experts that a layer reads in it."""
+    lane, how = seated(model, batch, context, sampled)
     distinct = float("nan")
     with torch.cuda.stream(stream):
         inputs = torch.zeros(3, batch, dtype=torch.int64, device="cuda")
