@@ -213,8 +213,6 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
             shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * 16)
             if inner % bk == 0 and width % bn == 0 and shared < 200_000:
                 found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages, "swap": swap})
-    if part == "down":
-        found += [c | {"early": 1} for c in found]
     return Case(
         f"{part}_matrix{kind}", (tile, *((size, hidden) if part == "up" else (hidden, size))), found, make, nbytes
     )
@@ -265,7 +263,6 @@ def attention_case(model: str, rows: int, context: int = 1024) -> Case:
         count = min(12, max(2, int(400e6 / (rows * width * 16 * kv_heads * 512))))
         caches = [rand(2, rows * width + 1, kv_heads, 16, 128) for _ in range(count)]
         tables = (torch.randperm(rows * width, device="cuda").to(torch.int32) + 1).view(rows, width)
-        owners = torch.arange(rows, device="cuda")
         lengths = torch.full((rows,), context, dtype=torch.int32, device="cuda")
         slots = tables[:, (context - 1) // 16].long() * 16 + (context - 1) % 16
         qkv, gain, turn = rand(rows, (heads + 2 * kv_heads) * 128), rand(128), rand(rows, 128)
@@ -274,7 +271,7 @@ def attention_case(model: str, rows: int, context: int = 1024) -> Case:
         def run(c: Tuned, i: int) -> Any:
             cache = caches[i % count]
             return attention.decode(
-                qkv, (gain, gain, 1e-6), turn, turn, cache, slots, tables, owners, lengths, counters, heads, tuned=c
+                qkv, (gain, gain, 1e-6), turn, turn, cache, slots, tables, lengths, counters, heads, tuned=c
             )
 
         return run
@@ -285,8 +282,6 @@ def attention_case(model: str, rows: int, context: int = 1024) -> Case:
         fits = 32 <= programs <= 1024 or (programs > 1024 and splits == 1)
         if fits and splits * block <= context and 8 <= block * 4 / warps <= 128:
             found.append({"BLOCK": block, "SPLITS": splits, "warps": warps})
-            if splits * block < context and block * 4 / warps <= 64:
-                found.append({"BLOCK": block, "SPLITS": splits, "warps": warps, "ahead": 1})
     key = (1 << (rows - 1).bit_length(), heads, kv_heads)
     return Case("decode", key, found, make, rows * context * kv_heads * 512.0)
 

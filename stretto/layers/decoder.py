@@ -175,8 +175,8 @@ class Decoder(nn.Module):
         assert self.fused is not None
         assert self.rope.inv_freq is not None
         b = begin(rows, positions, values, words, own, tables, offset, self.rope.inv_freq, cache.block_size)
-        paging = Paging(b.slots, tables, b.lengths, rows.shape[0])
-        return self.fused.paged(b.x, b.cos, b.sin, cache, paging, owners=rows, out=out)
+        paging = Paging(b.slots, b.tables, b.lengths, rows.shape[0])
+        return self.fused.paged(b.x, b.cos, b.sin, cache, paging, out=out)
 
     def prepare(self, device: torch.device) -> None:
         """Once, after the weights are in place."""

@@ -57,13 +57,11 @@ def _layer(layer: nn.Module) -> _Layer:
     chosen = None
     if isinstance(mlp, MoeMLP):
         gate_up, down = mlp.experts.gate_up, mlp.experts.down
-        shared, gates = mlp.shared_expert, [mlp.gate.weight]
-        if mlp.shared_expert_gate is not None:
-            gates.append(mlp.shared_expert_gate.weight)
+        shared, own_gate = mlp.shared_expert, mlp.shared_expert_gate
         chosen = experts.ExpertWeights(
             gain=after.weight,
             eps=after.eps,
-            router=gates[0] if len(gates) == 1 else torch.cat(gates),
+            router=mlp.gate.weight if own_gate is None else torch.cat((mlp.gate.weight, own_gate.weight)),
             gate_up=gate_up,
             down=down,
             top_k=mlp.top_k,
@@ -97,7 +95,6 @@ class FusedLayers:
         self.heads = c.num_heads
         self.layers = [_layer(layer) for layer in decoder.layers]
         self.final = (decoder.norm.weight, decoder.norm.eps)
-        self._own = torch.arange(MAX_ROWS, device=device)
         self._picked = torch.zeros(1, dtype=torch.int32, device=device)
         self.tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._split = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
@@ -109,18 +106,15 @@ class FusedLayers:
         sin: torch.Tensor,
         cache: KVCache,
         paging: Paging,
-        owners: torch.Tensor | None = None,
         after: AfterLayer | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One query per row over the paged cache; x [rows, hidden] -> final-normed rows (in `out`, if it is given).
-        `owners` [rows]: which row of the paging's tables belongs to each query, if not simply its own."""
-        owners = self._own if owners is None else owners
+        """One query per row over the paged cache; x [rows, hidden] -> final-normed rows (in `out`, if it is given)."""
 
         def attend(i: int, layer: _Layer, qkv: torch.Tensor) -> torch.Tensor:
             return attention.decode(
-                qkv, layer.gains, cos, sin, cache.data[i], paging.slots, paging.tables, owners,
-                paging.lengths, self._split, self.heads,
+                qkv, layer.gains, cos, sin, cache.data[i], paging.slots, paging.tables, paging.lengths,
+                self._split, self.heads,
             )  # fmt: skip
 
         return normalise(self._run(x, attend, after), *self.final, out=out)

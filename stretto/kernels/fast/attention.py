@@ -38,48 +38,45 @@ def _turned(x, y, gain, crossed, cos, sin, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _splits(past, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """How the keys of a row are shared out: tiles per split, and splits with work."""
-    tiles = (past + BLOCK - 1) // BLOCK
-    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)
-    return each, tl.maximum((tiles + each - 1) // each, 1)
+def _used(past, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """How many splits have work. Tiles of keys go round them, so that the first of each is the same at any length."""
+    return tl.minimum(tl.maximum((past + BLOCK - 1) // BLOCK, 1), SPLITS)
 
 
 @triton.jit
-def _keys(layer, plane, table, key, seen, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr):
-    """Keys and values at positions `key`, as far as they are `seen`. (Past the first-level cache: before the wait it
+def _keys(layer, plane, table, key, past, width, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr):
+    """Keys and values at positions `key`, as far as there are any. (Past the first-level cache: before the wait it
     could be older than this step.)"""
-    block = tl.load(table + key // BS, mask=seen, other=0, cache_modifier=".cg").to(tl.int64)
+    # Where they lie does not wait for the length: what is read beyond it is never used.
+    block = tl.load(table + key // BS, mask=key // BS < width, other=0, cache_modifier=".cg").to(tl.int64)
     at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + tl.arange(0, D)[None, :]
-    k = tl.load(at, mask=seen[:, None], other=0.0, cache_modifier=".cg")
-    return k, tl.load(at + plane, mask=seen[:, None], other=0.0, cache_modifier=".cg")
+    seen = (key < past)[:, None]
+    k = tl.load(at, mask=seen, other=0.0, cache_modifier=".cg")
+    return k, tl.load(at + plane, mask=seen, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _decode(
-    qkv, q_gain, k_gain, cos, sin, cache, slots, tables, owners, lengths, out, parts, maxima, sums, counters,
+    qkv, q_gain, k_gain, cos, sin, cache, slots, tables, lengths, out, parts, maxima, sums, counters,
     eps, scale, num_blocks, width,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one row and key head. Split 0 also has the new key, which it writes. The parts are added
-    up by the last program to finish, or, if APART, by `_combine`. AHEAD: the next tile of keys is asked for while one
-    is worked on, at the price of the registers for it."""
+    up by the last program to finish, or, if APART, by `_combine`."""
     m, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Before the wait, nothing may come from the first-level cache: it could be older than this step.
     past = tl.load(lengths + m, cache_modifier=".cg") - 1  # keys in the cache before this step
-    table = tables + tl.load(owners + m, cache_modifier=".cg") * width
-    each, used = _splits(past, BLOCK, SPLITS)
+    table = tables + m * width
+    used = _used(past, BLOCK, SPLITS)
     if split < used:
         g = tl.arange(0, GP)
         heads = g < GROUP
         d = tl.arange(0, D)
         plane = num_blocks.to(tl.int64) * (HK * BS * D)  # from keys to values
         layer = cache + head * (BS * D)
-        first = split * each * BLOCK
-        key = first + tl.arange(0, BLOCK)
-        seen = key < past
-        k, v = _keys(layer, plane, table, key, seen, HK, D, BS)
+        key = split * BLOCK + tl.arange(0, BLOCK)
+        k, v = _keys(layer, plane, table, key, past, width, HK, D, BS)
         # Small things that are far away: asked for before the wait too, and the new rows all at once after it.
         gain_q, crossed_q = _halves(q_gain, D)
         gain_k, crossed_k = _halves(k_gain, D)
@@ -110,16 +107,10 @@ def _decode(
             top = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
             total += 1.0
             acc += new_v.to(tl.float32)[None, :]
-        t = 0
-        while t < each:
-            t += 1
-            key += BLOCK
-            more = (key < past) & (t < each)
-            k_next, v_next = k, v
-            if AHEAD:
-                k_next, v_next = _keys(layer, plane, table, key, more, HK, D, BS)
+        first = split * BLOCK
+        while first < past:
             scores = dot(q, k.T, tl.zeros([GP, BLOCK], tl.float32), PDL)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            scores = tl.where((key < past)[None, :], scores, float("-inf"))
             high = tl.maximum(top, tl.max(scores, 1))
             safe = tl.where(high == float("-inf"), 0.0, high)
             p = tl.exp(scores - safe[:, None])
@@ -127,9 +118,9 @@ def _decode(
             total = total * fade + tl.sum(p, 1)
             acc = dot(p.to(v.dtype), v, acc * fade[:, None], PDL)
             top = high
-            if not AHEAD:
-                k_next, v_next = _keys(layer, plane, table, key, more, HK, D, BS)
-            k, v, seen = k_next, v_next, more
+            first += SPLITS * BLOCK
+            key += SPLITS * BLOCK
+            k, v = _keys(layer, plane, table, key, past, width, HK, D, BS)
         if PDL:  # not earlier: the next kernel's weights would stand in the way of what was read here
             gdc_launch_dependents()
         mine = m * HQ + head * GROUP + g
@@ -181,7 +172,7 @@ def _combine(
         gdc_launch_dependents()
     m, head = tl.program_id(0), tl.program_id(1)
     past = tl.load(lengths + m, cache_modifier=".cg") - 1
-    _, used = _splits(past, BLOCK, SPLITS)
+    used = _used(past, BLOCK, SPLITS)
     s, d = tl.arange(0, SPLITS), tl.arange(0, D)
     there = s < used
     at = (m * HQ + head) * SPLITS + s
@@ -252,7 +243,6 @@ def decode(
     cache: torch.Tensor,
     slots: torch.Tensor,
     tables: torch.Tensor,
-    owners: torch.Tensor,
     lengths: torch.Tensor,
     counters: torch.Tensor,
     heads: int,
@@ -261,7 +251,7 @@ def decode(
     """qkv [rows, (heads + 2 kv heads) * dim] of one layer -> attention output [rows, heads * dim].
 
     `gains`: weights of the query and key norms, and their epsilon. `cache` is the layer's, [2, blocks, kv heads, block
-    size, dim]; `owners` [rows] int64 says which row of `tables` is whose; `counters` [rows * kv heads] int32 are 0
+    size, dim]; `tables` [rows, blocks] int32 say where the rows' keys lie; `counters` [rows * kv heads] int32 are 0
     between calls."""
     rows = qkv.shape[0]
     _, blocks, kv_heads, block_size, dim = cache.shape
@@ -274,11 +264,11 @@ def decode(
     parts = qkv.new_empty(rows, heads, splits, dim, dtype=torch.float32)
     scores = qkv.new_empty(2, rows, heads, splits, dtype=torch.float32)
     _decode[(rows, kv_heads, splits)](
-        qkv, gains[0], gains[1], cos, sin, cache, slots, tables, owners, lengths, out, parts, scores[0], scores[1],
+        qkv, gains[0], gains[1], cos, sin, cache, slots, tables, lengths, out, parts, scores[0], scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
         HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, AHEAD=bool(c.get("ahead", 0)), num_warps=c["warps"],
-        **protocol(qkv),
+        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, num_warps=c["warps"],
+        maxnreg=c.get("regs"), **protocol(qkv),
     )  # fmt: skip
     if apart:
         _combine[(rows, heads)](

@@ -1,8 +1,9 @@
 """The beginning of a decode step in one kernel: everything that follows from row numbers and positions.
 
 For each row of the batch: its input row (a word's embedding, or a frame's sum plus a word's), the rotation of its
-position, where its key and value go, and how many keys it sees. Launched first in a step; the kernels after it may
-start only when it has ended. Reference: the lanes' `device_input`, `Rope` and `DeviceRows.decode_paging`."""
+position, where its key and value go, how many keys it sees and where they lie. Launched first in a step; the kernels
+after it may start only when it has ended. Reference: the lanes' `device_input`, `Rope`,
+`DeviceRows.decode_paging`."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ class Begun:
     sin: torch.Tensor
     slots: torch.Tensor  # [batch] int64
     lengths: torch.Tensor  # [batch] int32
+    tables: torch.Tensor  # [batch, blocks] int32, as far as the lengths go
 
 
 @triton.jit
 def _begin(
-    rows, positions, values, words, own, tables, offset, inv_freq, x, cos, sin, slots, lengths, width,
+    rows, positions, values, words, own, tables, offset, inv_freq, x, cos, sin, slots, lengths, used, width,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
@@ -32,6 +34,10 @@ def _begin(
     block = tl.load(tables + row * width + position // BS).to(tl.int64)
     tl.store(slots + m, block * BS + position % BS)
     tl.store(lengths + m, (position + 1).to(tl.int32))
+    count = position // BS + 1
+    for first in range(0, count, 256):
+        at = first + tl.arange(0, 256)
+        tl.store(used + m * width + at, tl.load(tables + row * width + at, mask=at < count), mask=at < count)
     half: tl.constexpr = D // 2
     d = tl.arange(0, half)
     angle = (position.to(tl.float32) + tl.load(offset + row)) * tl.load(inv_freq + d)
@@ -72,10 +78,11 @@ def begin(
         sin=words.new_empty(batch, dim),
         slots=torch.empty_like(rows),
         lengths=torch.empty_like(rows, dtype=torch.int32),
+        tables=tables.new_empty(batch, tables.shape[1]),
     )
     _begin[(batch,)](
         rows, positions, values, words, own, tables, offset, inv_freq,
-        begun.x, begun.cos, begun.sin, begun.slots, begun.lengths, tables.stride(0),
+        begun.x, begun.cos, begun.sin, begun.slots, begun.lengths, begun.tables, tables.shape[1],
         HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden), D=dim, BS=block_size, SUM=own.dim() == 2, num_warps=4,
     )  # fmt: skip
     return begun

@@ -326,17 +326,12 @@ def _up_matrix(
 def _down_matrix(
     h, table, down, scales, shared_down, weights, out, M,
     H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr, EARLY: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weighted results of one expert for the rows that chose it, to their slots [rows, slots, H], float32.
-
-    EARLY: the weights are asked for before the wait, LINES cache lines per output, while the last of `_up_matrix` still
-    run. (It lets this one start when all its programs have waited for the table: that is complete by then.)"""
+    """The weighted results of one expert for the rows that chose it, to their slots [rows, slots, H], float32."""
     if PDL:
         gdc_launch_dependents()
-        if not EARLY:
-            gdc_wait()
+        gdc_wait()
     e = tl.program_id(1)
     places, count = _takers(table, e, 0, M, E, PIECES, TOP, BM, BR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -347,11 +342,6 @@ def _down_matrix(
         if e >= E:
             base = shared_down + (e - E) % PIECES * SIZE
             width = PIECES * SIZE
-    if EARLY and PDL:
-        if count > 0:
-            line = tl.minimum(tl.arange(0, LINES) * (SIZE // LINES), SIZE - 1)
-            fetch(base + n[:, None] * width + line[None, :])
-            gdc_wait()
     at = base + n[:, None] * width + k[None, :]
     for tile in range(tl.cdiv(count, BM)):
         if tile > 0:
@@ -543,7 +533,7 @@ def down(
     tuned: dict[str, int] | None = None,
 ) -> Gained | None:
     """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
-    (its weight and epsilon). Comes right after `up`, which its first reads rely on."""
+    (its weight and epsilon)."""
     rows, hidden = x.shape
     size = w.down.shape[2]
     default = {"BN": 64, "BK": _chunk(size, 128), "warps": 4, "stages": 3}
@@ -553,8 +543,7 @@ def down(
     _down_matrix[(hidden // c["BN"], numbers)](
         h, choice.table, w.down, x if w.scales is None else w.scales[1],
         w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
-        H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)), EARLY=bool(c.get("early", 0)),
-        LINES=triton.next_power_of_2(triton.cdiv(size * w.down.itemsize, 128)),
+        H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
         num_warps=c["warps"], num_stages=c["stages"], **tiles, **_common(x, w),
     )  # fmt: skip
     block = _chunk(hidden, 512)

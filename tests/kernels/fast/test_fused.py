@@ -99,6 +99,9 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
     assert torch.equal(begun.x, x)
     assert torch.equal(begun.slots, paging.slots)
     assert torch.equal(begun.lengths, paging.lengths)
+    for m, row in enumerate(rows.tolist()):
+        used = int(positions[m]) // 16 + 1
+        assert torch.equal(begun.tables[m, :used], state.tables[row, :used])
     assert torch.allclose(begun.cos, cos, atol=1e-5)
     assert torch.allclose(begun.sin, sin, atol=1e-5)
 
