@@ -228,9 +228,9 @@ class Stand:
         print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}\n", flush=True)
         return told(level, extra) | {"workload": workload.name}, heard
 
-    def latency(self) -> Iterator[dict[str, Any]]:
+    def latency(self, last_first: bool = False) -> Iterator[dict[str, Any]]:
         workload = self.workload("text-100")
-        for streams in self.args.levels:
+        for streams in reversed(self.args.levels) if last_first else self.args.levels:
             requests = max(self.args.requests, 3 * streams)
             yield self.closed(workload, streams, requests, self.args.seconds)[0]
 
@@ -338,18 +338,22 @@ def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
 # ---- all of it
 
 
-def run_part(name: str, work: Callable[[], Iterator[dict[str, Any]]], result: dict[str, Any]) -> None:
-    """What a part finds before it fails is kept."""
+def run_part(
+    name: str, work: Callable[[], Iterator[dict[str, Any]]], result: dict[str, Any], to: Path | None = None
+) -> None:
+    """What a part finds before it fails is kept, and written as soon as it is there."""
     start, found = time.monotonic(), []
     result["parts"][name] = part = {"found": found, "error": None}
     print(f"== {name}", flush=True)
     try:
         for one in work():
             found.append(one)
+            save(to, result)
     except Exception as e:  # noqa: BLE001 - the boundary between parts: the others are still worth their time
         part["error"] = f"{type(e).__name__}: {e}"
         print(f"{name} failed: {traceback.format_exc()}", flush=True)
     part["seconds"] = time.monotonic() - start
+    save(to, result)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -365,9 +369,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             except Stopped as e:
                 result["error"] = str(e)
                 print(f"stopped: {e}", flush=True)
-            save(args, result)
+            save(args.out, result)
         if "host" in args.parts:
-            run_part("host", lambda: profile_host(args, folder), result)
+            run_part("host", lambda: profile_host(args, folder), result, args.out)
     return result
 
 
@@ -387,8 +391,10 @@ def over_http(
         for name in parts:
             if server.process.poll() is not None:
                 raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
-            run_part(name, getattr(stand, name), result)
-            save(args, result)
+            run_part(name, getattr(stand, name), result, args.out)
+        if args.again is not None:  # the level that takes longest comes last
+            second = {key: result[key] for key in ("env", "arguments", "start")} | {"parts": {}}
+            run_part("latency", lambda: stand.latency(last_first=True), second, args.again)
         result["metrics_at_end"] = server.metrics()
     finally:
         gpu.close()
@@ -408,10 +414,10 @@ def arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
 
 
-def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(rounded(result)) + "\n", encoding="utf-8")
+def save(to: Path | None, result: dict[str, Any]) -> None:
+    if to is not None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(json.dumps(rounded(result)) + "\n", encoding="utf-8")
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -450,6 +456,7 @@ def main() -> int:
     p.add_argument("--profile", action="store_true", help="host: also a profile by function")
     p.add_argument("--start-timeout", type=float, default=240.0)
     p.add_argument("--quick", action="store_true", help="a few short requests: does it run at all?")
+    p.add_argument("--again", type=Path, help="measure latency once more in the end, for this file")
     p.add_argument("--out", type=Path, help="everything as JSON")
     args = p.parse_args()
     args.parts = [x for x in args.parts.split(",") if x]
@@ -460,7 +467,7 @@ def main() -> int:
         args.levels, args.streams, args.host_streams = args.levels[:2], [4], [1, 4]
     result = measure(args)
     print(summary(result), flush=True)
-    save(args, result)
+    save(args.out, result)
     if args.out is not None:
         print(f"wrote {args.out}")
     return 1 if result.get("error") or any(part["error"] for part in result["parts"].values()) else 0

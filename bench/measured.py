@@ -174,14 +174,14 @@ def one_step(timeline: list[Any]) -> list[Ran]:
 
 
 NAMES = {
-    "decode": "attention", "combine": "attention, sum", "route": "router", "top": "router, choice", "up_vector": "up",
+    "decode": "attention", "combine": "attention, sum", "top": "router, choice", "up_vector": "up",
     "up_matrix": "up", "down_vector": "down", "down_matrix": "down", "add_slots": "down, sum",
 }  # fmt: skip
 
 
 def layers(step: list[Ran]) -> Iterator[list[tuple[str, Ran]]]:
     """Kernels of each layer with what they are. Products are known by their place: qkv stands before attention, o and
-    (for several rows) the router's behind it."""
+    the router's behind it."""
     places = [i for i, r in enumerate(step) if r.name == "_decode"]
     for here, following in zip(places, [*places[1:], None], strict=True):
         if following is None:  # the last one: as long as the others

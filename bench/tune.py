@@ -169,22 +169,16 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
         ws = weights_of(model, 4, float8)
         x = rand(rows, hidden)
         logits = [rand(rows, num + (pieces > 0)) for _ in range(8)]
-        shared = torch.arange(num, num + pieces, device="cuda")
-        picks = [torch.cat((one[0, :num].topk(top_k).indices, shared)).to(torch.int32) for one in logits]
         h = rand(rows, top_k + pieces, size)
-        weights = torch.rand(rows, top_k + pieces, device="cuda")
-        counter = torch.zeros(1, dtype=torch.int32, device="cuda")
         gained = Gained(x, torch.ones(64, rows, device="cuda"), 1e-6)
         choices = [experts.choose(one, gained, ws[0]) for one in logits] if rows > 1 else []
 
         def run(c: Tuned, i: int) -> Any:
             w = ws[i % 4]
-            if part == "route":
-                return experts.route_one(x, w, counter, tuned=c)
             if rows == 1 and part == "up":
-                return experts.up_one(x, w, picks[i % 8], tuned=c)
+                return experts.up_one(x, logits[i % 8], w, tuned=c)
             if rows == 1:
-                return experts.down_one(h[0], w, picks[i % 8], weights[0], x, tuned=c)
+                return experts.down_one(h[0], logits[i % 8], w, x, tuned=c)
             if part == "up":
                 return experts.up(gained, choices[i % 8], w, c)
             return experts.down(h, choices[i % 8], w, x, tuned=c)
@@ -192,9 +186,6 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
         return run
 
     found: list[Tuned] = []
-    if part == "route":
-        found = [{"BE": be, "warps": w} for be, w in ((1, 2), (1, 4), (2, 4), (4, 4), (4, 8), (8, 8))]
-        return Case("route", (num, hidden), found, make, num * hidden * 2.0)
     if rows == 1 and part == "up":
         for bn, warps in itertools.product((2, 4, 8, 16), (2, 4, 8)):
             if 64 <= bn * hidden * 4 / (warps * 32) <= 512:
@@ -293,10 +284,10 @@ def cases(only: list[str], batches: list[int], kernels: tuple[str, ...] = ("",))
 
 def _cases(only: list[str], batches: list[int]) -> Iterator[Case]:
     if "vector" in only:
-        for linear in LINEARS:
+        for linear in (*LINEARS, *ROUTERS):
             yield linear_case(1, *linear, kind="vector")
         for model in MIXTURES:
-            for part in ("route", "up", "down"):
+            for part in ("up", "down"):
                 yield mixture_case(model, 1, part)
         for model in ATTENTIONS:
             yield attention_case(model, 1)

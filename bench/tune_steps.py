@@ -347,8 +347,6 @@ class Candidates:
             return []
         if asked.kernel == "decode":
             found += [c | {"apart": 1} for c in found if c["SPLITS"] > 1 and not c.get("apart")]
-        if asked.kernel == "route":
-            found.append(asked.default | {"apart": 1})
         others = [asked.default | c for c in found if asked.default | c != asked.found]
         return chosen(others, asked.found, self.most - 1)
 

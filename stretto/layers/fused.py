@@ -95,7 +95,6 @@ class FusedLayers:
         self.heads = c.num_heads
         self.layers = [_layer(layer) for layer in decoder.layers]
         self.final = (decoder.norm.weight, decoder.norm.eps)
-        self._picked = torch.zeros(1, dtype=torch.int32, device=device)
         self.tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._split = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
 
@@ -141,7 +140,7 @@ class FusedLayers:
             x = out = project(attend(i, layer, qkv), layer.o, add=x, out=out)
             if layer.experts is not None:
                 following = self.layers[i + 1].qkv if i + 1 < len(self.layers) else None
-                experts.mixture_one(x, layer.experts, self._picked, ahead=following)
+                experts.mixture_one(x, layer.experts, ahead=following)
             else:
                 project(project(x, layer.gate_up, norm=layer.mlp_norm, glu=True), layer.down, add=x, out=x)
             if after is not None:

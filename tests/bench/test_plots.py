@@ -10,7 +10,7 @@ from bench import plots, tables
 from bench.measured import THINKER, Results, distinct, layer_bytes, layers, one_step, row_flops, slim
 from bench.svg import Picture, Scale
 
-LAYER = ["_vector", "_decode", "_vector", "_route", "_up_vector", "_down_vector"]
+LAYER = ["_vector", "_decode", "_vector", "_vector", "_up_vector", "_down_vector"]
 
 
 def timeline(num_layers: int, each: float = 10.0, overlap: float = 4.0) -> list[list]:

@@ -1,10 +1,10 @@
 """The mixture of experts for a few rows: router, expert projections, weighted sum. Reads each chosen expert once.
 
-One row is routed by `route_one`, where the last program to finish chooses, and then runs `up_one` and `down_one` as
-matrix-vector products over its experts. With more rows, `choose` makes a table of who chose whom for `up` and `down`,
-whose grids go over all experts: a program whose expert nobody chose leaves at once, the others gather the rows that
-chose it, a tile at a time, for the matrix units; a last kernel adds each row's results in order, so that the sum never
-depends on which program came first.
+The router is a plain product. One row then runs `up_one` and `down_one` as matrix-vector products over its experts,
+whose programs find them in the logits by themselves. With more rows, `choose` makes a table of who chose whom for `up`
+and `down`, whose grids go over all experts: a program whose expert nobody chose leaves at once, the others gather the
+rows that chose it, a tile at a time, for the matrix units; a last kernel adds each row's results in order, so that the
+sum never depends on which program came first.
 
 A shared expert (all rows, weighted by a sigmoid gate) is split into pieces as wide as the others and joins them as
 further experts. Weights may be float8 with a scale per output row (not beside a shared expert): half the bytes, widened
@@ -76,22 +76,6 @@ def _ranks(logits, E: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr):
     return rank, parts / total
 
 
-@triton.jit
-def _choose(
-    logits, like, ids, weights, shared,
-    E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, RENORM: tl.constexpr,
-):  # fmt: skip
-    """Experts of one row: ids and weights [SLOTS], the weights rounded to the type of `like`, as the reference does.
-    Slots from TOP on are the shared pieces E, E + 1, ..."""
-    rank, weight = _ranks(logits, E, TOP, RENORM)
-    tl.store(ids + rank, tl.arange(0, E), mask=rank < TOP)
-    tl.store(weights + rank, weight.to(like.dtype.element_ty).to(tl.float32), mask=rank < TOP)
-    if SLOTS > TOP:
-        piece = tl.arange(0, triton.next_power_of_2(SLOTS - TOP))
-        tl.store(ids + TOP + piece, E + piece, mask=piece < SLOTS - TOP)
-        tl.store(weights + TOP + piece, shared + piece * 0.0, mask=piece < SLOTS - TOP)
-
-
 @triton.jit(do_not_specialize=["P"])
 def _top(
     logits, squares, table, weights, scales, eps, P,
@@ -118,33 +102,26 @@ def _top(
 
 
 @triton.jit
-def _route(
-    x, gain, router, logits, ids, weights, counter, eps,
-    K: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr,
-    RENORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One row: logits of BE experts (the one after the last: the shared expert's gate). The last program to finish
-    chooses: ids and weights [SLOTS]."""
-    if PDL:
-        gdc_launch_dependents()
-    e = tl.program_id(0) * BE + tl.arange(0, BE)
-    k = tl.arange(0, K)
-    inside = e < E + (1 if SLOTS > TOP else 0)
-    w = tl.load(router + e[:, None] * K + k[None, :], mask=inside[:, None], other=0.0)
-    g = tl.load(gain + k).to(tl.float32)
-    if PDL:
-        gdc_wait()
-    xs = tl.load(x + k).to(tl.float32)
-    acc = tl.sum(w.to(tl.float32) * (xs * g)[None, :], 1) * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)
-    # rounded as the reference's router rounds: close calls must fall the same way
-    tl.store(logits + e, acc.to(router.dtype.element_ty).to(tl.float32), mask=inside)
-    tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(counter, 0)
-        shared = 0.0
-        if SLOTS > TOP:
-            shared = tl.sigmoid(tl.load(logits + E, volatile=True))
-        _choose(logits, gain, ids, weights, shared, E, TOP, SLOTS, RENORM)
+def _sortable(logits, E: tl.constexpr):
+    """One row's logits [E], and integers in the same order, all different: the lower bits count down the experts, so of
+    equal ones the lower number is the larger. (Past the first-level cache, as before every wait: it may be older.)"""
+    e = tl.arange(0, E)
+    scores = tl.load(logits + e, cache_modifier=".cg").to(tl.float32)
+    scores = tl.where(scores == scores, scores, float("-inf"))  # what is not a number must leave no place empty
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if logits.dtype.element_ty == tl.float32:
+        order = (bits.to(tl.int64) << 32) | (E - 1 - e)
+    else:  # half of the bits are zero in what was 16 bits wide
+        order = (bits & -8192) | (E - 1 - e)
+    return scores, order
+
+
+@triton.jit
+def _without(order, largest):
+    """The same, but the largest last."""
+    lowest: tl.constexpr = -(2**63) if order.dtype == tl.int64 else -(2**31)
+    return tl.where(order == largest, lowest, order)
 
 
 @triton.jit
@@ -160,8 +137,8 @@ def _up_scales(scales, e, n, SIZE: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _up_vector(
-    x, gain, gate_up, scales, shared_gate_up, ids, out, ahead, eps, lines, each,
-    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
+    x, gain, logits, gate_up, scales, shared_gate_up, out, ahead, eps, lines, each,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
     BN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row through BN columns of one of its experts: silu(gate) * up. While the router still decides whose weights
@@ -177,8 +154,15 @@ def _up_vector(
             fetch(ahead + tl.minimum(line, lines - 1).to(tl.int64) * 64)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # after the wait: `down` may read the ids before its own
-    e = tl.load(ids + slot)
+        gdc_launch_dependents()  # after the wait: `down` may read the logits before its own
+    _, order = _sortable(logits, E)
+    largest = tl.max(order, 0)
+    for _ in range(tl.minimum(slot, TOP - 1)):
+        order = _without(order, largest)
+        largest = tl.max(order, 0)
+    e = E - 1 - (largest & (E - 1)).to(tl.int32)
+    if PIECES > 0:
+        e = tl.where(slot < TOP, e, E + slot - TOP)
     base = gate_up + e.to(tl.int64) * (2 * SIZE * K)
     apart = SIZE * K  # from a gate row to its up row
     if PIECES > 0:
@@ -199,31 +183,46 @@ def _up_vector(
 
 @triton.jit
 def _down_vector(
-    h, down, scales, shared_down, ids, weights, x,
-    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    h, logits, down, scales, shared_down, x,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
+    RENORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN columns of the weighted sum over a row's experts, added to the residual stream x in place. All slots are asked
     for at once: one tile [slots, BN, BK] per piece of the experts' width."""
+    SLOTS: tl.constexpr = TOP + PIECES
     slot = tl.arange(0, triton.next_power_of_2(SLOTS))
     there = slot < SLOTS
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    # Written before any program of the kernel in front let this one start. (Past the first-level cache, as before
-    # every wait: it may be older.)
-    e = tl.load(ids + slot, mask=there, other=0, cache_modifier=".cg")
+    # The logits are complete: before any program of the kernel in front let this one start, it had waited for them.
+    scores, order = _sortable(logits, E)
+    e = tl.maximum(E + slot - TOP, 0)  # right from TOP on
+    for i in tl.static_range(TOP):
+        largest = tl.max(order, 0)
+        order = _without(order, largest)
+        e = tl.where(slot == i, E - 1 - (largest & (E - 1)).to(tl.int32), e)
+    high = tl.max(scores, 0)
+    weight = tl.exp(
+        tl.load(logits + e, mask=slot < TOP, other=float("-inf"), cache_modifier=".cg").to(tl.float32) - high
+    )
+    if RENORM:
+        weight = weight / tl.sum(weight, 0)
+    else:
+        weight = weight / tl.sum(tl.exp(scores - high), 0)
     base = down + e.to(tl.int64) * (H * SIZE)
     width = slot * 0 + SIZE
     if PIECES > 0:
+        gate = tl.sigmoid(tl.load(logits + E, cache_modifier=".cg").to(tl.float32))
+        weight = tl.where(slot < TOP, weight, gate)
         base = tl.where(e >= E, shared_down + (e - E) * SIZE, base)
         width = tl.where(e >= E, PIECES * SIZE, SIZE)
+    weight = weight.to(x.dtype.element_ty).to(tl.float32)[:, None]  # rounded as the reference does
     at = base[:, None, None] + n[None, :, None] * width[:, None, None] + k[None, None, :]
     mask = there[:, None, None]
     first = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    weight = tl.load(weights + slot, mask=there, other=0.0, cache_modifier=".cg")[:, None]
-    factor = weight
+    factor = tl.where(there[:, None], weight, 0.0)
     if SCALED:
-        factor = weight * tl.load(scales + e[:, None] * H + n[None, :], mask=there[:, None], other=0.0)
+        factor = factor * tl.load(scales + e[:, None] * H + n[None, :], mask=there[:, None], other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -409,55 +408,32 @@ def _tuned(kernel: str, w: ExpertWeights, key: tuple[int, ...], default: dict[st
     return config(kernel if w.scales is None else f"{kernel}_float8", key, default)
 
 
-def route_one(
-    x: torch.Tensor, w: ExpertWeights, counter: torch.Tensor, tuned: dict[str, int] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts one row x [1, hidden] of the residual stream goes to, and with which weights: [slots] each.
-    `counter` [1] int32 is 0 between calls, and nobody else's."""
-    hidden, experts = x.shape[1], w.num_experts
-    c = config("route", (experts, hidden), {"BE": 4, "warps": 8}) if tuned is None else tuned
-    ids = x.new_empty(w.slots, dtype=torch.int32)
-    weights = x.new_empty(w.slots, dtype=torch.float32)
-    logits = x.new_empty(len(w.router), dtype=torch.float32)
-    _route[(triton.cdiv(len(w.router), c["BE"]),)](
-        x, w.gain, w.router, logits, ids, weights, counter, w.eps,
-        K=hidden, E=experts, BE=c["BE"], TOP=w.top_k, SLOTS=w.slots, RENORM=w.norm_topk,
-        num_warps=c["warps"], **protocol(x),
-    )  # fmt: skip
-    return ids, weights
-
-
 def up_one(
     x: torch.Tensor,
+    logits: torch.Tensor,
     w: ExpertWeights,
-    ids: torch.Tensor,
     ahead: torch.Tensor | None = None,
     tuned: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    """For one row x [1, hidden] of the residual stream: silu(gate) * up of its experts [slots, expert size]. `ahead`:
-    weights (bfloat16, contiguous) of what comes after this layer, to get on their way."""
+    """For one row x [1, hidden] of the residual stream and its router's logits: silu(gate) * up of its experts [slots,
+    expert size]. `ahead`: weights (bfloat16, contiguous) of what comes after this layer, to get on their way."""
     hidden, size = x.shape[1], w.down.shape[2]
     c = _tuned("up_vector", w, (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
     h = x.new_empty(w.slots, size)
     lines = 0 if ahead is None or not pdl(x) else min(ahead.nbytes, MOST_AHEAD) // 128
     each = triton.cdiv(lines, min(FETCHERS, size // c["BN"] * w.slots))
     _up_vector[(size // c["BN"], w.slots)](
-        x, w.gain, w.gate_up, x if w.scales is None else w.scales[0],
-        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, ids, h, x if ahead is None else ahead,
+        x, w.gain, logits, w.gate_up, x if w.scales is None else w.scales[0],
+        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, x if ahead is None else ahead,
         w.eps, lines, each,
-        K=hidden, BN=c["BN"], AHEAD=triton.next_power_of_2(each) if lines else 0, num_warps=c["warps"],
+        K=hidden, TOP=w.top_k, BN=c["BN"], AHEAD=triton.next_power_of_2(each) if lines else 0, num_warps=c["warps"],
         **_common(x, w),
     )  # fmt: skip
     return h
 
 
 def down_one(
-    h: torch.Tensor,
-    w: ExpertWeights,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    x: torch.Tensor,
-    tuned: dict[str, int] | None = None,
+    h: torch.Tensor, logits: torch.Tensor, w: ExpertWeights, x: torch.Tensor, tuned: dict[str, int] | None = None
 ) -> None:
     """x += the weighted sum of the row's experts, in place. Comes right after `up_one`, which its first reads rely
     on."""
@@ -465,9 +441,9 @@ def down_one(
     default = {"BN": 4, "BK": _chunk(size, 128), "warps": 4}
     c = _tuned("down_vector", w, (hidden, size), default) if tuned is None else tuned
     _down_vector[(hidden // c["BN"],)](
-        h, w.down, x if w.scales is None else w.scales[1], w.down if w.shared_down is None else w.shared_down,
-        ids, weights, x,
-        H=hidden, BN=c["BN"], BK=c["BK"], SLOTS=w.slots, num_warps=c["warps"], **_common(x, w),
+        h, logits, w.down, x if w.scales is None else w.scales[1],
+        w.down if w.shared_down is None else w.shared_down, x,
+        H=hidden, TOP=w.top_k, RENORM=w.norm_topk, BN=c["BN"], BK=c["BK"], num_warps=c["warps"], **_common(x, w),
     )  # fmt: skip
 
 
@@ -556,10 +532,10 @@ def down(
     return gained
 
 
-def mixture_one(x: torch.Tensor, w: ExpertWeights, counter: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
-    """x += experts(norm(x)), in place, for one row of the residual stream; `counter` and `ahead` as above."""
-    ids, weights = route_one(x, w, counter)
-    down_one(up_one(x, w, ids, ahead), w, ids, weights, x)
+def mixture_one(x: torch.Tensor, w: ExpertWeights, ahead: torch.Tensor | None = None) -> None:
+    """x += experts(norm(x)), in place, for one row of the residual stream; `ahead` as in `up_one`."""
+    logits = project(x, w.router, norm=(w.gain, w.eps))
+    down_one(up_one(x, logits, w, ahead), logits, w, x)
 
 
 def mixture(

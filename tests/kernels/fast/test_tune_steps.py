@@ -40,7 +40,7 @@ def test_a_whole_descent(brief: None, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_output_is_what_is_compared(brief: None) -> None:
     step = tune_steps.WholeStep(tune_steps.What("thinker", 1, context=20, layers=1, tiny=True), replays=1)
     asked = step.asked({})
-    assert {"vector", "decode", "route", "up_vector", "down_vector", "pick_text"} <= {a.kernel for a in asked.values()}
+    assert {"vector", "decode", "up_vector", "down_vector", "pick_text"} <= {a.kernel for a in asked.values()}
     assert step.error({}) == 0.0
     with step.on_stream():
         step.model.model.fused.layers[0].o.mul_(1.5)  # as a kernel would that adds up wrongly
