@@ -81,20 +81,20 @@ class Routes:
         self.decoder, self.distinct = decoder, []
 
     def count(self, run: Any) -> float:
-        from stretto.kernels.fast import experts
+        from stretto.kernels.fast import experts_many
 
-        plain, found = experts.route, self.distinct
+        plain, found = experts_many.route, self.distinct
 
         def route(*args: Any, **kwargs: Any) -> Any:
             logits = plain(*args, **kwargs)
             found.append(logits)
             return logits
 
-        experts.route = route
+        experts_many.route = route
         try:
             run()
         finally:
-            experts.route = plain
+            experts_many.route = plain
         moe = self.decoder.config.moe
         assert moe is not None
         if not found:  # one row is routed inside its kernel

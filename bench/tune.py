@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.env import describe
-from stretto.kernels.fast import attention, experts, grouped
+from stretto.kernels.fast import attention, experts, experts_many, grouped
 from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, matrix_defaults, project, project_onto, tile_rows
 from stretto.kernels.fast.tuning import config, name_of, own_file, save
 from stretto.kernels.quantized import FLOAT8
@@ -171,7 +171,7 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
         logits = [rand(rows, num + (pieces > 0)) for _ in range(8)]
         h = rand(rows, top_k + pieces, size)
         gained = Gained(x, torch.ones(64, rows, device="cuda"), 1e-6)
-        choices = [experts.choose(one, gained, ws[0]) for one in logits] if rows > 1 else []
+        choices = [experts_many.choose(one, gained, ws[0]) for one in logits] if rows > 1 else []
 
         def run(c: Tuned, i: int) -> Any:
             w = ws[i % 4]
@@ -180,8 +180,8 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
             if rows == 1:
                 return experts.down_one(h[0], logits[i % 8], w, x, tuned=c)
             if part == "up":
-                return experts.up(gained, choices[i % 8], w, c)
-            return experts.down(h, choices[i % 8], w, x, tuned=c)
+                return experts_many.up(gained, choices[i % 8], w, c)
+            return experts_many.down(h, choices[i % 8], w, x, tuned=c)
 
         return run
 

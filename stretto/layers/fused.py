@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from stretto.kernels.fast import MAX_ROWS, attention, experts
+from stretto.kernels.fast import MAX_ROWS, attention, experts, experts_many
 from stretto.kernels.fast.linear import COUNTERS, Gained, normalise, project, project_onto
 from stretto.layers.config import DecoderConfig
 from stretto.layers.mlp import DenseMLP, MoeMLP
@@ -159,7 +159,7 @@ class FusedLayers:
             x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles)
             out = x
             if layer.experts is not None:
-                gained = experts.mixture(x, middle, layer.experts, following, self.tiles)
+                gained = experts_many.mixture(x, middle, layer.experts, following, self.tiles)
             else:
                 h = project(middle, layer.gate_up, glu=True, counters=self.tiles)
                 if following is None:

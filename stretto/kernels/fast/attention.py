@@ -44,11 +44,10 @@ def _used(past, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _keys(layer, plane, table, key, past, width, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr):
-    """Keys and values at positions `key`, as far as there are any. (Past the first-level cache: before the wait it
-    could be older than this step.)"""
-    # Where they lie does not wait for the length: what is read beyond it is never used.
-    block = tl.load(table + key // BS, mask=key // BS < width, other=0, cache_modifier=".cg").to(tl.int64)
+def _keys(layer, plane, table, key, known, past, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr):
+    """Keys and values at positions `key` before `past`; where they lie is looked up for those that are `known`. (Past
+    the first-level cache: before the wait it could be older than this step.)"""
+    block = tl.load(table + key // BS, mask=known, other=0, cache_modifier=".cg").to(tl.int64)
     at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + tl.arange(0, D)[None, :]
     seen = (key < past)[:, None]
     k = tl.load(at, mask=seen, other=0.0, cache_modifier=".cg")
@@ -76,7 +75,8 @@ def _decode(
         plane = num_blocks.to(tl.int64) * (HK * BS * D)  # from keys to values
         layer = cache + head * (BS * D)
         key = split * BLOCK + tl.arange(0, BLOCK)
-        k, v = _keys(layer, plane, table, key, past, width, HK, D, BS)
+        # Where the first ones lie does not wait for the length: what is found beyond it is never used.
+        k, v = _keys(layer, plane, table, key, key // BS < width, past, HK, D, BS)
         # Small things that are far away: asked for before the wait too, and the new rows all at once after it.
         gain_q, crossed_q = _halves(q_gain, D)
         gain_k, crossed_k = _halves(k_gain, D)
@@ -120,7 +120,7 @@ def _decode(
             top = high
             first += SPLITS * BLOCK
             key += SPLITS * BLOCK
-            k, v = _keys(layer, plane, table, key, past, width, HK, D, BS)
+            k, v = _keys(layer, plane, table, key, key < past, past, HK, D, BS)
         if PDL:  # not earlier: the next kernel's weights would stand in the way of what was read here
             gdc_launch_dependents()
         mine = m * HQ + head * GROUP + g

@@ -18,6 +18,7 @@ from stretto.models.qwen3_omni.code_predictor import FrameCache, FramePass
 
 fast_linear = pytest.importorskip("stretto.kernels.fast.linear")
 fast_experts = pytest.importorskip("stretto.kernels.fast.experts")
+fast_many = pytest.importorskip("stretto.kernels.fast.experts_many")
 fast_attention = pytest.importorskip("stretto.kernels.fast.attention")
 
 Narrow = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -161,11 +162,11 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
         next_gain = r.gain(hidden)
         squares = (x.float() ** 2).view(rows, 4, -1).sum(-1).T.contiguous()
         gained = fast_linear.Gained((x.float() * w.gain.float()).to(dtype), squares, EPS)
-        after = fast_experts.mixture(found, gained, w, (next_gain, EPS))
-        choice = fast_experts.choose(fast_experts.route(gained, w), gained, w)
+        after = fast_many.mixture(found, gained, w, (next_gain, EPS))
+        choice = fast_many.choose(fast_many.route(gained, w), gained, w)
         other = {"BN": 32, "BK": 32, "warps": 4, "stages": 2, "swap": 1, "BM": 32}
         again = x.clone()
-        fast_experts.down(fast_experts.up(gained, choice, w, other), choice, w, again, tuned=other)
+        fast_many.down(fast_many.up(gained, choice, w, other), choice, w, again, tuned=other)
         assert error(again, found) < ERROR[dtype]
         assert error(normed_by(after), rms_norm(found, next_gain, EPS)) < ERROR[dtype]
     assert error(found.float() - x.float(), wanted) < 3 * ERROR[dtype]
@@ -191,7 +192,7 @@ def test_of_equal_logits_the_lower_number_goes_first(device: torch.device, dtype
         fast_experts.mixture_one(found, w)
     else:
         gained = fast_linear.Gained(x * w.gain, (x.float() ** 2).sum(1)[None], EPS)
-        fast_experts.mixture(found, gained, w)
+        fast_many.mixture(found, gained, w)
     assert error(found.float() - x.float(), wanted) < 3 * ERROR[dtype]
 
 
@@ -208,7 +209,7 @@ def test_rows_that_are_no_numbers_stay_within_bounds(device: torch.device, rows:
         fast_experts.mixture_one(x, w)
     else:
         gained = fast_linear.Gained(x * w.gain, (x.float() ** 2).sum(1)[None], EPS)
-        fast_experts.mixture(x, gained, w)
+        fast_many.mixture(x, gained, w)
     assert x[0].isnan().all()  # and it shows
     assert not x[1:].isnan().any()
 
