@@ -50,7 +50,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 _CHUNK, _RING = int(Kind.CHUNK), int(Kind.RING)
 _OPEN = State.OPEN
-_HELLO_S = 1.0  # for a guest to say hello; it is sent with the connection
+_HELLO_S = 5.0  # for a guest to say hello. It is sent right after connecting, but a busy machine has been seen to pause
 _HELLO_BYTES = 63
 _ASKED = 8  # questions after which the socket is read, well before their rings fill it
 _WORDS_BYTES = stride_of(8 * (MAX_SLOTS + 1))  # of `Returns`
@@ -78,9 +78,6 @@ class ShmConnector:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(options.connect_timeout_s)
-            sock.connect("\0" + endpoint.address)
-            if _peer_uid(sock) != os.geteuid():
-                raise Corrupt("the listener runs as another user", link=endpoint.link)
             return ShmSender(endpoint, options, ShmOutward(endpoint, sock))
         except OSError as error:
             sock.close()
@@ -222,7 +219,7 @@ class ShmReceiver(SlotReceiver):
 
 
 class ShmOutward:
-    """A sender's carrier: makes the memory and sends it along with the hello. `notes.Outward`."""
+    """A sender's carrier: makes the memory, connects, and sends it along with the hello. `notes.Outward`."""
 
     ship_tells = True
 
@@ -233,6 +230,10 @@ class ShmOutward:
             os.ftruncate(memory, _memory_bytes(endpoint))
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
             self._slots, self.returns = _map_memory(memory, endpoint)
+            # Not earlier: who has connected must say hello soon.
+            sock.connect("\0" + endpoint.address)
+            if _peer_uid(sock) != os.geteuid():
+                raise Corrupt("the listener runs as another user", link=endpoint.link)
             _send_hello(sock, endpoint, memory)
         finally:
             os.close(memory)
