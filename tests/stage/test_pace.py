@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from stretto.client.player import Packet, play
-from stretto.stage.pace import FRAME_S, OPENING_S, STALLED_S, Pace, leaving
+from stretto.stage.pace import FRAME_S, LATELY_S, OPENING_S, SLACK_S, STALLED_S, Pace, Rhythm, leaving
 
 
 def vocoder(frames: int) -> float:
@@ -64,6 +64,72 @@ def test_uneven_frames_do_not_make_it_wait_either(seed: int) -> None:
     assert heard.wait == 0
 
 
+def begins(pace: Pace, frames: list[float]) -> float:
+    """When the first packet of a stream with these frames leaves, if somebody looks every millisecond."""
+    for ms in range(1000):
+        now = frames[0] + ms / 1000
+        waiting = sum(t <= now for t in frames)
+        pace.last = frames[waiting - 1]
+        if pace.due(waiting, False, now):
+            return now
+    raise AssertionError("it never leaves")
+
+
+def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> None:
+    sound = FRAME_S - OPENING_S
+    rhythm = Rhythm()
+    assert begins(Pace(1, 8, 2, rhythm), [5.0]) == 5.0
+    rhythm.took(sound - SLACK_S, 4.9)
+    assert begins(Pace(1, 8, 2, rhythm), [5.0]) == 5.0
+    rhythm.took(0.075, 4.95)
+    assert begins(Pace(1, 8, 2, rhythm), [5.0]) == pytest.approx(5.0 + 0.075 + SLACK_S - sound, abs=0.001)
+    assert begins(Pace(1, 8, 2, rhythm), [5.0, 5.004]) == pytest.approx(5.004, abs=0.001), "two frames play long enough"
+    assert begins(Pace(4, 8, 2, rhythm), [5.0] * 4) == 5.0
+    rhythm.took(0.01, 5.0)
+    assert rhythm.worst_s == 0.075, "one that is fast says nothing"
+    later = 4.95 + LATELY_S + 0.01
+    assert begins(Pace(1, 8, 2, rhythm), [later]) == later, "what was long ago does not count"
+    rhythm.took(0.02, later)
+    assert rhythm.worst_s == 0.02
+
+
+def test_who_waits_for_text_or_for_a_listener_says_nothing_about_the_device() -> None:
+    rhythm = Rhythm()
+    busy = Pace(1, 8, 2, rhythm)
+    for now in (1.0, 1.01, 3.0, 3.01):
+        busy.came(now)
+    assert rhythm.worst_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_newcomers_in_a_burst_of_prompts_never_wait(seed: int) -> None:
+    """Frames of all streams take 20 ms, and 40 to 70 while prompts are read; streams begin at any moment after the
+    first of those."""
+    rng = random.Random(seed)
+    rhythm, running = Rhythm(), Pace(1, 8, 2)
+    running.rhythm = rhythm
+    steps, now = [], 0.0
+    for burst in range(6):
+        for _ in range(10):
+            now += rng.uniform(0.04, 0.07) if burst % 2 else 0.02
+            steps.append(now)
+    starts = {rng.randrange(13, 20) + 20 * k for k in range(3) for _ in range(2)}
+    for start in starts:
+        rhythm.worst_s, rhythm.at = 0.0, 0.0
+        running.last = None
+        for t in steps[: start + 1]:
+            running.came(t)
+        rhythm.took(0.07, steps[start])  # another stream had the longest step
+        pace = Pace(1, 1, None, rhythm)
+        first = begins(pace, steps[start : start + 3])
+        have = sum(t <= first for t in steps[start:])
+        packets = [Packet(first, FRAME_S * have - OPENING_S)]
+        packets += [Packet(t, FRAME_S) for t in steps[start + have :]]
+        heard = play(packets)
+        assert heard is not None
+        assert heard.wait == 0
+
+
 def test_stated_sizes_are_kept_to() -> None:
     quick = [0.001 * i for i in range(60)]
     assert set(sizes(sent(quick, Pace(1, 1, 2)))) == {1}
@@ -73,7 +139,7 @@ def test_stated_sizes_are_kept_to() -> None:
 
 def test_those_that_are_due_take_others_along_and_a_first_packet_does_not() -> None:
     def pace(size: int, begun: float | None = 0.0) -> Pace:
-        return Pace(size, 8, 2, begun=begun, sent=100)
+        return Pace(size, 8, 2, begun=begun, sent=100, last=0.0)
 
     assert leaving([(pace(8), 8, False), (pace(8), 4, False), (pace(8), 3, False)], 0.0) == [True, True, False]
     assert leaving([(pace(1, None), 1, False), (pace(8), 7, False)], 0.0) == [True, False]

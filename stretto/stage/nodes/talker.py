@@ -20,7 +20,7 @@ from stretto.prompt.prompt import Prompt
 from stretto.stage.links import Intake, Link
 from stretto.stage.nodes.prefix import row_ids, talker_salts
 from stretto.stage.nodes.report import Clock, Journal, Report, failed
-from stretto.stage.pace import FRAME_S, LOOK_S, Pace, leaving
+from stretto.stage.pace import FRAME_S, LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.payload.copies import adopt
 from stretto.stage.payload.schema import CodecFrames, ThinkerRows, unpack
 from stretto.stage.request import Confirmed, Reason, RequestSpec, StageRequest, State
@@ -55,6 +55,7 @@ class TalkerNode:
         self.link: Link[CodecFrames] = Link(CodecFrames)
         self.voices: dict[RequestId, Speaking] = {}
         self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
+        self._rhythm = Rhythm()
         self._came = False  # frames came since the last look at them
         self._looked = 0.0
         stage.emit = self._emit
@@ -83,7 +84,7 @@ class TalkerNode:
         known = given.num_rows
         salts = talker_salts(a, prompt, plan)
         request = self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=salts)
-        pace = Pace(a.first_frames, a.each_frames, a.ramp)
+        pace = Pace(a.first_frames, a.each_frames, a.ramp, self._rhythm)
         self.voices[id] = Speaking(request, a, Journal(self.clock()), pace)
         self.link.open(id)
         if a.spoken is not None:
