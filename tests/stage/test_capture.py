@@ -13,6 +13,7 @@ from stretto.layers.capture import capture_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.weights import build, fill_dummy
 from stretto.stage import codec
 from stretto.stage.runner import graphs as decoding
@@ -163,7 +164,7 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
         assert (inputs.shape, tokens.shape) == ((3, size), (size,))
 
 
-@pytest.mark.parametrize("owner", [PrefillGraphs, WindowGraphs])
+@pytest.mark.parametrize("owner", [PrefillGraphs, WindowGraphs, FrameGraphs])
 def test_passes_over_shared_buffers(cuda: FakeCuda, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the largest, each run once before."""
 
