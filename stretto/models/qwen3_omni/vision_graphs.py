@@ -15,11 +15,11 @@ from stretto.models.qwen3_omni.vision_encoder import Rope, VisionEncoder, Vision
 
 SIZES = (256, 576, 832, 1024, 1280, 2048)
 """Patches, for images of 256x256, 384x384, 448x448 (784), 512x512, 640x480 (1,200), and 640x640 or 800x600 (1,600 and
-1,900): padding costs the device as much as an image does. 1024x768 has 3,072, which keep the device busy for longer
-than the host needs to launch them. Multiples of 16, as the kernels want a mask to be.
+1,900): padding costs the device as much as an image does. 1024x768 has 3,072, which should keep the device busy for
+longer than the host needs to launch them. Multiples of 16, as the kernels want a mask to be.
 
-Memory at the released size in bf16: 5 MB of buffers, 25 MB of results, and 80 MB that the graphs share for the
-activations of the largest. Small beside the reserve of the memory plan, which it comes out of as other graphs' does."""
+Memory at the released size in bf16, by calculation: 5 MB of buffers, 25 MB of results, and 80 MB that the graphs share
+for the activations of the largest. It comes out of the memory plan's reserve, as that of the other graphs does."""
 
 
 class FrameGraphs:
@@ -29,7 +29,7 @@ class FrameGraphs:
         assert all(size % c.merge**2 == 0 for size in sizes), f"sizes of whole groups of {c.merge**2}, got {sizes}"
         most, half = max(sizes), c.hidden_size // c.num_heads // 2
         self.rows = torch.zeros(most, c.hidden_size, device=weight.device, dtype=weight.dtype)
-        self.turns = torch.zeros(2, most, 1, half, device=weight.device)  # cos and sin
+        self.turns = torch.zeros(2, most, 1, half, device=weight.device, dtype=torch.float32)  # cos and sin
         self.count = torch.ones(1, dtype=torch.int64, device=weight.device)  # never 0: some kernels would make NaN
         self._graphs: dict[int, Captured[torch.Tensor]] = {}
 
