@@ -14,6 +14,7 @@ from stretto.connector.switches import OverlapSwitches
 from stretto.errors import Bug
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.orchestrator.messages import Loading
 from stretto.orchestrator.settings import HostSettings
 from stretto.stage.ahead import Ahead
@@ -200,7 +201,7 @@ class Builder:
         return Stage(name, scheduler, runner, _nobody, store, waiter, ahead)
 
     def _capture_prompts(self, name: str, lane: ThinkerLane | TalkerLane, stream: torch.cuda.Stream) -> None:
-        """Passes over prompts, and the audio encoder's. After the decode steps: their warm-ups must not find these."""
+        """Passes over prompts, and the encoders'. After the decode steps: their warm-ups must not find these."""
         accept = lane.model.accept_layer if isinstance(lane, ThinkerLane) else None
         prompts = PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
         if prompts is not None:
@@ -211,6 +212,10 @@ class Builder:
             windows = WindowGraphs(lane.model.audio_tower)
             windows.capture(stream)
             lane.model.audio_tower.graphs = windows
+            if self.settings.vision_graphs:
+                frames = FrameGraphs(lane.model.visual)
+                frames.capture(stream)
+                lane.model.visual.graphs = frames
 
 
 def _nobody(output: Any) -> None:

@@ -9,16 +9,24 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.connector.switches import OverlapSwitches
 from stretto.layers.capture import capture_graphs
+from stretto.models.qwen3_omni import vision_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.weights import build, fill_dummy
+from stretto.orchestrator.settings import HostSettings
 from stretto.stage import codec
+from stretto.stage.build import Builder
+from stretto.stage.loop import Loop
 from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
+from stretto.stage.runner.thinker import ThinkerLane
 
 CPU = torch.device("cpu")
 PLAIN, FULL = How(False, False), How(True, True)
@@ -163,7 +171,7 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
         assert (inputs.shape, tokens.shape) == ((3, size), (size,))
 
 
-@pytest.mark.parametrize("owner", [PrefillGraphs, WindowGraphs])
+@pytest.mark.parametrize("owner", [PrefillGraphs, WindowGraphs, FrameGraphs])
 def test_passes_over_shared_buffers(cuda: FakeCuda, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the largest, each run once before."""
 
@@ -177,6 +185,27 @@ def test_passes_over_shared_buffers(cuda: FakeCuda, owner: Any, monkeypatch: pyt
     graphs.capture(cuda.side, *(("test", False) if owner is PrefillGraphs else ()))
     assert cuda.captured() == cuda.warmups() == [8, 2, 1]
     assert [(size, result) for size, (_, result) in graphs._graphs.items()] == [(8, 8), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_images_only_where_asked(
+    cuda: FakeCuda, asked: bool, tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sound always, single images by their setting; on the stage's stream, and owned by the encoders."""
+    for owner in (WindowGraphs, FrameGraphs):
+        monkeypatch.setattr(owner, "forward", lambda self, size: cuda.note((type(self), size)))
+    model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
+    lane = ThinkerLane(model, model.cache(3, 16), 1, 32)
+    builder = Builder(
+        "tiny", ("thinker",), HostSettings(vision_graphs=asked), CPU, OverlapSwitches(), Loop([]),
+        lambda message, blob: None, lambda: None,
+    )  # fmt: skip
+    builder._capture_prompts("thinker", lane, cuda.side)  # type: ignore[arg-type]
+    images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
+    sound = [(WindowGraphs, size) for size in (8, 4, 2, 1)]
+    assert cuda.captured() == (sound + images if asked else sound)
+    assert model.audio_tower.graphs is not None
+    assert (model.visual.graphs is not None) == asked
 
 
 @pytest.mark.parametrize("sizes", [None, [(1, 2), (3, 2), (3, 1), (1, 2)]])

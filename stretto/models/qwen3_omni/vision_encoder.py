@@ -6,9 +6,10 @@ are known on the host, so nothing here waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from torch import nn
 from stretto.kernels.fast import usable
 from stretto.layers.linear import Embedding, Linear
 from stretto.models.qwen3_omni.config import VisionConfig
+
+if TYPE_CHECKING:
+    from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
@@ -28,6 +32,8 @@ SLAB_PATCHES = 32_768
 
 Grid = tuple[int, int, int]  # t, h, w in patches
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [patches, 1, head_dim / 2], float32
+Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of q, k, v [patches, heads, head_dim] -> [patches, hidden]: it knows which patches see each other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +61,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
         self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
 
-    def forward(self, x: torch.Tensor, rope: Rope, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """x [patches, hidden]; `runs`: how many frames of how many patches follow each other."""
+    def forward(self, x: torch.Tensor, rope: Rope, mix: Mix) -> torch.Tensor:
         qkv = self.qkv(x).view(len(x), 3, self.num_heads, -1)
         if usable(x):
             from stretto.kernels.fast.vision import rotate_qk
@@ -66,12 +71,7 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.unbind(1)
             q, k = rotate(q, rope), rotate(k, rope)
-        mixed, at = [], 0
-        for frames, n in runs:
-            run = slice(at, at + frames * n)
-            mixed.append(attend(q[run], k[run], v[run], frames))
-            at = run.stop
-        out: torch.Tensor = self.proj(torch.cat(mixed))
+        out: torch.Tensor = self.proj(mix(q, k, v))
         return out
 
 
@@ -94,8 +94,8 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.mlp = Mlp(config)
 
-    def forward(self, x: torch.Tensor, rope: Rope, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), rope, runs)
+    def forward(self, x: torch.Tensor, rope: Rope, mix: Mix) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), rope, mix)
         out: torch.Tensor = x + self.mlp(self.norm2(x))
         return out
 
@@ -132,6 +132,7 @@ class VisionEncoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.merger = Merger(config, norm_joined=False)
         self.merger_list = nn.ModuleList(Merger(config, norm_joined=True) for _ in config.deepstack_layers)
+        self.graphs: FrameGraphs | None = None  # set where there are any, when the weights are in place
         self.requires_grad_(False)
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> VisionRows:
@@ -153,6 +154,8 @@ class VisionEncoder(nn.Module):
             size = sum(h * w for h, w in slab)
             parts.append(self._encode(patches[at : at + size], slab))
             at += size
+        if len(parts) == 1:
+            return parts[0]
         deep = tuple(torch.cat(level) for level in zip(*(p.deep for p in parts), strict=True))
         return VisionRows(torch.cat([p.main for p in parts]), deep)
 
@@ -161,16 +164,28 @@ class VisionEncoder(nn.Module):
         return self.encode(patches, [(1, height, width)])
 
     def _encode(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> VisionRows:
+        x, rope = self.embed(patches, frames)
+        # Several frames go together instead: each launch serves all of them, so the device is what takes the time.
+        captured = self.graphs.run(x, rope) if self.graphs is not None and len(frames) == 1 else None
+        if captured is not None:
+            return captured
+        runs = [(len(list(same)), n) for n, same in groupby(h * w for h, w in frames)]
+        return self.transform(x, rope, lambda q, k, v: attend_runs(q, k, v, runs))
+
+    def embed(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Rope]:
+        """What the blocks start from, for frames of (height, width): rows [patches, hidden] and their turns."""
         weight = self.patch_embed.proj.weight
         x = self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True))
         places = {size: self._positions(*size) for size in set(frames)}
         ropes = {size: self._rope(*size) for size in set(frames)}
         x = x + torch.cat([places[f] for f in frames])
-        rope = torch.cat([ropes[f][0] for f in frames]), torch.cat([ropes[f][1] for f in frames])
-        runs = [(len(list(same)), n) for n, same in groupby(h * w for h, w in frames)]
+        return x, (torch.cat([ropes[f][0] for f in frames]), torch.cat([ropes[f][1] for f in frames]))
+
+    def transform(self, x: torch.Tensor, rope: Rope, mix: Mix) -> VisionRows:
+        """The blocks and all mergers. Shapes depend on the number of rows alone."""
         deep: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, runs)
+            x = block(x, rope, mix)
             if i in self.config.deepstack_layers:
                 deep.append(self.merger_list[self.config.deepstack_layers.index(i)](x))
         return VisionRows(self.merger(x), tuple(deep))
@@ -195,14 +210,28 @@ class VisionEncoder(nn.Module):
         return angle.cos(), angle.sin()
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frames: int) -> torch.Tensor:
+def attend_runs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Frames of any sizes; `runs`: how many frames of how many patches follow each other."""
+    mixed, at = [], 0
+    for frames, n in runs:
+        run = slice(at, at + frames * n)
+        mixed.append(attend(q[run], k[run], v[run], frames))
+        at = run.stop
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frames: int, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Full attention inside each of `frames` equal frames: [patches, heads, head_dim] -> [patches, hidden].
 
-    No mask, so that the fused kernels apply (flash on CPU and for bf16 on CUDA, memory-efficient for float32 on
-    CUDA). They never hold the scores: those of the largest image, 50k x 50k in 16 heads, would take 80 GB."""
+    Without a mask, the fastest fused kernels apply (flash on CPU and for bf16 on CUDA, memory-efficient for float32
+    on CUDA). They never hold the scores: those of the largest image, 50k x 50k in 16 heads, would take 80 GB.
+    `mask` is added to the scores."""
     n = len(q) // frames
     q, k, v = (x.reshape(frames, n, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(frames * n, -1)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return mixed.transpose(1, 2).reshape(frames * n, -1)
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
