@@ -27,18 +27,23 @@ def _snake(x, curve, channel, inside, channels):
     """x + gain sin²(rate x) of [rows, channels] in float32.
 
     sin² has the period pi, so the phase is brought to ±pi/2: pi is split in three, so that the products with the first
-    two are exact with or without fused multiply-add. Up to a phase of 50,000 the result is right to 6e-7 (up to 3,000,
-    to 3e-7); far beyond (2^24), where float32 cannot tell a phase from the next wave's, it is anything from 0 to 1."""
+    two are exact even where a multiply-add is two operations. On a device each is one, and not the compiler's choice: a
+    row in the tail and the same row in the buffer shall be the same bits. Up to a phase of 50,000 the result is right
+    to 6e-7 (up to 3,000, to 3e-7); far beyond (2^24), where float32 cannot tell a phase from the next wave's, sin² is
+    anything from 0 to 1."""
     rate = tl.load(curve + channel, mask=inside, other=0.0)[None, :]
     gain = tl.load(curve + channels + channel, mask=inside, other=0.0)[None, :]
     wide = x.to(tl.float32)
     phase = wide * rate
-    turns = tl.floor(phase * 0.3183098861837907 + 0.5)
-    phase = ((phase - turns * 3.140625) - turns * 9.67502593994140625e-4) - turns * 1.509957990978376432e-7
+    turns = tl.floor(tl.fma(phase, 0.3183098861837907, 0.5))
+    phase = tl.fma(turns, -3.140625, phase)
+    phase = tl.fma(turns, -9.67502593994140625e-4, phase)
+    phase = tl.fma(turns, -1.509957990978376432e-7, phase)
     z = phase * phase
-    series = ((2.5997454673760273e-06 * z - 0.0001980647561290699) * z + 0.008333015361567142) * z - 0.1666665701765731
-    sine = phase + phase * z * series  # the sine to 5e-9
-    return wide + gain * tl.minimum(sine * sine, 1.0)
+    series = tl.fma(z, 2.5997454673760273e-06, -0.0001980647561290699)
+    series = tl.fma(tl.fma(z, series, 0.008333015361567142), z, -0.1666665701765731)
+    sine = tl.fma(phase * z, series, phase)  # to 5e-9
+    return tl.fma(gain, tl.minimum(sine * sine, 1.0), wide)
 
 
 @triton.jit(do_not_specialize=["time"])

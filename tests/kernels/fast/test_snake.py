@@ -35,8 +35,9 @@ def noise(*shape: int, seed: int, scale: float = 3.0) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Snake` and `Push` are the reference here, whatever is usable."""
+    """`Snake` and `Push` are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
     monkeypatch.setattr(streaming, "usable", lambda x: False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 33, 96), (3, 5, 7), (2, 31, 40), (1, 130, 32)], ids=str)
