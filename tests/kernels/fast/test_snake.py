@@ -258,3 +258,26 @@ def test_real_sizes_over_and_over(rows: int, channels: int, time: int, device: t
         assert torch.equal(found[:, rows + 3 :], kernels.snake(x, act.curve)[:, 3:])
         assert not found[:, rows : rows + 3].any()
         assert torch.equal(held.view, torch.gather(found, 1, ends.expand(-1, -1, channels)))
+
+
+@pytest.mark.gpu
+def test_a_captured_step_equals_an_eager_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "usable", lambda x: True)
+    model, rng = vocoder(device), random.Random(0)
+    eager, captured = model.state(3, 2), model.state(3, 2)
+    codes = torch.zeros(3, CONFIG.num_quantizers, 2, dtype=torch.int64, device=device)
+    lengths = torch.zeros(3, dtype=torch.int64, device=device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        model.step(captured, codes, lengths)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wav = model.step(captured, codes, lengths)
+    for i in range(20):
+        codes.copy_(codes_of(6, i, device).view(codes.shape))
+        lengths.copy_(torch.tensor([rng.randint(0, 2) for _ in range(3)]))
+        graph.replay()
+        torch.testing.assert_close(wav, model.step(eager, codes, lengths), rtol=0, atol=1e-5)
+    torch.testing.assert_close(captured.tails, eager.tails, rtol=0, atol=1e-4)
