@@ -14,12 +14,13 @@ The code2wav model calls this on the thread and stream that run its step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stretto.kernels.fast import usable
 from stretto.layers.targets import frozen
 
 FEW_ROWS = 256
@@ -70,6 +71,23 @@ class TailLayout:
 
 
 @dataclass(slots=True)
+class Silence:
+    """First rows of an input that a convolution must read as zeros: rows before a stream's beginning, which exist only
+    because all slots share one shape."""
+
+    rows: torch.Tensor  # [slots] int64: how many; none if it is below 1
+    most: int
+    _mask: torch.Tensor | None = field(default=None, init=False)
+
+    def mask(self) -> torch.Tensor:
+        """[slots, most, 1] bool"""
+        if self._mask is None:
+            row = torch.arange(self.most, device=self.rows.device)
+            self._mask = (row < self.rows[:, None]).unsqueeze(2)
+        return self._mask
+
+
+@dataclass(slots=True)
 class Push:
     """One step's view of the state: where each tail lies, and which rows of `[tail | input]` replace it."""
 
@@ -77,13 +95,15 @@ class Push:
     ends: Sequence[torch.Tensor]
 
     def join(
-        self, tail: Tail, x: torch.Tensor, act: Snake | None = None, mute: torch.Tensor | None = None
+        self, tail: Tail, x: torch.Tensor, act: Snake | None = None, silence: Silence | None = None
     ) -> torch.Tensor:
-        """`[tail | act(x)]` as one buffer, with the tail moved on in the state.
+        """`[tail | act(x)]` as one buffer, with the tail moved on in the state."""
+        held, ends, rows = self.tails[tail.index], self.ends[tail.index], tail.num_rows
+        if usable(x):
+            from stretto.kernels.fast.snake import join
 
-        `mute` [slots, rows, 1] marks which of the activation's first rows to zero: rows before the stream's
-        beginning, which exist only because all slots share one shape."""
-        held, rows = self.tails[tail.index], tail.num_rows
+            curve, silent = None if act is None else act.curve, None if silence is None else silence.rows
+            return join(held, ends, x, curve, silent)
         buffer = x.new_empty(x.shape[0], rows + x.shape[1], x.shape[2])
         buffer[:, :rows] = held
         fresh = buffer[:, rows:]
@@ -91,9 +111,9 @@ class Push:
             fresh.copy_(x)
         else:
             act.into(x, fresh)
-        if mute is not None:
-            fresh[:, : mute.shape[1]].masked_fill_(mute[:, : x.shape[1]], 0)
-        torch.gather(buffer, 1, self.ends[tail.index].expand(-1, -1, x.shape[2]), out=held)
+        if silence is not None:
+            fresh[:, : silence.most].masked_fill_(silence.mask()[:, : x.shape[1]], 0)
+        torch.gather(buffer, 1, ends.expand(-1, -1, x.shape[2]), out=held)
         return buffer
 
 
@@ -102,14 +122,17 @@ class Snake(nn.Module):
 
     rate: torch.Tensor
     gain: torch.Tensor
+    curve: torch.Tensor  # [2, channels] float32: both again, not rounded to the weights' type, for the kernels
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.alpha, self.beta = frozen(channels), frozen(channels)
         self.register_buffer("rate", torch.empty(channels), persistent=False)
         self.register_buffer("gain", torch.empty(channels), persistent=False)
+        self.register_buffer("curve", None, persistent=False)
 
     def prepare(self) -> None:
+        self.curve = torch.stack((self.alpha.float().exp(), 1.0 / (self.beta.float().exp() + 1e-9)))
         self.rate.copy_(self.alpha.exp())
         self.gain.copy_(1.0 / (self.beta.exp() + 1e-9))
 
@@ -118,6 +141,10 @@ class Snake(nn.Module):
         torch.addcmul(x, wave.mul_(wave), self.gain, out=out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if usable(x):
+            from stretto.kernels.fast.snake import snake
+
+            return snake(x, self.curve)
         wave = (x * self.rate).sin_()
         return torch.addcmul(x, wave.mul_(wave), self.gain)
 

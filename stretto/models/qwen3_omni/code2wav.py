@@ -20,7 +20,7 @@ from stretto.kernels.norm import rms_norm
 from stretto.kernels.rope import rotate
 from stretto.layers.linear import Embedding, FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP
-from stretto.layers.streaming import CausalConv, OverlapUpConv, Push, Snake, TailLayout, UpConv
+from stretto.layers.streaming import CausalConv, OverlapUpConv, Push, Silence, Snake, TailLayout, UpConv
 from stretto.layers.targets import frozen
 from stretto.models.qwen3_omni.config import Code2WavConfig
 from stretto.types import Span
@@ -174,8 +174,8 @@ class ResidualUnit(nn.Module):
         self.conv2 = CausalConv(channels, channels, 1)
         self.tail = layout.add(self.conv1.reach, channels, rate)
 
-    def forward(self, x: torch.Tensor, push: Push, mute: torch.Tensor) -> torch.Tensor:
-        y = self.conv1(push.join(self.tail, x, self.act1, mute))
+    def forward(self, x: torch.Tensor, push: Push, silence: Silence) -> torch.Tensor:
+        y = self.conv1(push.join(self.tail, x, self.act1, silence))
         out: torch.Tensor = x + self.conv2(self.act2(y))
         return out
 
@@ -192,21 +192,13 @@ class DecoderBlock(nn.Module):
         units = [ResidualUnit(outputs, d, layout, rows) for d in (1, 3, 9)]
         self.block = nn.ModuleList([Snake(inputs), OverlapUpConv(inputs, outputs, rate), *units])
 
-    def mute(self, before: torch.Tensor) -> torch.Tensor:
-        """Which of the first output rows a convolution must read as zeros, given the frames before: [slots, drop, 1].
-
-        Output row i of a step has the absolute index before * rows - drop + i. The negative ones lie before the
-        stream's beginning."""
-        row = torch.arange(self.drop, device=before.device)
-        return (before[:, None] * self.rows + row < self.drop).unsqueeze(2)
-
-    def forward(self, x: torch.Tensor, push: Push, mute: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, push: Push, silence: Silence) -> torch.Tensor:
         act, up, *units = self.block
         assert isinstance(act, Snake)
-        # Not muted: output that reads a row before the beginning lies before the beginning itself.
+        # Not silenced: output that reads a row before the beginning lies before the beginning itself.
         x = up(push.join(self.tail, x, act))
         for unit in units:
-            x = unit(x, push, mute)
+            x = unit(x, push, silence)
         return x
 
 
@@ -217,6 +209,8 @@ class Code2Wav(nn.Module):
     inv_freq: torch.Tensor
     tail_rates: torch.Tensor
     tail_offsets: torch.Tensor
+    block_rates: torch.Tensor  # [blocks, 1] output rows per frame
+    block_drops: torch.Tensor  # [blocks, 1] output rows before a stream's beginning
 
     def __init__(self, config: Code2WavConfig) -> None:
         super().__init__()
@@ -243,7 +237,7 @@ class Code2Wav(nn.Module):
         self.decoder = nn.ModuleList([first, *blocks, Snake(channels), last])
 
         self.ready = False
-        for name in ("code_offset", "inv_freq", "tail_rates", "tail_offsets"):
+        for name in ("code_offset", "inv_freq", "tail_rates", "tail_offsets", "block_rates", "block_drops"):
             self.register_buffer(name, None, persistent=False)
 
     @torch.no_grad()
@@ -256,6 +250,9 @@ class Code2Wav(nn.Module):
         self.inv_freq = 1.0 / c.rope_theta ** (steps / c.head_dim)
         self.tail_rates = torch.tensor(self.layout.rates(), device=device)
         self.tail_offsets = torch.tensor(self.layout.offsets(), device=device)
+        blocks = self._blocks()
+        self.block_rates = torch.tensor([[b.rows] for b in blocks], device=device)
+        self.block_drops = torch.tensor([[b.drop] for b in blocks], device=device)
         for m in self.modules():
             if isinstance(m, Snake | UpConv | OverlapUpConv):
                 m.prepare()
@@ -340,16 +337,24 @@ class Code2Wav(nn.Module):
         angle = torch.cat((angle, angle), -1)
         return Timing(written.flatten(), bias[:, None], angle.cos().to(dtype), angle.sin().to(dtype))
 
+    def _blocks(self) -> list[DecoderBlock]:
+        return [m for m in self.decoder if isinstance(m, DecoderBlock)]
+
+    def _silent(self, before: torch.Tensor) -> torch.Tensor:
+        """How many of a step's first rows lie before a stream's beginning, given the frames before: [blocks, slots].
+
+        Output row i of a step has the absolute index before * rate - drop + i, and the negative ones do."""
+        return torch.addcmul(self.block_drops, self.block_rates, before, value=-1)
+
     def _decode(self, x: torch.Tensor, push: Push, before: torch.Tensor) -> torch.Tensor:
-        first, *blocks, act, last = self.decoder
+        first, *_, act, last = self.decoder
         assert isinstance(act, Snake)
         x = first(push.join(self.first_tail, x))
-        mute: torch.Tensor | None = None
-        for block in blocks:
-            assert isinstance(block, DecoderBlock)
-            mute = block.mute(before)
-            x = block(x, push, mute)
-        wav = last(push.join(self.last_tail, x, act, mute))
+        silence: Silence | None = None
+        for block, rows in zip(self._blocks(), self._silent(before), strict=True):
+            silence = Silence(rows, block.drop)
+            x = block(x, push, silence)
+        wav = last(push.join(self.last_tail, x, act, silence))
         out: torch.Tensor = wav.squeeze(2).float().clamp(-1.0, 1.0)
         return out
 
