@@ -21,7 +21,7 @@ STALLED_S = 1.0
 the listener has so much in hand."""
 LOOK_S = 0.01
 SMOOTH = 0.25
-LATELY_S = 0.5
+LATELY_S = 0.15
 SLACK_S = 0.003
 """The next frame may take longer than the longest one lately by so much."""
 
