@@ -224,7 +224,7 @@ def no_kernels(host: OneHost) -> Iterator[None]:
         for runner in host.runners():
             if runner.graphs is not None:
                 graphs = DecodeGraphs(runner.lane, runner.graphs.sizes, [How(True, True)])
-                graphs.capture(runner.stream, "plain", progress=False)
+                graphs.capture(runner.stream)
                 captured.append((runner, "graphs", graphs))
         with swapped(captured):
             yield

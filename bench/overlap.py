@@ -92,7 +92,7 @@ def measure(
     graphs = TimedGraphs(lane, sizes=(batch,), ways=ways)
     runner = Runner(lane, graphs)
     assert runner.stream is not None
-    graphs.capture(runner.stream, kind, progress=False)
+    graphs.capture(runner.stream)
     settings = SchedulerConfig(num_blocks=blocks, block_size=block, max_rows=batch, max_context=context,
                                max_step_tokens=16384, overlap_depth=depth, prefix_cache=False)  # fmt: skip
     bell = Bell()

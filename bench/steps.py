@@ -147,7 +147,7 @@ def ready(
         if any(isinstance(layer.mlp, MoeMLP) for layer in decoder.layers) and decoder.fused is not None:
             distinct = Routes(decoder).count(lambda: decode_step(lane, inputs[0], inputs[1], inputs[2], how))
     graphs = DecodeGraphs(lane, sizes=(batch,), ways=[how])
-    graphs.capture(stream, "steps", progress=False)
+    graphs.capture(stream)
     return graphs, how, distinct
 
 

@@ -119,7 +119,7 @@ class Prompt:
         lane = ThinkerLane(model, filled_cache(model, blocks), 1, blocks * BLOCK)
         lane.rows.join(0, range(blocks), 0.0, ())
         graphs = PrefillGraphs(model.model, lane.cache, lane.rows, sizes=(rows,))
-        graphs.capture(stream, "prompt", progress=False)
+        graphs.capture(stream)
         words = torch.randint(0, model.model.config.vocab_size - 100, (rows,), device="cuda")
         positions = torch.arange(rows, device="cuda", dtype=torch.float32).expand(3, -1)
         paging = lane.rows.mixed_paging([(0, 0, rows)])

@@ -190,7 +190,7 @@ class WholeStep:
             return eager
         graphs = DecodeGraphs(self.lane, sizes=(self.what.batch,), ways=[self.how])
         with tuning.instead(changes):
-            graphs.capture(self.stream, "tuning", progress=False)
+            graphs.capture(self.stream)
         return lambda: graphs.replay(self.host, self.how)
 
     def pair(self, base: Table, changes: Table) -> Pair:

@@ -215,7 +215,7 @@ def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...]) -> Non
 
     def capture() -> float:
         start = time.perf_counter()
-        graphs.capture(bench.stream, name, progress=False)
+        graphs.capture(bench.stream)
         return (time.perf_counter() - start) * 1e6
 
     bench.time(f"{name} capture of {len(sizes)} graphs, with compilation", capture)

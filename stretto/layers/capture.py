@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
@@ -23,17 +22,16 @@ def capture_graphs(
     keys: Sequence[Key],
     prepare: Callable[[Key], Callable[[], Result]],
     stream: torch.cuda.Stream,
-    title: str | None = None,
     warmups: int = 1,
 ) -> dict[Key, Captured[Result]]:
     """A graph for each key, in their order: largest first, so that the smaller ones reuse its memory. All or none.
 
     `prepare` makes what one graph alone reads, and returns the pass over it. A graph keeps nothing alive of what it
-    reads: the owner has it already, or the pass returns it. `title`: of the progress; None: none is shown."""
+    reads: the owner has it already, or the pass returns it."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))  # what all graphs read was made there
     graphs: dict[Key, Captured[Result]] = {}
     pool = None
-    for key in tqdm(keys, desc=title, disable=True if title is None else None, leave=False):
+    for key in keys:
         try:
             with torch.cuda.stream(stream):
                 run = prepare(key)

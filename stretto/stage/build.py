@@ -136,7 +136,7 @@ class Builder:
         codec = CodecStage(source.code2wav(), _nobody, config.captured() if graphs else config, waiter)
         if graphs:
             self._progress("code2wav", "capturing graphs")
-            codec.capture(progress=False)
+            codec.capture()
             torch.cuda.empty_cache()  # what the library tried out its convolutions in
         return codec
 
@@ -174,7 +174,7 @@ class Builder:
         runner = Runner(lane, graphs, PRIORITIES[name])
         if graphs is not None and runner.stream is not None:
             self._progress(name, "capturing graphs")
-            graphs.capture(runner.stream, name, progress=False)
+            graphs.capture(runner.stream)
             self._capture_prompts(name, lane, runner.stream)
         store = PayloadStore()
         scheduler = Scheduler(
@@ -206,7 +206,7 @@ class Builder:
         prompts = PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
         if prompts is not None:
             self._progress(name, "capturing prompts")
-            prompts.capture(stream, name, progress=False)
+            prompts.capture(stream)
             lane.prompts = prompts
         if isinstance(lane, ThinkerLane):
             windows = WindowGraphs(lane.model.audio_tower)

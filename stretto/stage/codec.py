@@ -434,12 +434,11 @@ class CodecStage:
 
     # -- graphs
 
-    def capture(self, sizes: Sequence[tuple[int, int]] | None = None, progress: bool = True) -> None:
+    def capture(self, sizes: Sequence[tuple[int, int]] | None = None) -> None:
         """Capture steps of (slots, frames). Streams must not be running."""
         assert self.stream is not None, "graphs need a GPU"
         todo = sorted(set(sizes or self.config.shapes()), key=lambda t: -t[0] * t[1])
-        title = "code2wav: capturing graphs" if progress else None
-        self._graphs = capture_graphs(todo, self._prepare, self.stream, title, warmups=2)
+        self._graphs = capture_graphs(todo, self._prepare, self.stream, warmups=2)
 
     def _prepare(self, shape: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """A step of no frames, so that the state stays as it is: -> what it is given, its samples."""

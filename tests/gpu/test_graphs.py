@@ -103,7 +103,7 @@ def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
         ears = Ears()
         stage = CodecStage(gpu_models.code2wav, ears, config)
         if graphs:
-            stage.capture(progress=False)
+            stage.capture()
         rng = np.random.default_rng(0)
         for i in range(6):
             stage.open(RequestId(str(i)))

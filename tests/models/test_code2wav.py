@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stretto.errors import Bug, Invalid
+from stretto.layers.capture import capture_graphs
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState, Code2WavStream
 from stretto.models.qwen3_omni.config import Code2WavConfig
@@ -478,15 +479,8 @@ def test_a_captured_step_equals_an_eager_one() -> None:
     eager, captured = model.state(slots), model.state(slots)
     codes = torch.zeros(slots, 4, frames, dtype=torch.long, device="cuda")
     lengths = torch.zeros(slots, dtype=torch.long, device="cuda")
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        model.step(captured, codes, lengths)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wav = model.step(captured, codes, lengths)
+    graphs = capture_graphs([0], lambda _: lambda: model.step(captured, codes, lengths), torch.cuda.Stream())
+    graph, wav = graphs[0]
 
     rng = random.Random(0)
     for i in range(40):

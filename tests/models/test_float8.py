@@ -27,8 +27,9 @@ from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.qwen3_omni.weights import CheckpointFiles, build, estimate, fill_dummy, load
 from stretto.solo import Solo
 from stretto.types import SamplingParams
-from tests.models.test_solo import FRAMES, LIMITS, TEXT, codes, done, texts, wave
-from tests.oracle import generate, load_oracle
+from tests.models.test_solo import LIMITS, check_greedy, codes, done, texts
+from tests.models.test_weights import fill_on_gpu
+from tests.oracle import load_oracle
 from tests.prompts import KINDS, make
 
 
@@ -76,12 +77,7 @@ def same_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_the_reference_with_those_weights(kind: str, narrow: Models, oracle: Any) -> None:
-    prompt = make(kind, narrow.config)
-    want = generate(oracle, prompt, max_text=TEXT, max_frames=FRAMES + 1)
-    got = list(Solo(narrow).run(prompt, LIMITS.greedy()))
-    assert texts(got) == want.text
-    np.testing.assert_array_equal(codes(got), want.codes.cpu().numpy())
-    np.testing.assert_allclose(wave(got), want.waveform.cpu().numpy(), atol=1e-5)
+    check_greedy(kind, narrow, oracle)
 
 
 def test_only_the_thinkers_routed_experts_are_float8(narrow: Models, models: Models) -> None:
@@ -251,14 +247,6 @@ def test_a_gpu_quantises_to_the_same_bits(staging: int, tiny_dir: Path, tiny_con
 @pytest.mark.slow
 def test_the_released_float8_thinker_is_filled_in_its_own_size() -> None:
     """One layer's wide weights at a time are all that comes on top."""
-    config = parse(released_config()).with_float8_experts()
-    size = estimate({"thinker": lambda: Thinker(config)}, torch.bfloat16)["thinker"]
-    if torch.cuda.mem_get_info()[0] < size + (4 << 30):
-        pytest.skip("needs a larger device")
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    module = build(lambda: Thinker(config), "cuda", torch.bfloat16)
-    fill_dummy(module, 0)
-    torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < size + (2 << 30)
+    module, size, took = fill_on_gpu(parse(released_config()).with_float8_experts(), extra=4 << 30)
+    assert took < size + (2 << 30)
     assert all(e.scales is not None and e.scales[0].isfinite().all() for e in mixtures(module))

@@ -54,7 +54,7 @@ class Desk:
         runner = Runner(lane, captured)
         if captured is not None:
             assert runner.stream is not None
-            captured.capture(runner.stream, kind, progress=False)
+            captured.capture(runner.stream)
         self.clock, self.rng = Clock(tick=MS // 10), random.Random(0)
         if self.hold:
             Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS)).drive(runner)

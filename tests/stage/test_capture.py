@@ -161,7 +161,7 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(decoding, "decode_step", step)
     lane = SimpleNamespace(rows=SimpleNamespace(num_rows=3, device=CPU, sink=9), fused=fused)
     graphs = DecodeGraphs(lane, sizes=(1, 2, 4))
-    graphs.capture(cuda.side, "test", progress=False)  # type: ignore[arg-type]
+    graphs.capture(cuda.side)  # type: ignore[arg-type]
     ways = [FULL] if fused else [PLAIN, FULL]
     want = [(size, how) for how in ways for size in (3, 2, 1)]
     assert cuda.captured() == want
@@ -228,7 +228,7 @@ def test_vocoder_steps(
         return step(state, codes, counts)
 
     monkeypatch.setattr(model, "step", noted)
-    stage.capture(sizes, progress=False)
+    stage.capture(sizes)
     captured = cuda.captured()
     assert sorted(captured) == sorted(set(sizes or config.shapes()))
     assert captured == sorted(captured, key=lambda shape: -shape[0] * shape[1])

@@ -35,4 +35,4 @@ def usable(x: torch.Tensor) -> bool:
 
 def usable_if_asked(x: torch.Tensor) -> bool:
     """For kernels that have not run on a GPU yet."""
-    return _mode() in ("all", "force") and usable(x)
+    return usable(x) and _mode() in ("all", "force")

@@ -267,8 +267,7 @@ def decode(
         qkv, gains[0], gains[1], cos, sin, cache, slots, tables, lengths, out, parts, scores[0], scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
         HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, num_warps=c["warps"],
-        maxnreg=c.get("regs"), **protocol(qkv),
+        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, num_warps=c["warps"], **protocol(qkv),
     )  # fmt: skip
     if apart:
         _combine[(rows, heads)](

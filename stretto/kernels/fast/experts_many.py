@@ -23,7 +23,7 @@ def _ranks(logits, E: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr):
     """Of one row's logits [E]: each expert's rank, which is how many go before it (ties: the lower number does), so all
     are placed at once; and its weight, if it is among the first TOP."""
     e = tl.arange(0, E)
-    scores = tl.load(logits + e, volatile=True).to(tl.float32)
+    scores = tl.load(logits + e).to(tl.float32)
     # What is not a number compares with nothing, and places would stay empty: addresses are made from them. (The
     # weights come out as what they are, so that it shows in the end.)
     scores = tl.where(scores == scores, scores, float("-inf"))

@@ -34,10 +34,9 @@ class DecodeGraphs:
         self._staged: dict[int, list[torch.Tensor]] = {}
         self._turn = 0
 
-    def capture(self, stream: torch.cuda.Stream, label: str, progress: bool = True) -> None:
+    def capture(self, stream: torch.cuda.Stream) -> None:
         todo = [(size, how) for how in self.ways for size in reversed(self.sizes)]
-        title = f"{label}: capturing graphs" if progress else None
-        self._graphs = capture_graphs(todo, self._prepare, stream, title, warmups=1 if self.lane.fused else 2)
+        self._graphs = capture_graphs(todo, self._prepare, stream, warmups=1 if self.lane.fused else 2)
         for size in self.sizes:
             self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
 

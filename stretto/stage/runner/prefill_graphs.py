@@ -59,10 +59,9 @@ class PrefillGraphs:
         """None where the kernels that a graph is made of do not apply."""
         return cls(decoder, cache, rows, accept_layer) if decoder.fused is not None else None
 
-    def capture(self, stream: torch.cuda.Stream, label: str, progress: bool = True) -> None:
+    def capture(self, stream: torch.cuda.Stream) -> None:
         """All sizes, over empty passes."""
-        title = f"{label}: capturing prompts" if progress else None
-        self._graphs = capture_graphs(self.sizes[::-1], lambda size: lambda: self.forward(size), stream, title)
+        self._graphs = capture_graphs(self.sizes[::-1], lambda size: lambda: self.forward(size), stream)
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, paging: Paging

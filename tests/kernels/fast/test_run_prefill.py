@@ -241,7 +241,7 @@ def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graphs = PrefillGraphs(bed.decoder, bed.cache, bed.rows, accept_layer=2, sizes=(16, 128, 256, 768), max_sequences=8)
-    graphs.capture(stream, "test", progress=False)
+    graphs.capture(stream)
     with torch.cuda.stream(stream):
         for spans in REAL:
             x, positions, paging = bed.inputs(spans)
@@ -276,7 +276,7 @@ def test_a_replay_is_deterministic_and_like_the_same_padded_pass(device: torch.d
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graphs = PrefillGraphs(bed.decoder, bed.cache, bed.rows, None, sizes=(128,), max_sequences=8)
-    graphs.capture(stream, "test", progress=False)
+    graphs.capture(stream)
     spans = [(0, 50, 51), (1, 0, 90)]
     with torch.cuda.stream(stream):
         bed.fast([(0, 0, 50)])

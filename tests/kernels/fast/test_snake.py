@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stretto.layers import streaming
+from stretto.layers.capture import capture_graphs
 from stretto.layers.streaming import Push, Silence, Snake, Tail
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState
@@ -267,14 +268,8 @@ def test_a_captured_step_equals_an_eager_one(device: torch.device, monkeypatch: 
     eager, captured = model.state(3, 2), model.state(3, 2)
     codes = torch.zeros(3, CONFIG.num_quantizers, 2, dtype=torch.int64, device=device)
     lengths = torch.zeros(3, dtype=torch.int64, device=device)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        model.step(captured, codes, lengths)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wav = model.step(captured, codes, lengths)
+    graphs = capture_graphs([0], lambda _: lambda: model.step(captured, codes, lengths), torch.cuda.Stream())
+    graph, wav = graphs[0]
     for i in range(20):
         codes.copy_(codes_of(6, i, device).view(codes.shape))
         lengths.copy_(torch.tensor([rng.randint(0, 2) for _ in range(3)]))
