@@ -182,7 +182,7 @@ def test_passes_over_shared_buffers(cuda: FakeCuda, owner: Any, monkeypatch: pyt
     monkeypatch.setattr(owner, "__init__", lambda self, sizes: setattr(self, "sizes", sizes))
     monkeypatch.setattr(owner, "forward", forward)
     graphs = owner([1, 2, 8])
-    graphs.capture(cuda.side, *(("test", False) if owner is PrefillGraphs else ()))
+    graphs.capture(cuda.side)
     assert cuda.captured() == cuda.warmups() == [8, 2, 1]
     assert [(size, result) for size, (_, result) in graphs._graphs.items()] == [(8, 8), (2, 2), (1, 1)]
 
