@@ -6,7 +6,7 @@
 Weights are random (speed does not depend on them). Every slot takes a full share of frames in every step. Prints
 one JSON object with the hardware, the versions and every step's time; one frame is 80 ms of audio.
 
-With --kernels, on a GPU in bfloat16, activations and joins are kernels of ours instead of plain PyTorch, to compare."""
+On a GPU in bfloat16, activations and joins are kernels of ours; with --plain everything is PyTorch, to compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from stretto.kernels.fast import usable_if_asked
+from stretto.kernels.fast import usable
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, Code2WavConfig, OmniConfig, parse
@@ -135,14 +135,14 @@ def main() -> None:
     parser.add_argument("--steps", default=30, type=int, help="measured steps per combination")
     parser.add_argument("--graph", action="store_true", help="also replay the step as a captured CUDA graph")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels for each shape")
-    parser.add_argument("--kernels", action="store_true", help="as with STRETTO_KERNELS=all")
+    parser.add_argument("--plain", action="store_true", help="as with STRETTO_KERNELS=off")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     cuda = args.device.type == "cuda"
     if args.graph and not cuda:
         parser.error("--graph needs --device cuda")
-    if args.kernels:
-        os.environ["STRETTO_KERNELS"] = "all"
+    if args.plain:
+        os.environ["STRETTO_KERNELS"] = "off"
 
     torch.backends.cudnn.benchmark = args.cudnn_benchmark
     config = read_config(args.config)
@@ -172,7 +172,7 @@ def main() -> None:
         "bench": "code2wav",
         "config": args.config,
         "dtype": args.dtype,
-        "kernels": cuda and usable_if_asked(next(model.parameters())),
+        "kernels": cuda and usable(next(model.parameters())),
         "cudnn_benchmark": args.cudnn_benchmark,
         "parameters": sum(p.numel() for p in model.parameters()),
         "environment": environment(args.device),

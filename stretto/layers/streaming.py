@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stretto.kernels.fast import usable_if_asked
+from stretto.kernels.fast import usable
 from stretto.layers.targets import frozen
 
 FEW_ROWS = 256
@@ -99,7 +99,7 @@ class Push:
     ) -> torch.Tensor:
         """`[tail | act(x)]` as one buffer, with the tail moved on in the state."""
         held, ends, rows = self.tails[tail.index], self.ends[tail.index], tail.num_rows
-        if usable_if_asked(x):
+        if usable(x):
             from stretto.kernels.fast.snake import join
 
             curve, silent = None if act is None else act.curve, None if silence is None else silence.rows
@@ -141,7 +141,7 @@ class Snake(nn.Module):
         torch.addcmul(x, wave.mul_(wave), self.gain, out=out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if usable_if_asked(x):
+        if usable(x):
             from stretto.kernels.fast.snake import snake
 
             return snake(x, self.curve)

@@ -30,7 +30,7 @@ class HostSettings:
     expert_weights: ExpertWeights = "full"  # of the thinker; full: of `dtype`
     threads: int = 1  # of arithmetic, on a CPU
     graphs: bool = True  # on a GPU
-    vision_graphs: bool = False  # with them, for single images too; off until measured: bench/kernels/vision.py
+    vision_graphs: bool = True  # with them, for single images too
     warm: bool = True  # there, compile kernels in several processes before the first start
     overlap_depth: int = 2
     launch_lead_ms: float = 1.5  # beyond its own time, a launch begins so long before the device runs out of work

@@ -15,15 +15,11 @@ MAX_ROWS = 128
 """Rows of a decode step that the fused kernels take."""
 
 
-def _mode() -> str:
-    return os.environ.get("STRETTO_KERNELS", "on").lower()
-
-
 @cache
 def dtypes() -> tuple[torch.dtype, ...]:
-    """Types that kernels are used for. STRETTO_KERNELS: "off" for none, "all" for those too that wait to be measured,
-    "force" for these and float32 (to compare with an oracle; slower than the plain way)."""
-    mode = _mode()
+    """Types that kernels are used for. STRETTO_KERNELS: "off" for none, "force" for float32 too (to compare with an
+    oracle; slower than the plain way)."""
+    mode = os.environ.get("STRETTO_KERNELS", "on").lower()
     if mode == "off" or importlib.util.find_spec("triton") is None:
         return ()
     return (torch.bfloat16, torch.float32) if mode == "force" else (torch.bfloat16,)
@@ -31,8 +27,3 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 def usable(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in dtypes()
-
-
-def usable_if_asked(x: torch.Tensor) -> bool:
-    """For kernels that have not run on a GPU yet."""
-    return usable(x) and _mode() in ("all", "force")

@@ -54,12 +54,41 @@ def _keys(layer, plane, table, key, known, past, HK: tl.constexpr, D: tl.constex
     return k, tl.load(at + plane, mask=seen, other=0.0, cache_modifier=".cg")
 
 
+@triton.jit
+def _add_up(
+    out, parts, maxima, sums, first, used,
+    D: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The splits of the heads from `first` on, added up. Every load is on its way before the first is looked at (as
+    volatile ones they were a round trip each), and past the first-level cache, which does not hear of others' writes.
+    No thread needs anything from another."""
+    g, d = tl.arange(0, GP), tl.arange(0, D)
+    heads, mine = g < GROUP, (first + g) * SPLITS
+    high = tl.where(heads, float("-inf"), 0.0)
+    for i in tl.static_range(SPLITS):
+        mask = heads & (i < used)
+        high = tl.maximum(high, tl.load(maxima + mine + i, mask=mask, other=float("-inf"), cache_modifier=".cg"))
+    total = tl.where(heads, 0.0, 1.0)
+    acc = tl.zeros([GP, D], tl.float32)
+    for i in tl.static_range(SPLITS):
+        mask = heads & (i < used)
+        top = tl.load(maxima + mine + i, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            parts + (mine + i)[:, None] * D + d[None, :], mask=mask[:, None], other=0.0, cache_modifier=".cg"
+        )
+        share = tl.exp(top - high)
+        total += share * tl.load(sums + mine + i, mask=mask, other=0.0, cache_modifier=".cg")
+        acc += part * share[:, None]
+    to = out + (first + g)[:, None] * D + d[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), heads[:, None])
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _decode(
     qkv, q_gain, k_gain, cos, sin, cache, slots, tables, lengths, out, parts, maxima, sums, counters,
     eps, scale, num_blocks, width,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one row and key head. Split 0 also has the new key, which it writes. The parts are added
     up by the last program to finish, or, if APART, by `_combine`."""
@@ -96,6 +125,8 @@ def _decode(
         new_y = tl.load(from_k + other[None, :]).to(tl.float32)
         new_v = tl.load(row + (HQ + HK + head) * D + d)
         q = (_turned(x, y, gain_q, crossed_q, cosine, sine, eps, D) * scale).to(k.dtype)
+        if PDL and SOON:
+            gdc_launch_dependents()
         acc = tl.zeros([GP, D], tl.float32)
         top = tl.zeros([GP], tl.float32) + float("-inf")
         total = tl.zeros([GP], tl.float32)
@@ -121,7 +152,7 @@ def _decode(
             first += SPLITS * BLOCK
             key += SPLITS * BLOCK
             k, v = _keys(layer, plane, table, key, key < past, past, HK, D, BS)
-        if PDL:  # not earlier: the next kernel's weights would stand in the way of what was read here
+        if PDL and not SOON:  # not earlier: the next kernel's weights would stand in the way of what was read here
             gdc_launch_dependents()
         mine = m * HQ + head * GROUP + g
         if used == 1 and not APART:
@@ -136,30 +167,10 @@ def _decode(
                 tl.debug_barrier()
                 if tl.atomic_add(counters + m * HK + head, 1, sem="acq_rel") == used - 1:
                     tl.store(counters + m * HK + head, 0)
-                    s = tl.arange(0, SPLITS)
-                    there = heads[:, None] & (s < used)[None, :]
-                    where = mine[:, None] * SPLITS + s[None, :]
-                    tops = tl.load(maxima + where, mask=there, other=float("-inf"), volatile=True)
-                    high = tl.max(tl.where(heads[:, None], tops, 0.0), 1)
-                    share = tl.exp(tops - high[:, None])
-                    total = tl.sum(share * tl.load(sums + where, mask=there, other=0.0, volatile=True), 1)
-                    acc = tl.zeros([GP, D], tl.float32)
-                    for i in tl.static_range(SPLITS):
-                        mask = heads & (i < used)
-                        weight = tl.exp(
-                            tl.load(maxima + mine * SPLITS + i, mask=mask, other=float("-inf"), volatile=True) - high
-                        )
-                        part = tl.load(
-                            parts + (mine * SPLITS + i)[:, None] * D + d[None, :],
-                            mask=mask[:, None], other=0.0, volatile=True,
-                        )  # fmt: skip
-                        acc += part * weight[:, None]
-                    total = tl.where(heads, total, 1.0)
-                    tl.store(
-                        out + mine[:, None] * D + d[None, :],
-                        (acc / total[:, None]).to(out.dtype.element_ty),
-                        heads[:, None],
-                    )
+                    _add_up(
+                        out, parts, maxima, sums, m * HQ + head * GROUP, used, D, triton.next_power_of_2(GROUP), GROUP,
+                        SPLITS,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -267,7 +278,7 @@ def decode(
         qkv, gains[0], gains[1], cos, sin, cache, slots, tables, lengths, out, parts, scores[0], scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
         HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, num_warps=c["warps"], **protocol(qkv),
+        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, SOON=bool(c.get("soon", 0)), num_warps=c["warps"], **protocol(qkv),
     )  # fmt: skip
     if apart:
         _combine[(rows, heads)](

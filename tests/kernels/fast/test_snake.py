@@ -37,7 +37,7 @@ def noise(*shape: int, seed: int, scale: float = 3.0) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Snake` and `Push` are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
-    monkeypatch.setattr(streaming, "usable_if_asked", lambda x: False)
+    monkeypatch.setattr(streaming, "usable", lambda x: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
@@ -220,7 +220,7 @@ def test_a_stream_in_pieces_equals_one_decode_without_kernels(
     whole = [model.decode(s) for s in streams]
     state, slow = model.state(2, 3), model.state(2, 3)
     play(model, slow, streams, 8)
-    monkeypatch.setattr(streaming, "usable_if_asked", lambda x: True)
+    monkeypatch.setattr(streaming, "usable", lambda x: True)
     monkeypatch.setattr(Snake, "into", None)  # nobody takes the plain way
     found = play(model, state, streams, 8)
     assert [len(f) for f in found] == [model.num_samples(len(s)) for s in streams]  # all frames were played
@@ -236,7 +236,7 @@ def test_an_idle_slot_keeps_every_bit(device: torch.device, monkeypatch: pytest.
     state.tails.copy_(noise(*state.tails.shape, seed=1))
     state.frames.fill_(5)
     before = state.tails.clone()
-    monkeypatch.setattr(streaming, "usable_if_asked", lambda x: True)
+    monkeypatch.setattr(streaming, "usable", lambda x: True)
     model.step(state, codes_of(4, 1, device).view(2, 2, 2), torch.tensor([2, 0], device=device))
     assert torch.equal(state.tails[1], before[1])
     assert not torch.equal(state.tails[0], before[0])
@@ -263,7 +263,7 @@ def test_real_sizes_over_and_over(rows: int, channels: int, time: int, device: t
 
 @pytest.mark.gpu
 def test_a_captured_step_equals_an_eager_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "usable_if_asked", lambda x: True)
+    monkeypatch.setattr(streaming, "usable", lambda x: True)
     model, rng = vocoder(device), random.Random(0)
     eager, captured = model.state(3, 2), model.state(3, 2)
     codes = torch.zeros(3, CONFIG.num_quantizers, 2, dtype=torch.int64, device=device)
