@@ -51,7 +51,8 @@ SHALLOW = 2  # layers in which every variant of a layer's kernels occurs: the fi
 INPUTS = 16  # different ones, so that steps choose different experts
 CHECKED = 5  # of them, for the output: a single row may choose another expert or code by rounding alone
 WARM = 4  # replays before those that count
-SWITCHES = ("apart", "early", "swap")  # parameters that are 0 or 1
+SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1
+BESIDE = {"decode": "soon", "split": "fetch"}  # of these, what only shows beside other kernels; `tune` leaves it alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +346,9 @@ class Candidates:
             found = nearby(asked.found)
         else:
             return []
-        if asked.kernel == "decode":
-            found += [c | {"apart": 1} for c in found if c["SPLITS"] > 1 and not c.get("apart")]
+        switch = BESIDE.get(asked.kernel)
+        if switch is not None:
+            found = [c | {switch: n} for c in [asked.found, *found] for n in (0, 1)]
         others = [asked.default | c for c in found if asked.default | c != asked.found]
         return chosen(others, asked.found, self.most - 1)
 

@@ -139,8 +139,7 @@ class FusedLayers:
             qkv = project(x, layer.qkv, norm=layer.input_norm)
             x = out = project(attend(i, layer, qkv), layer.o, add=x, out=out)
             if layer.experts is not None:
-                following = self.layers[i + 1].qkv if i + 1 < len(self.layers) else None
-                experts.mixture_one(x, layer.experts, ahead=following)
+                experts.mixture_one(x, layer.experts)
             else:
                 project(project(x, layer.gate_up, norm=layer.mlp_norm, glu=True), layer.down, add=x, out=x)
             if after is not None:

@@ -88,10 +88,11 @@ def _decode(
     qkv, q_gain, k_gain, cos, sin, cache, slots, tables, lengths, out, parts, maxima, sums, counters,
     eps, scale, num_blocks, width,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one row and key head. Split 0 also has the new key, which it writes. The parts are added
-    up by the last program to finish, or, if APART, by `_combine`."""
+    up by the last program to finish. SOON: the next kernel may start, and read its weights, as soon as the queries are
+    there; with many rows those weights would stand in the way of keys that are still to come."""
     m, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Before the wait, nothing may come from the first-level cache: it could be older than this step.
     past = tl.load(lengths + m, cache_modifier=".cg") - 1  # keys in the cache before this step
@@ -152,10 +153,10 @@ def _decode(
             first += SPLITS * BLOCK
             key += SPLITS * BLOCK
             k, v = _keys(layer, plane, table, key, key < past, past, HK, D, BS)
-        if PDL and not SOON:  # not earlier: the next kernel's weights would stand in the way of what was read here
+        if PDL and not SOON:
             gdc_launch_dependents()
         mine = m * HQ + head * GROUP + g
-        if used == 1 and not APART:
+        if used == 1:
             tl.store(
                 out + mine[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), heads[:, None]
             )
@@ -163,38 +164,11 @@ def _decode(
             tl.store(maxima + mine * SPLITS + split, top, heads)
             tl.store(sums + mine * SPLITS + split, total, heads)
             tl.store(parts + (mine * SPLITS + split)[:, None] * D + d[None, :], acc, heads[:, None])
-            if not APART:
-                tl.debug_barrier()
-                if tl.atomic_add(counters + m * HK + head, 1, sem="acq_rel") == used - 1:
-                    tl.store(counters + m * HK + head, 0)
-                    _add_up(
-                        out, parts, maxima, sums, m * HQ + head * GROUP, used, D, triton.next_power_of_2(GROUP), GROUP,
-                        SPLITS,
-                    )  # fmt: skip
-
-
-@triton.jit
-def _combine(
-    lengths, out, parts, maxima, sums,
-    HQ: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One head of one row: its splits added up."""
-    if PDL:
-        gdc_launch_dependents()
-    m, head = tl.program_id(0), tl.program_id(1)
-    past = tl.load(lengths + m, cache_modifier=".cg") - 1
-    used = _used(past, BLOCK, SPLITS)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, D)
-    there = s < used
-    at = (m * HQ + head) * SPLITS + s
-    if PDL:
-        gdc_wait()
-    tops = tl.load(maxima + at, mask=there, other=float("-inf"))
-    totals = tl.load(sums + at, mask=there, other=0.0)
-    values = tl.load(parts + at[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
-    share = tl.exp(tops - tl.max(tops, 0))
-    value = tl.sum(values * share[:, None], 0) / tl.sum(totals * share, 0)
-    tl.store(out + (m * HQ + head) * D + d, value.to(out.dtype.element_ty))
+            tl.debug_barrier()
+            if tl.atomic_add(counters + m * HK + head, 1, sem="acq_rel") == used - 1:
+                tl.store(counters + m * HK + head, 0)
+                first = m * HQ + head * GROUP
+                _add_up(out, parts, maxima, sums, first, used, D, triton.next_power_of_2(GROUP), GROUP, SPLITS)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -268,9 +242,9 @@ def decode(
     _, blocks, kv_heads, block_size, dim = cache.shape
     group = heads // kv_heads
     splits = triton.next_power_of_2(max(1, min(MAX_SPLITS // 2, 512 // (rows * kv_heads))))
-    default = {"BLOCK": 64, "SPLITS": splits, "warps": 4, "apart": 0}
+    default = {"BLOCK": 64, "SPLITS": splits, "warps": 4, "soon": int(rows <= 8)}
     c = config("decode", (triton.next_power_of_2(rows), heads, kv_heads), default) if tuned is None else tuned
-    splits, apart = c["SPLITS"], bool(c.get("apart", 0))
+    splits = c["SPLITS"]
     out = qkv.new_empty(rows, heads * dim)
     parts = qkv.new_empty(rows, heads, splits, dim, dtype=torch.float32)
     scores = qkv.new_empty(2, rows, heads, splits, dtype=torch.float32)
@@ -278,13 +252,8 @@ def decode(
         qkv, gains[0], gains[1], cos, sin, cache, slots, tables, lengths, out, parts, scores[0], scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
         HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, APART=apart, SOON=bool(c.get("soon", 0)), num_warps=c["warps"], **protocol(qkv),
+        BLOCK=c["BLOCK"], SPLITS=splits, SOON=bool(c.get("soon", 0)), num_warps=c["warps"], **protocol(qkv),
     )  # fmt: skip
-    if apart:
-        _combine[(rows, heads)](
-            lengths, out, parts, scores[0], scores[1],
-            HQ=heads, D=dim, BLOCK=c["BLOCK"], SPLITS=splits, num_warps=2, **protocol(qkv),
-        )  # fmt: skip
     return out
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast.linear import fetch, pdl, project, protocol
+from stretto.kernels.fast.linear import project, protocol
 from stretto.kernels.fast.tuning import config
 
 
@@ -53,7 +53,7 @@ class ExpertWeights:
 
 
 @triton.jit
-def _sortable(logits, E: tl.constexpr):
+def sortable(logits, E: tl.constexpr):
     """One row's logits [E], and integers in the same order, all different: the lower bits count down the experts, so of
     equal ones the lower number is the larger. (Past the first-level cache, as before every wait: it may be older.)"""
     e = tl.arange(0, E)
@@ -69,7 +69,7 @@ def _sortable(logits, E: tl.constexpr):
 
 
 @triton.jit
-def _without(order, largest):
+def without(order, largest):
     """The same, but the largest last."""
     lowest: tl.constexpr = -(2**63) if order.dtype == tl.int64 else -(2**31)
     return tl.where(order == largest, lowest, order)
@@ -88,28 +88,22 @@ def up_scales(scales, e, n, SIZE: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _up_vector(
-    x, gain, logits, gate_up, scales, shared_gate_up, out, ahead, eps, lines, each,
+    x, gain, logits, gate_up, scales, shared_gate_up, out, eps,
     K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
-    BN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row through BN columns of one of its experts: silu(gate) * up. While the router still decides whose weights
-    to read, memory stands idle: the first programs ask for `lines` cache lines at `ahead`, needed next."""
+    """One row through BN columns of one of its experts: silu(gate) * up."""
     slot = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, K)
     g = tl.load(gain + k).to(tl.float32)
-    if AHEAD:
-        first = (slot * tl.num_programs(0) + tl.program_id(0)) * each
-        if first < lines:
-            line = first + tl.arange(0, AHEAD)
-            fetch(ahead + tl.minimum(line, lines - 1).to(tl.int64) * 64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # after the wait: `down` may read the logits before its own
-    _, order = _sortable(logits, E)
+    _, order = sortable(logits, E)
     largest = tl.max(order, 0)
     for _ in range(tl.minimum(slot, TOP - 1)):
-        order = _without(order, largest)
+        order = without(order, largest)
         largest = tl.max(order, 0)
     e = E - 1 - (largest & (E - 1)).to(tl.int32)
     if PIECES > 0:
@@ -146,11 +140,11 @@ def _down_vector(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # The logits are complete: before any program of the kernel in front let this one start, it had waited for them.
-    scores, order = _sortable(logits, E)
+    scores, order = sortable(logits, E)
     e = tl.maximum(E + slot - TOP, 0)  # right from TOP on
     for i in tl.static_range(TOP):
         largest = tl.max(order, 0)
-        order = _without(order, largest)
+        order = without(order, largest)
         e = tl.where(slot == i, E - 1 - (largest & (E - 1)).to(tl.int32), e)
     high = tl.max(scores, 0)
     weight = tl.exp(
@@ -194,10 +188,6 @@ def chunk(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-FETCHERS = 1024  # programs of `_up_vector` that are there while the router decides, about
-MOST_AHEAD = 24 << 20  # bytes: about half of the cache
-
-
 def common(x: torch.Tensor, w: ExpertWeights) -> dict[str, int | bool]:
     return {
         "E": w.num_experts,
@@ -217,22 +207,17 @@ def up_one(
     x: torch.Tensor,
     logits: torch.Tensor,
     w: ExpertWeights,
-    ahead: torch.Tensor | None = None,
     tuned: dict[str, int] | None = None,
 ) -> torch.Tensor:
     """For one row x [1, hidden] of the residual stream and its router's logits: silu(gate) * up of its experts [slots,
-    expert size]. `ahead`: weights (bfloat16, contiguous) of what comes after this layer, to get on their way."""
+    expert size]."""
     hidden, size = x.shape[1], w.down.shape[2]
     c = tuned_for("up_vector", w, (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
     h = x.new_empty(w.slots, size)
-    lines = 0 if ahead is None or not pdl(x) else min(ahead.nbytes, MOST_AHEAD) // 128
-    each = triton.cdiv(lines, min(FETCHERS, size // c["BN"] * w.slots))
     _up_vector[(size // c["BN"], w.slots)](
         x, w.gain, logits, w.gate_up, x if w.scales is None else w.scales[0],
-        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, x if ahead is None else ahead,
-        w.eps, lines, each,
-        K=hidden, TOP=w.top_k, BN=c["BN"], AHEAD=triton.next_power_of_2(each) if lines else 0, num_warps=c["warps"],
-        **common(x, w),
+        w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, w.eps,
+        K=hidden, TOP=w.top_k, BN=c["BN"], num_warps=c["warps"], **common(x, w),
     )  # fmt: skip
     return h
 
@@ -252,7 +237,7 @@ def down_one(
     )  # fmt: skip
 
 
-def mixture_one(x: torch.Tensor, w: ExpertWeights, ahead: torch.Tensor | None = None) -> None:
-    """x += experts(norm(x)), in place, for one row of the residual stream; `ahead` as in `up_one`."""
+def mixture_one(x: torch.Tensor, w: ExpertWeights) -> None:
+    """x += experts(norm(x)), in place, for one row of the residual stream."""
     logits = project(x, w.router, norm=(w.gain, w.eps))
-    down_one(up_one(x, logits, w, ahead), logits, w, x)
+    down_one(up_one(x, logits, w), logits, w, x)

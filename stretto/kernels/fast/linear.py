@@ -239,7 +239,8 @@ def _split(
 ):  # fmt: skip
     """As `_matrix` (without its norm), cut differently: a program takes BN outputs over one of SPLITS parts of K, with
     the weights as left operand. So the rows are read N / BN times instead of N / 16 times, which is what many rows wait
-    for. Weights are asked for before the wait, LINES cache lines per output. The last program of a tile to finish adds
+    for. Weights are asked for before the wait, LINES cache lines per output (0: not, where the kernel in front needs
+    all of the memory's rate itself). The last program of a tile to finish adds
     the parts up, in their order."""
     if PDL:
         gdc_launch_dependents()
@@ -250,7 +251,7 @@ def _split(
     inside = (n < N)[:, None]
     share: tl.constexpr = K // SPLITS
     at = w + n.to(tl.int64)[:, None] * K + split * share
-    if PDL:
+    if PDL and LINES:
         line = at + tl.minimum(tl.arange(0, LINES) * 64, share - 1)[None, :]
         line = tl.where(inside, line, w)
         fetch(line)
@@ -474,10 +475,10 @@ def _few(
     }  # fmt: skip
     if split:
         parts = x.new_empty(programs * c["SPLITS"] * c["BN"] * tile * (2 if glu else 1), dtype=torch.float32)
+        lines = triton.next_power_of_2(triton.cdiv(inputs // c["SPLITS"], 64))
         _split[(programs, c["SPLITS"])](
             x, squares, w, residual, out, *following, parts, counters, eps, rows, outputs, summed, x.stride(0),
-            BK=c["BK"], SPLITS=c["SPLITS"], LINES=triton.next_power_of_2(triton.cdiv(inputs // c["SPLITS"], 64)),
-            num_stages=c["stages"], **options,
+            BK=c["BK"], SPLITS=c["SPLITS"], LINES=lines if c.get("fetch", 1) else 0, num_stages=c["stages"], **options,
         )  # fmt: skip
     else:
         _matrix[(programs,)](

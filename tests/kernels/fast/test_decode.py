@@ -216,9 +216,9 @@ def test_rows_that_are_no_numbers_stay_within_bounds(device: torch.device, rows:
 
 @both
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 2), (4, 4)])
-@pytest.mark.parametrize(("splits", "apart"), [(1, 0), (4, 0), (4, 1)])
+@pytest.mark.parametrize(("splits", "soon"), [(1, 0), (4, 0), (4, 1)])
 def test_decode_attention(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, splits: int, apart: int
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, splits: int, soon: int
 ) -> None:
     r = Random(device, dtype, heads + splits)
     dim, size = 32, 16
@@ -243,7 +243,7 @@ def test_decode_attention(
     counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
     found = fast_attention.decode(
         qkv, (q_gain, k_gain, EPS), cos, sin, cache.data[1], paging.slots, paging.tables, paging.lengths, counters,
-        heads, tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4, "apart": apart},
+        heads, tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4, "soon": soon},
     )  # fmt: skip
     assert error(found, wanted) < ERROR[dtype]
     assert error(cache.data[1], copy) < ERROR[dtype] / 3  # the new keys and values, and nothing else

@@ -58,8 +58,8 @@ def test_the_released_model_with_fewer_layers_and_its_candidates(stage: str, bat
     assert config.thinker.text.moe.num_experts == 128
     candidates = tune_steps.Candidates(what, most=12)
     heads = {"thinker": (32, 4), "talker": (16, 2)}[stage]
-    current = {"BLOCK": 64, "SPLITS": 2, "warps": 4, "apart": 0}
+    current = {"BLOCK": 64, "SPLITS": 2, "warps": 4, "soon": 0}
     some = candidates(tune_steps.tuning.Asked("decode", (batch, *heads), current, current))
     assert len(some) == 11
     assert current not in some
-    assert {c["apart"] for c in some} == {0, 1}
+    assert {c["soon"] for c in some} == {0, 1}
