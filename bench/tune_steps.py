@@ -333,10 +333,6 @@ class Candidates:
         self.cases: dict[str, tune.Case] = {}
         for case in tune.cases(["vector", "matrix", "split", "float8"], batches):
             self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)
-        for rows in batches:
-            for router in tune.ROUTERS:
-                case = tune.linear_case(rows, *router, kind="matrix")
-                self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)
 
     def __call__(self, asked: tuning.Asked) -> list[Tuned]:
         case = self.cases.get(tuning.name_of(asked.kernel, asked.key))

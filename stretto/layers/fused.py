@@ -158,7 +158,7 @@ class FusedLayers:
             x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles)
             out = x
             if layer.experts is not None:
-                gained = experts_many.mixture(x, middle, layer.experts, following, self.tiles)
+                gained = experts_many.mixture(x, middle, layer.experts, following)
             else:
                 h = project(middle, layer.gate_up, glu=True, counters=self.tiles)
                 if following is None:

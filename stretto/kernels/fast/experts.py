@@ -54,14 +54,14 @@ class ExpertWeights:
 
 @triton.jit
 def sortable(logits, E: tl.constexpr):
-    """One row's logits [E], and integers in the same order, all different: the lower bits count down the experts, so of
-    equal ones the lower number is the larger. (Past the first-level cache, as before every wait: it may be older.)"""
+    """One row's logits [E] as float32, and integers in the same order, all different: the lower bits count down the
+    experts, so of equal ones the lower number is the larger."""
     e = tl.arange(0, E)
-    scores = tl.load(logits + e, cache_modifier=".cg").to(tl.float32)
+    scores = logits.to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))  # what is not a number must leave no place empty
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    if logits.dtype.element_ty == tl.float32:
+    if logits.dtype == tl.float32:
         order = (bits.to(tl.int64) << 32) | (E - 1 - e)
     else:  # half of the bits are zero in what was 16 bits wide
         order = (bits & -8192) | (E - 1 - e)
@@ -100,7 +100,7 @@ def _up_vector(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # after the wait: `down` may read the logits before its own
-    _, order = sortable(logits, E)
+    _, order = sortable(tl.load(logits + tl.arange(0, E)), E)
     largest = tl.max(order, 0)
     for _ in range(tl.minimum(slot, TOP - 1)):
         order = without(order, largest)
@@ -140,7 +140,8 @@ def _down_vector(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # The logits are complete: before any program of the kernel in front let this one start, it had waited for them.
-    scores, order = sortable(logits, E)
+    # (Past the first-level cache, as before every wait: it may be older.)
+    scores, order = sortable(tl.load(logits + tl.arange(0, E), cache_modifier=".cg"), E)
     e = tl.maximum(E + slot - TOP, 0)  # right from TOP on
     for i in tl.static_range(TOP):
         largest = tl.max(order, 0)

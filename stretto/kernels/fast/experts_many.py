@@ -1,92 +1,23 @@
 """The mixture of experts for several rows: each expert that somebody chose is read once.
 
-The router is a plain product; `choose` makes a table of who chose whom for `up` and `down`, whose grids go over all
-experts: a program whose expert nobody chose leaves at once, the others put the rows that chose it through the matrix
-units (of many rows, gathered a tile at a time); a last kernel adds each row's results in order, so that the sum never
-depends on which program came first. Weights, shared pieces and launch protocol as in `experts`, reference too."""
+`experts_choice` makes a table of who chose whom for `up` and `down`, whose grids go over all experts: a program whose
+expert nobody chose leaves at once, the others put the rows that chose it through the matrix units (many rows gathered,
+a tile at a time); a last kernel adds each row's results in order, so that the sum never depends on which program came
+first. Float8 weights are multiplied as they are by `experts_float8`, or, where that cannot be, widened here. Weights,
+shared pieces and launch protocol as in `experts`, reference too. Called by `layers.fused`."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast.experts import ExpertWeights, chunk, common, sortable, tuned_for, up_scales, without
-from stretto.kernels.fast.linear import Gained, dot, project, protocol, tile_rows, widen
-
-
-@triton.jit
-def _ranks(logits, E: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr):
-    """Of one row's logits [E]: at which place each expert was chosen (TOP: not at all; ties: the lower number goes
-    first), and its weight, if it was. One warp takes the largest of 128 integers in a few instructions, so it is done
-    TOP times; comparing all with all took five times as long."""
-    scores, order = sortable(logits, E)
-    rank = tl.zeros([E], tl.int32) + TOP
-    for i in tl.static_range(TOP):
-        largest = tl.max(order, 0)
-        rank = tl.where(order == largest, i, rank)
-        order = without(order, largest)
-    parts = tl.exp(scores - tl.max(scores, 0))
-    if RENORM:
-        total = tl.sum(tl.where(rank < TOP, parts, 0.0), 0)
-    else:
-        total = tl.sum(parts, 0)
-    return rank, parts / total
-
-
-@triton.jit(do_not_specialize=["P"])
-def _top(
-    logits, squares, table, weights, scales, eps, P,
-    K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, BP: tl.constexpr, RENORM: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One of several rows: its column of the table [E, rows] (the slot of each expert, or -1), the weights of its slots
-    [rows, SLOTS], and the factor that its norm comes to [rows]."""
-    m, M = tl.program_id(0), tl.num_programs(0)
-    e, p = tl.arange(0, E), tl.arange(0, BP)
-    row = logits + m * (E + (1 if SLOTS > TOP else 0))
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    total = tl.sum(tl.load(squares + p * M + m, mask=p < P, other=0.0), 0)
-    rank, weight = _ranks(row, E, TOP, RENORM)
-    tl.store(table + e * M + m, tl.where(rank < TOP, rank, -1).to(tl.int8))
-    tl.store(weights + m * SLOTS + rank, weight.to(logits.dtype.element_ty).to(tl.float32), mask=rank < TOP)
-    tl.store(scales + m, tl.rsqrt(total / K + eps))
-    if SLOTS > TOP:
-        slot = tl.arange(0, triton.next_power_of_2(SLOTS))
-        shared = tl.sigmoid(tl.load(row + E).to(tl.float32)).to(logits.dtype.element_ty).to(tl.float32)
-        tl.store(weights + m * SLOTS + slot, shared + slot * 0.0, mask=(slot >= TOP) & (slot < SLOTS))
-
-
-@triton.jit
-def _takers(
-    table, e, tile, M,
-    E: tl.constexpr, PIECES: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """Who chose expert e, by the table [E, M]: the places in [rows, slots] of the tile-th BM of them (-1: nobody),
-    and how many there are. BR: M rows fit into it. A piece of the shared expert has a number for every BM rows."""
-    SLOTS: tl.constexpr = TOP + PIECES
-    j, m = tl.arange(0, BM), tl.arange(0, BR)
-    # Past the first-level cache, as before every wait: it may be older than this step.
-    slot = tl.load(table + e * M + m, mask=(m < M) & (e < E), other=-1, cache_modifier=".cg").to(tl.int32)
-    rows = (slot >= 0).to(tl.int32)
-    count = tl.sum(rows, 0)
-    place = m * SLOTS + slot
-    if BR == BM:
-        places = tl.where(rows > 0, place, -1)
-    else:
-        number = tl.where(rows > 0, tl.cumsum(rows, 0) - 1, -1)
-        places = tl.sum(tl.where(number[None, :] == (tile * BM + j)[:, None], place[None, :] + 1, 0), 1) - 1
-    if PIECES > 0:
-        if e >= E:
-            row = (e - E) // PIECES * BM + j
-            places = tl.where(row < M, row * SLOTS + TOP + (e - E) % PIECES, -1)
-            count = count * 0 + 1
-    return places, count
+from stretto.kernels.fast import experts_float8
+from stretto.kernels.fast.experts import ExpertWeights, chunk, common, tuned_for, up_scales
+from stretto.kernels.fast.experts_choice import Choice, choose, route, takers, tiles
+from stretto.kernels.fast.halves import Halves
+from stretto.kernels.fast.linear import Gained, dot, protocol, tile_rows, widen
 
 
 @triton.jit
@@ -138,7 +69,7 @@ def _up_matrix(
         gdc_wait()
         gdc_launch_dependents()
     e = tl.program_id(1)
-    places, count = _takers(table, e, 0, M, E, PIECES, TOP, BM, BR)
+    places, count = takers(table, e, 0, M, E, PIECES, TOP, BM, BR)
     SLOTS: tl.constexpr = TOP + PIECES
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     base = gate_up + e.to(tl.int64) * (2 * SIZE * K)
@@ -156,7 +87,7 @@ def _up_matrix(
     else:
         for tile in range(tl.cdiv(count, BM)):
             if tile > 0:
-                places, _ = _takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
+                places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
             _up_tile(
                 x, row_scales, gate, apart, scales, out, places, e, n, K, SIZE, SCALED, SLOTS, BM, BN, BK, SWAP, PDL
             )
@@ -193,7 +124,7 @@ def _down_matrix(
         gdc_launch_dependents()
         gdc_wait()
     e = tl.program_id(1)
-    places, count = _takers(table, e, 0, M, E, PIECES, TOP, BM, BR)
+    places, count = takers(table, e, 0, M, E, PIECES, TOP, BM, BR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     base = down + e.to(tl.int64) * (H * SIZE)
     width = SIZE
@@ -208,7 +139,7 @@ def _down_matrix(
     else:
         for tile in range(tl.cdiv(count, BM)):
             if tile > 0:
-                places, _ = _takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
+                places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
             _down_tile(h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP, PDL)
 
 
@@ -237,61 +168,51 @@ def _add_slots(
         tl.store(squares + tl.program_id(0) * tl.num_programs(1) + m, tl.sum(value * value, 0))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """Which experts several rows go to."""
-
-    table: torch.Tensor  # [experts, rows] int8: at which of the row's slots, or -1
-    weights: torch.Tensor  # [rows, slots] float32
-    scales: torch.Tensor  # [rows] float32: what the rows' norm comes to
+def _experts(rows: int, w: ExpertWeights, tile: int) -> int:
+    """Of the grid: a shared one's pieces count for every tile of rows."""
+    return w.num_experts + w.pieces * -(-rows // tile)
 
 
-def route(gained: Gained, w: ExpertWeights, counters: torch.Tensor | None = None) -> torch.Tensor:
-    """By what rows choose their experts: logits [rows, experts], with a column more for a shared expert. `gained` are
-    the rows for the norm in front of the experts, `counters` as for `project`."""
-    return project(gained, w.router, counters=counters)
-
-
-def choose(logits: torch.Tensor, gained: Gained, w: ExpertWeights) -> Choice:
-    rows, summed = len(logits), len(gained.squares)
-    choice = Choice(
-        table=logits.new_empty(w.num_experts, rows, dtype=torch.int8),
-        weights=logits.new_empty(rows, w.slots, dtype=torch.float32),
-        scales=logits.new_empty(rows, dtype=torch.float32),
-    )
-    _top[(rows,)](
-        logits, gained.squares, choice.table, choice.weights, choice.scales, gained.eps, summed,
-        K=gained.x.shape[1], E=w.num_experts, TOP=w.top_k, SLOTS=w.slots, BP=triton.next_power_of_2(summed),
-        RENORM=w.norm_topk, num_warps=1, **protocol(logits),
-    )  # fmt: skip
-    return choice
-
-
-def _tiles(rows: int, w: ExpertWeights, c: dict[str, int]) -> tuple[int, dict[str, int]]:
-    """The experts' extent of the grid, and the rows of a tile: all, or of many 16 (few choose the same expert)."""
-    tile = c.get("BM", tile_rows(rows) if rows <= 32 else 16)
-    return w.num_experts + w.pieces * triton.cdiv(rows, tile), {"BM": tile, "BR": max(tile, tile_rows(rows))}
-
-
-def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor:
+def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor | Halves:
     """silu(gate) * up of each row's experts: [rows, slots, expert size]."""
+    if choice.planes is not None:
+        return experts_float8.up(choice.planes, choice, w, tuned)
     rows, hidden = gained.x.shape
     size = w.down.shape[2]
     default = {"BN": 32, "BK": chunk(hidden, 256), "warps": 4, "stages": 3}
     c = tuned_for("up_matrix", w, (tile_rows(rows), size, hidden), default) if tuned is None else tuned
     h = gained.x.new_empty(rows, w.slots, size)
-    numbers, tiles = _tiles(rows, w, c)
-    _up_matrix[(size // c["BN"], numbers)](
+    cut = tiles(rows, c)
+    _up_matrix[(size // c["BN"], _experts(rows, w, cut["BM"]))](
         gained.x, choice.scales, choice.table, w.gate_up, choice.scales if w.scales is None else w.scales[0],
         w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, rows,
         K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
-        num_warps=c["warps"], num_stages=c["stages"], **tiles, **common(gained.x, w),
+        num_warps=c["warps"], num_stages=c["stages"], **cut, **common(gained.x, w),
     )  # fmt: skip
     return h
 
 
+def _down(
+    h: torch.Tensor, choice: Choice, w: ExpertWeights, x: torch.Tensor, tuned: dict[str, int] | None
+) -> torch.Tensor:
+    """What each row's experts make of it, weighted: [rows, slots, hidden] float32."""
+    rows, hidden = x.shape
+    size = w.down.shape[2]
+    default = {"BN": 64, "BK": chunk(size, 128), "warps": 4, "stages": 3}
+    c = tuned_for("down_matrix", w, (tile_rows(rows), hidden, size), default) if tuned is None else tuned
+    parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
+    cut = tiles(rows, c)
+    _down_matrix[(hidden // c["BN"], _experts(rows, w, cut["BM"]))](
+        h, choice.table, w.down, x if w.scales is None else w.scales[1],
+        w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
+        H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
+        num_warps=c["warps"], num_stages=c["stages"], **cut, **common(x, w),
+    )  # fmt: skip
+    return parts
+
+
 def down(
-    h: torch.Tensor,
+    h: torch.Tensor | Halves,
     choice: Choice,
     w: ExpertWeights,
     x: torch.Tensor,
@@ -300,18 +221,11 @@ def down(
 ) -> Gained | None:
     """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
     (its weight and epsilon)."""
+    if isinstance(h, Halves):
+        parts = experts_float8.down(h, choice, w, tuned)
+    else:
+        parts = _down(h, choice, w, x, tuned)
     rows, hidden = x.shape
-    size = w.down.shape[2]
-    default = {"BN": 64, "BK": chunk(size, 128), "warps": 4, "stages": 3}
-    c = tuned_for("down_matrix", w, (tile_rows(rows), hidden, size), default) if tuned is None else tuned
-    parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
-    numbers, tiles = _tiles(rows, w, c)
-    _down_matrix[(hidden // c["BN"], numbers)](
-        h, choice.table, w.down, x if w.scales is None else w.scales[1],
-        w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
-        H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
-        num_warps=c["warps"], num_stages=c["stages"], **tiles, **common(x, w),
-    )  # fmt: skip
     block = chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])
     _add_slots[(hidden // block, rows)](
@@ -327,8 +241,7 @@ def mixture(
     gained: Gained,
     w: ExpertWeights,
     following: tuple[torch.Tensor, float] | None = None,
-    counters: torch.Tensor | None = None,
 ) -> Gained | None:
-    """The same for several rows; `gained` and `counters` as in `route`, `following` as in `down`."""
-    choice = choose(route(gained, w, counters), gained, w)
+    """The same for several rows; `gained` as in `route`, `following` as in `down`."""
+    choice = choose(route(gained, w), gained, w)
     return down(up(gained, choice, w), choice, w, x, following)

@@ -20,6 +20,7 @@ from stretto.stage.runner.lane import decode_step
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.talker import TalkerLane
 from stretto.stage.runner.thinker import ThinkerLane
+from stretto.types import ExpertWeights
 
 ABOUT = {"sources": "a", "tuning": "b", "torch": "2", "triton": "3", "gpu": "x", "tasks": [["thinker", [1, 2]]]}
 
@@ -151,10 +152,16 @@ def wide(c: OmniConfig, layers: int) -> OmniConfig:
     return replace(c, thinker=thinker, talker=replace(c.talker, text=speech, predictor=predictor))
 
 
-@pytest.mark.parametrize("stage", ["thinker", "talker"])
+@pytest.mark.parametrize(("stage", "experts"), [("thinker", "full"), ("thinker", "float8"), ("talker", "full")])
 @pytest.mark.parametrize(("blocks", "rows"), [(1000, 33), (1023, 32)])
 def test_no_captured_step_launches_anything_else(
-    stage: str, blocks: int, rows: int, variants: set[object], tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+    stage: str,
+    experts: ExpertWeights,
+    blocks: int,
+    rows: int,
+    variants: set[Any],
+    tiny_config: OmniConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Deep models with a large pool launch the variants that the processes launched before them, and no others."""
     config = wide(tiny_config, 5)
@@ -163,11 +170,11 @@ def test_no_captured_step_launches_anything_else(
     tasks = warming.tasks_of(stage, sizes, prefill_graphs.SIZES)
     for share in warming.share_out(tasks, 3):
         pool = warming.blocks_alike(blocks)
-        warming.run(warming.Job("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share)))
+        warming.run(warming.Job("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
     ahead = set(variants)
     variants.clear()
 
-    source = Source.open(config, "cpu", torch.bfloat16, "dummy", progress=False)
+    source = Source.open(config, "cpu", torch.bfloat16, "dummy", progress=False, expert_weights=experts)
     lane: Any
     if stage == "thinker":
         thinker = source.thinker()
@@ -191,4 +198,6 @@ def test_no_captured_step_launches_anything_else(
             pick, numbers, positions = torch.zeros(3, n, dtype=torch.int64)
             lane.pick(numbers, positions, hidden[pick], How(True, True), [])
     assert len(variants) > 30
+    native = {"_up_native", "_down_native"} & {name for name, *_ in variants}
+    assert len(native) == (2 if experts == "float8" else 0)
     assert variants <= ahead, variants - ahead
