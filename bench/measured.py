@@ -174,7 +174,7 @@ def one_step(timeline: list[Any]) -> list[Ran]:
 
 
 NAMES = {
-    "decode": "attention", "combine": "attention, sum", "top": "router, choice", "up_vector": "up",
+    "decode": "attention", "route": "router", "top": "router, choice", "up_vector": "up",
     "up_matrix": "up", "up_native": "up", "down_vector": "down", "down_matrix": "down", "down_native": "down",
     "add_slots": "down, sum",
 }  # fmt: skip

@@ -86,9 +86,9 @@ class Routes:
         plain, found = experts_many.route, self.distinct
 
         def route(*args: Any, **kwargs: Any) -> Any:
-            logits = plain(*args, **kwargs)
-            found.append(logits)
-            return logits
+            parts = plain(*args, **kwargs)
+            found.append(parts.sum(0))
+            return parts
 
         experts_many.route = route
         try:

@@ -179,7 +179,7 @@ def steps(results: Results) -> str:
 ALONE = {  # part of a thinker's layer -> kernels and key in bench/tune.py's report, for one row and for several
     "qkv": ("vector", ("matrix", "split"), (5120, 2048)),
     "o": ("vector", ("matrix", "split"), (2048, 4096)),
-    "router": ("vector", ("matrix", "split"), (128, 2048)),
+    "router": ("vector", ("route",), (128, 2048)),
     "up": ("up_vector", ("up_matrix",), (768, 2048)),
     "down": ("down_vector", ("down_matrix",), (2048, 768)),
 }

@@ -72,7 +72,7 @@ def test_layers_name_products_by_their_place() -> None:
     for layer in found:
         assert [name for name, _ in layer] == ["qkv", "attention", "o", "router", "up", "down"]
     for kind in ("matrix", "native"):
-        several = ["_matrix", "_decode", "_matrix", "_matrix", "_top", f"_up_{kind}", f"_down_{kind}", "_add_slots"]
+        several = ["_matrix", "_decode", "_matrix", "_route", "_top", f"_up_{kind}", f"_down_{kind}", "_add_slots"]
         events = [[name, 10.0 * i, 10.0] for i, name in enumerate(["_begin", *several * 3, "_norm"])]
         for layer in layers(one_step(events)):
             names = [name for name, _ in layer]
