@@ -35,6 +35,7 @@ CHUNK = 32  # channels at once
 TILE = 128
 """Channels that a product takes must be a multiple of this."""
 TILES = (Tile(128, 64, 8, 3, 128), Tile(64, 64, 4, 4), Tile(32, 128, 4, 4))
+COPIED = 64  # columns of a program that only copies or adds
 ENOUGH = 96
 """Programs that keep most of a device busy: the largest tile that gives so many is taken."""
 
@@ -197,9 +198,8 @@ def add_halves(x: torch.Tensor) -> torch.Tensor:
     slots, rows, width = x.shape[0], x.shape[1] - 1, x.shape[2] // 2
     out = x.new_empty(slots, rows, width)
     if rows:
-        # All widths there are divide by 32, and the blocks of 64 that they do not fill are few.
-        grid = (triton.cdiv(width, 64), triton.cdiv(rows, 32), slots)
-        _add_halves[grid](x, out, rows, width, ROWS=32, COLUMNS=64, num_warps=4)
+        grid = (triton.cdiv(width, COPIED), triton.cdiv(rows, 32), slots)
+        _add_halves[grid](x, out, rows, width, ROWS=32, COLUMNS=COPIED, num_warps=4)
     return out
 
 
@@ -210,6 +210,6 @@ def windows(x: torch.Tensor, taps: int, dilation: int) -> torch.Tensor:
     slots, rows, channels = x.shape
     time = rows - (taps - 1) * dilation
     out = x.new_empty(slots, time, taps * channels)
-    grid = (triton.cdiv(channels, 64), triton.cdiv(time, 16), slots)
-    _windows[grid](x, out, time, dilation, channels, TAPS=taps, ROWS=16, CHANNELS=64, num_warps=4)
+    grid = (triton.cdiv(channels, COPIED), triton.cdiv(time, 16), slots)
+    _windows[grid](x, out, time, dilation, channels, TAPS=taps, ROWS=16, CHANNELS=COPIED, num_warps=4)
     return out

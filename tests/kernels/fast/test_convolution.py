@@ -1,4 +1,4 @@
-"""What stands around the vocoder's convolutions, against plain PyTorch; a whole vocoder of the real widths with it."""
+"""What stands around the vocoder's convolutions, against plain PyTorch; a whole vocoder with it."""
 
 from __future__ import annotations
 
@@ -183,14 +183,14 @@ CONFIG = Code2WavConfig(
     rms_eps=1e-6,
     rope_theta=1e4,
     upsampling_ratios=(2,),
-    upsample_rates=(2, 1, 2, 3),
-    decoder_dim=1536,
+    upsample_rates=(2, 1, 2),
+    decoder_dim=768,
 )
 
 
 @pytest.fixture(scope="module")
 def vocoder(device: torch.device) -> Code2Wav:
-    """Of the real widths, with weights that do not amplify what is rounded and samples far from where they are
+    """Blocks of 384, 192 and 96 channels, with weights that do not amplify what is rounded and samples far from where they are
     clipped."""
     model = build(lambda: Code2Wav(CONFIG), device, torch.float32)
     g = torch.Generator().manual_seed(4)
@@ -203,6 +203,14 @@ def vocoder(device: torch.device) -> Code2Wav:
             view.copy_(gain * values * view[0].numel() ** -0.5)
     model.prepare()
     return model
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(streaming, "usable", lambda x: True)
+    if device.type == "cpu":  # the interpreter takes as long as there are programs
+        monkeypatch.setattr(snakes, "CHANNELS", 256)
+        monkeypatch.setattr(kernels, "COPIED", 256)
+        monkeypatch.setattr(kernels, "ENOUGH", 1)
 
 
 def codes_of(frames: int, seed: int, device: torch.device) -> torch.Tensor:
@@ -236,9 +244,9 @@ def test_streams_in_pieces_equal_one_decode_without_kernels(
     streams = [codes_of(n, n, device) for n in (2, 3)]
     whole = [vocoder.decode(s) for s in streams]
     monkeypatch.setattr(streaming, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(streaming, "usable", lambda x: True)
+    use_kernels(monkeypatch, device)
     monkeypatch.setattr(Snake, "forward", None)  # every unit ends in the kernels
-    found = play(vocoder, vocoder.state(2, 2), streams, [[0, 2], [2, 0], [0, 1]])
+    found = play(vocoder, vocoder.state(2, 2), streams, [[0, 2], [2, 1]])
     for mine, wanted in zip(found, whole, strict=True):
         assert 0.01 < float(wanted.abs().max()) < 1.0
         torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-6)
@@ -249,7 +257,7 @@ def test_an_idle_slot_keeps_every_bit(vocoder: Code2Wav, device: torch.device, m
     state.tails.copy_(noise(*state.tails.shape, seed=1))
     state.frames.fill_(5)
     before = state.tails.clone()
-    monkeypatch.setattr(streaming, "usable", lambda x: True)
+    use_kernels(monkeypatch, device)
     vocoder.step(state, codes_of(2, 1, device).view(2, 2, 1), torch.tensor([1, 0], device=device))
     assert torch.equal(state.tails[1], before[1])
     assert not torch.equal(state.tails[0], before[0])
@@ -274,7 +282,7 @@ def test_real_sizes(slots: int, frames: int, channels: int, rows: int, device: t
 def test_a_captured_step_equals_an_eager_one(
     vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "usable", lambda x: True)
+    use_kernels(monkeypatch, device)
     rng = random.Random(0)
     eager, captured = vocoder.state(3, 2), vocoder.state(3, 2)
     codes = torch.zeros(3, CONFIG.num_quantizers, 2, dtype=torch.int64, device=device)
