@@ -180,8 +180,12 @@ class CausalConv(nn.Module):
 
     def forward(self, buffer: torch.Tensor, biased: bool = True) -> torch.Tensor:
         """[slots, reach + time, in] -> [slots, time, out], without the bias if whoever comes next adds it: the
-        library's convolutions add it by one more pass over the output."""
+        library's convolutions add it by one more pass over the output. A single channel out may be float32."""
         bias = self.conv.bias if biased else None
+        if bias is not None and bias.numel() == 1 and usable(buffer):
+            from stretto.kernels.fast.convolution import single
+
+            return single(buffer, self.conv.weight, bias, self.dilation)
         if self.taps == 1:
             return F.linear(buffer, self.conv.weight[:, 0], bias)
         if buffer.shape[1] - self.reach <= FEW_ROWS and self.groups == 1:

@@ -1,5 +1,5 @@
-"""What stands around the vocoder's convolutions: the end of a residual unit, the sum after an upsampling product, and
-the windows of a convolution that runs as a product.
+"""What stands around the vocoder's convolutions: the end of a residual unit, the sum after an upsampling product, the
+windows of a convolution that runs as a product; and the last convolution, which has but one channel to give.
 
 Rows are [slots, time, channels] as everywhere in the vocoder. None of these knows of streams: a row comes of its own
 inputs alone. References: the plain ways of `residual`, `OverlapUpConv` and `CausalConv` in `layers/streaming.py`, which
@@ -130,6 +130,30 @@ def _windows(x, out, time, dilation, channels, TAPS: tl.constexpr, ROWS: tl.cons
         tl.store(out + (row * TAPS + tap)[:, None] * channels + channel[None, :], y, mask=mine)
 
 
+@triton.jit(do_not_specialize=["time", "dilation"])
+def _single(
+    x, weight, bias, out, time, dilation, channels,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A row is read once per tap, but for the first time from a cache nearby. Products are summed in float32, per
+    channel first and over channels at the end."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.program_id(1).to(tl.int64)
+    mine = row < time
+    x += slot * (time + (TAPS - 1) * dilation) * channels
+    total = tl.zeros([ROWS, CHUNK], tl.float32)
+    for start in range(0, channels, CHUNK):
+        channel = start + tl.arange(0, CHUNK)
+        inside = channel < channels
+        for tap in tl.static_range(TAPS):
+            place = (row + tap * dilation)[:, None] * channels + channel[None, :]
+            w = tl.load(weight + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+            y = tl.load(x + place, mask=mine[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            total = tl.fma(y, tl.broadcast_to(w[None, :], y.shape), total)
+    y = tl.sum(total, 1) + tl.load(bias).to(tl.float32)
+    tl.store(out + slot * time + row, y, mask=mine)
+
+
 def fits(channels: int) -> bool:
     """Can a residual unit of so many channels end in these kernels?"""
     return channels in WHOLE or channels % TILE == 0
@@ -212,4 +236,21 @@ def windows(x: torch.Tensor, taps: int, dilation: int) -> torch.Tensor:
     out = x.new_empty(slots, time, taps * channels)
     grid = (triton.cdiv(channels, COPIED), triton.cdiv(time, 16), slots)
     _windows[grid](x, out, time, dilation, channels, TAPS=taps, ROWS=16, CHANNELS=COPIED, num_warps=4)
+    return out
+
+
+def single(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dilation: int) -> torch.Tensor:
+    """A convolution to one channel: x [slots, (taps - 1) * dilation + time, channels], weight [1, taps, channels] ->
+    [slots, time, 1] float32, as it is added up."""
+    x = x.contiguous()
+    assert weight.shape[0] == 1, f"weight {tuple(weight.shape)}"
+    assert weight.is_contiguous(), f"weight strides {weight.stride()}"
+    slots, rows, channels = x.shape
+    taps = weight.shape[1]
+    time = rows - (taps - 1) * dilation
+    out = x.new_empty(slots, time, 1, dtype=torch.float32)
+    grid = (triton.cdiv(time, 128), slots)
+    _single[grid](
+        x, weight, bias, out, time, dilation, channels, TAPS=taps, ROWS=128, CHUNK=CHUNK, num_warps=4
+    )  # fmt: skip
     return out

@@ -150,6 +150,23 @@ def test_windows_are_the_rows_of_the_buffer(
 
 
 @BOTH
+@pytest.mark.parametrize(
+    ("slots", "time", "channels", "dilation"), [(1, 1, 7, 1), (2, 129, 96, 1), (3, 16, 100, 3), (1, 7, 192, 9)]
+)
+def test_a_convolution_to_one_channel(
+    slots: int, time: int, channels: int, dilation: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    conv = CausalConv(channels, 1, 7, dilation)
+    conv.conv.weight.data.copy_(noise(1, 7, channels, seed=11, scale=(7 * channels) ** -0.5))
+    conv.conv.bias.data.fill_(0.3)
+    buffer = noise(slots, conv.reach + time, channels, seed=12).to(device, dtype)
+    conv.to(device, dtype)
+    found = kernels.single(buffer, conv.conv.weight, conv.conv.bias, dilation)
+    assert found.shape == (slots, time, 1)
+    assert error(found, conv.double()(buffer.double())) < 1e-6  # in bfloat16 too: nothing is rounded on the way
+
+
+@BOTH
 def test_layers_choose_the_kernels(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what they choose equals the plain way; channels that do not fit take the plain way's end."""
     up = OverlapUpConv(64, 96, 3)
@@ -157,16 +174,19 @@ def test_layers_choose_the_kernels(dtype: torch.dtype, device: torch.device, mon
         p.data.copy_(noise(*p.shape, seed=9, scale=0.1))
     up.to(device, dtype).prepare()
     before = noise(2, 9, 64, seed=10).to(device, dtype)
+    last = CausalConv(40, 1, 7).to(device, dtype)
+    last.conv.weight.data.copy_(noise(1, 7, 40, seed=13))
+    last.conv.bias.data.fill_(0.3)
     units = [Unit(96, 9, device, dtype), Unit(36, 9, device, dtype)]
     given = [u.inputs(2, 21) for u in units]
-    wanted = [up(before), *(u.run(*g) for u, g in zip(units, given, strict=True))]
+    wanted = [up(before), last(before[:, :, :40]), *(u.run(*g) for u, g in zip(units, given, strict=True))]
     monkeypatch.setattr(streaming, "usable", lambda x: True)
     calls: list[str] = []
-    for name in ("finish", "windows", "add_halves"):
+    for name in ("finish", "windows", "add_halves", "single"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, n=name, k=kernel: (calls.append(n), k(*a))[1])
-    found = [up(before), *(u.run(*g) for u, g in zip(units, given, strict=True))]
-    assert calls == ["add_halves", "windows", "finish", "windows"]
+    found = [up(before), last(before[:, :, :40]), *(u.run(*g) for u, g in zip(units, given, strict=True))]
+    assert calls == ["add_halves", "single", "windows", "finish", "windows"]
     for mine, theirs in zip(found, wanted, strict=True):
         assert error(mine, theirs) < (1e-6 if dtype == torch.float32 else 1e-2)
 
@@ -190,8 +210,8 @@ CONFIG = Code2WavConfig(
 
 @pytest.fixture(scope="module")
 def vocoder(device: torch.device) -> Code2Wav:
-    """Blocks of 384, 192 and 96 channels, with weights that do not amplify what is rounded and samples far from where they are
-    clipped."""
+    """Blocks of 384, 192 and 96 channels, with weights that do not amplify what is rounded and samples far from where
+    they are clipped."""
     model = build(lambda: Code2Wav(CONFIG), device, torch.float32)
     g = torch.Generator().manual_seed(4)
     for name, view in targets(model, "").items():
