@@ -178,20 +178,45 @@ class CausalConv(nn.Module):
         # In memory [out, taps, in]: as the library's [out, in, taps] that is channels-last, like the rows.
         self.conv = Taps((outputs, taps, inputs // self.groups), (0, 2, 1), outputs)
 
-    def forward(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[slots, reach + time, in] -> [slots, time, out]"""
+    def forward(self, buffer: torch.Tensor, biased: bool = True) -> torch.Tensor:
+        """[slots, reach + time, in] -> [slots, time, out], without the bias if whoever comes next adds it: the
+        library's convolutions add it by one more pass over the output. A single channel out may be float32."""
+        bias = self.conv.bias if biased else None
+        if bias is not None and bias.numel() == 1 and usable(buffer):
+            from stretto.kernels.fast.convolution import single
+
+            return single(buffer, self.conv.weight, bias, self.dilation)
         if self.taps == 1:
-            return F.linear(buffer, self.conv.weight[:, 0], self.conv.bias)
-        slots, rows, channels = buffer.shape
-        time = rows - self.reach
-        if time <= FEW_ROWS and self.groups == 1:
-            slot, row, channel = buffer.stride()
-            windows = buffer.as_strided((slots, time, self.taps, channels), (slot, row, row * self.dilation, channel))
-            return F.linear(windows.flatten(2), self.conv.weight.flatten(1), self.conv.bias)
+            return F.linear(buffer, self.conv.weight[:, 0], bias)
+        if buffer.shape[1] - self.reach <= FEW_ROWS and self.groups == 1:
+            return F.linear(self._windows(buffer), self.conv.weight.flatten(1), bias)
         # As a picture of height 1: the library takes channels-last pictures as they are, but would transpose rows.
         picture, weight = buffer.transpose(1, 2).unsqueeze(2), self.conv.stored().unsqueeze(2)
-        y = F.conv2d(picture, weight, self.conv.bias, dilation=(1, self.dilation), groups=self.groups)
+        y = F.conv2d(picture, weight, bias, dilation=(1, self.dilation), groups=self.groups)
         return y.squeeze(2).transpose(1, 2)
+
+    def _windows(self, buffer: torch.Tensor) -> torch.Tensor:
+        """What each output row reads, side by side: [slots, time, taps * in]."""
+        if usable(buffer):
+            from stretto.kernels.fast.convolution import windows
+
+            return windows(buffer, self.taps, self.dilation)
+        slots, rows, channels = buffer.shape
+        slot, row, channel = buffer.stride()
+        shape = (slots, rows - self.reach, self.taps, channels)
+        return buffer.as_strided(shape, (slot, row, row * self.dilation, channel)).flatten(2)
+
+
+def residual(x: torch.Tensor, buffer: torch.Tensor, conv: CausalConv, act: Snake, mix: CausalConv) -> torch.Tensor:
+    """x + mix(act(conv(buffer))), where `mix` has one tap and as many channels out as in."""
+    if usable(x):
+        from stretto.kernels.fast.convolution import finish, fits
+
+        if fits(x.shape[2]):
+            y = conv(buffer, biased=False)
+            return finish(x, y, conv.conv.bias, act.curve, mix.conv.weight[:, 0], mix.conv.bias)
+    out: torch.Tensor = x + mix(act(conv(buffer)))
+    return out
 
 
 class UpConv(nn.Module):
@@ -235,6 +260,12 @@ class OverlapUpConv(nn.Module):
 
     def forward(self, buffer: torch.Tensor) -> torch.Tensor:
         """[slots, 1 + time, in] -> [slots, time * rate, out]"""
-        early, late = F.linear(buffer, self.conv.weight.flatten(0, 1), self.bias).chunk(2, 2)
-        blocks = early[:, 1:] + late[:, :-1]
+        y = F.linear(buffer, self.conv.weight.flatten(0, 1), self.bias)
+        if usable(y):
+            from stretto.kernels.fast.convolution import add_halves
+
+            blocks = add_halves(y)
+        else:
+            early, late = y.chunk(2, 2)
+            blocks = early[:, 1:] + late[:, :-1]
         return blocks.view(blocks.shape[0], -1, self.outputs)

@@ -47,13 +47,16 @@ def _snake(x, curve, channel, inside, channels):
 
 
 @triton.jit(do_not_specialize=["time"])
-def _apply(x, curve, out, time, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+def _apply(x, shift, curve, out, time, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SHIFT: tl.constexpr):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = channel < channels
     mine = (row < time)[:, None] & inside[None, :]
     place = tl.program_id(2).to(tl.int64) * time * channels + row[:, None] * channels + channel[None, :]
-    y = _snake(tl.load(x + place, mask=mine, other=0.0), curve, channel, inside, channels)
+    y = tl.load(x + place, mask=mine, other=0.0).to(tl.float32)
+    if SHIFT:
+        y += tl.load(shift + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+    y = _snake(y, curve, channel, inside, channels)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mine)
 
 
@@ -119,15 +122,19 @@ def block_rows(x: torch.Tensor) -> int:
     return MANY_ROWS if x.numel() >= MANY_VALUES else FEW_ROWS
 
 
-def snake(x: torch.Tensor, curve: torch.Tensor) -> torch.Tensor:
-    """x [slots, time, channels], curve [2, channels] float32 (rate, gain) -> x + gain sin²(rate x)."""
+def snake(x: torch.Tensor, curve: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+    """x [slots, time, channels], curve [2, channels] float32 (rate, gain) -> x + gain sin²(rate x), of x + shift
+    [channels] where there is one: a bias that the convolution before did not add."""
     x = x.contiguous()
     slots, time, channels = x.shape
     out = torch.empty_like(x)
     if x.numel():
         block = block_rows(x)
         grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(time, block), slots)
-        _apply[grid](x, curve, out, time, channels, ROWS=block, CHANNELS=CHANNELS, num_warps=4)
+        _apply[grid](
+            x, x if shift is None else shift, curve, out, time, channels,
+            ROWS=block, CHANNELS=CHANNELS, SHIFT=shift is not None, num_warps=4,
+        )  # fmt: skip
     return out
 
 

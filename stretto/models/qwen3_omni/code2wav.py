@@ -20,7 +20,7 @@ from stretto.kernels.norm import rms_norm
 from stretto.kernels.rope import rotate
 from stretto.layers.linear import Embedding, FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP
-from stretto.layers.streaming import CausalConv, OverlapUpConv, Push, Silence, Snake, TailLayout, UpConv
+from stretto.layers.streaming import CausalConv, OverlapUpConv, Push, Silence, Snake, TailLayout, UpConv, residual
 from stretto.layers.targets import frozen
 from stretto.models.qwen3_omni.config import Code2WavConfig
 from stretto.types import Span
@@ -175,9 +175,7 @@ class ResidualUnit(nn.Module):
         self.tail = layout.add(self.conv1.reach, channels, rate)
 
     def forward(self, x: torch.Tensor, push: Push, silence: Silence) -> torch.Tensor:
-        y = self.conv1(push.join(self.tail, x, self.act1, silence))
-        out: torch.Tensor = x + self.conv2(self.act2(y))
-        return out
+        return residual(x, push.join(self.tail, x, self.act1, silence), self.conv1, self.act2, self.conv2)
 
 
 class DecoderBlock(nn.Module):

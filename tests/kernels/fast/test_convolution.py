@@ -1,0 +1,317 @@
+"""What stands around the vocoder's convolutions, against plain PyTorch; a whole vocoder with it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from stretto.layers import streaming
+from stretto.layers.capture import capture_graphs
+from stretto.layers.streaming import CausalConv, OverlapUpConv, Snake, residual
+from stretto.layers.targets import targets
+from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState
+from stretto.models.qwen3_omni.config import Code2WavConfig
+from stretto.models.qwen3_omni.weights import build
+
+kernels = pytest.importorskip("stretto.kernels.fast.convolution")
+snakes = pytest.importorskip("stretto.kernels.fast.snake")
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
+    monkeypatch.setattr(streaming, "usable", lambda x: False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Relative, of all values together."""
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+class Unit:
+    """The layers of a residual unit, and inputs to its end."""
+
+    def __init__(self, channels: int, dilation: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.act, self.conv = Snake(channels), CausalConv(channels, channels, 7, dilation)
+        self.mix = CausalConv(channels, channels, 1)
+        for i, layer in enumerate((self.act, self.conv, self.mix)):
+            for j, p in enumerate(layer.parameters()):
+                scale = 0.5 if p.dim() == 1 else p[0].numel() ** -0.5
+                p.data.copy_(noise(*p.shape, seed=channels + 10 * i + j, scale=scale))
+            layer.to(device, dtype)
+        self.act.prepare()
+
+    def inputs(self, slots: int, time: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, and the buffer that its convolution reads."""
+        like, channels = self.mix.conv.bias, self.mix.conv.bias.numel()
+        x = noise(slots, time, channels, seed=time)
+        return x.to(like), noise(slots, self.conv.reach + time, channels, seed=time + 1).to(like)
+
+    def wide(self) -> Unit:
+        """The same weights in float64."""
+        other = Unit(self.mix.conv.bias.numel(), self.conv.dilation, self.mix.conv.bias.device, torch.float64)
+        for mine, theirs in zip(self.layers(), other.layers(), strict=True):
+            for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+                q.data.copy_(p)
+        other.act.prepare()
+        return other
+
+    def layers(self) -> tuple[torch.nn.Module, ...]:
+        return self.act, self.conv, self.mix
+
+    def run(self, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        return residual(x, buffer, self.conv, self.act, self.mix)
+
+
+def finish(unit: Unit, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """What follows on the convolution, by kernels."""
+    shift, mix = unit.conv.conv.bias, unit.mix.conv
+    out: torch.Tensor = kernels.finish(x, y, shift, unit.act.curve, mix.weight[:, 0], mix.bias)
+    return out
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("channels", "slots", "time"),
+    [(96, 1, 1), (96, 3, 43), (96, 1, 64), (192, 2, 33), (192, 1, 5), (384, 3, 31), (768, 1, 7), (128, 5, 13)],
+)
+def test_the_end_of_a_unit(channels: int, slots: int, time: int, dtype: torch.dtype, device: torch.device) -> None:
+    unit = Unit(channels, 3, device, dtype)
+    x, buffer = unit.inputs(slots, time)
+    given = x.clone()
+    truth = unit.wide().run(x.double(), buffer.double())
+    found = finish(unit, x, unit.conv(buffer, biased=False))
+    assert found.shape == x.shape
+    assert torch.equal(x, given)
+    if dtype == torch.float32:
+        assert error(found, truth) < 1e-6
+    else:
+        assert error(found, truth) < min(5e-3, error(unit.run(x, buffer), truth))  # closer than the plain way
+
+
+@BOTH
+@pytest.mark.parametrize("tile", kernels.TILES, ids=lambda t: str(t.size))
+@pytest.mark.parametrize("rows", [1, 131])
+def test_products_in_tiles_of_every_size(
+    rows: int, tile: object, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "pick", lambda rows, channels: tile)
+    x, y = (noise(1, rows, 256, seed=i).to(device, dtype) for i in (1, 2))
+    weight, bias = noise(256, 256, seed=3, scale=1 / 16).to(device, dtype), noise(256, seed=4).to(device, dtype)
+    truth = x.double() + bias.double() + y.double() @ weight.double().T
+    assert error(kernels.add_product(x, y, weight, bias), truth) < (1e-6 if dtype == torch.float32 else 3e-3)
+
+
+def test_small_steps_get_small_tiles() -> None:
+    """One frame of one stream, of eight, and four frames of 32 streams, at 768 and 384 channels."""
+    assert [kernels.pick(rows, 768).size for rows in (32, 256, 4096)] == [32, 32, 128]
+    assert [kernels.pick(rows, 384).size for rows in (160, 1280, 20480)] == [32, 64, 128]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 33), (2, 130, 96)], ids=str)
+def test_snake_of_a_shifted_input(shape: tuple[int, int, int], device: torch.device) -> None:
+    act = Unit(shape[2], 1, device, torch.float32).act
+    x, shift = noise(*shape, seed=5).to(device), noise(shape[2], seed=6).to(device)
+    torch.testing.assert_close(snakes.snake(x, act.curve, shift), snakes.snake(x + shift, act.curve), rtol=0, atol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("slots", "time", "outputs", "rate"), [(1, 1, 768, 8), (3, 5, 96, 3), (2, 33, 192, 4), (2, 34, 5, 3)]
+)
+def test_halves_add_up_to_the_very_bits(
+    slots: int, time: int, outputs: int, rate: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    y = noise(slots, 1 + time, 2 * rate * outputs, seed=7).to(device, dtype)
+    early, late = y.chunk(2, 2)
+    assert torch.equal(kernels.add_halves(y), early[:, 1:] + late[:, :-1])
+    assert kernels.add_halves(y[:, :1]).shape == (slots, 0, rate * outputs)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("slots", "time", "channels", "dilation"), [(1, 1, 7, 1), (2, 33, 64, 3), (3, 16, 100, 9), (1, 5, 768, 1)]
+)
+def test_windows_are_the_rows_of_the_buffer(
+    slots: int, time: int, channels: int, dilation: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    conv = CausalConv(channels, 1, 7, dilation)
+    buffer = noise(slots, conv.reach + time, channels, seed=8).to(device, dtype)
+    assert torch.equal(kernels.windows(buffer, 7, dilation), conv._windows(buffer))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("slots", "time", "channels", "dilation"), [(1, 1, 7, 1), (2, 129, 96, 1), (3, 16, 100, 3), (1, 7, 192, 9)]
+)
+def test_a_convolution_to_one_channel(
+    slots: int, time: int, channels: int, dilation: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    conv = CausalConv(channels, 1, 7, dilation)
+    conv.conv.weight.data.copy_(noise(1, 7, channels, seed=11, scale=(7 * channels) ** -0.5))
+    conv.conv.bias.data.fill_(0.3)
+    buffer = noise(slots, conv.reach + time, channels, seed=12).to(device, dtype)
+    conv.to(device, dtype)
+    found = kernels.single(buffer, conv.conv.weight, conv.conv.bias, dilation)
+    assert found.shape == (slots, time, 1)
+    assert error(found, conv.double()(buffer.double())) < 1e-6  # in bfloat16 too: nothing is rounded on the way
+
+
+@BOTH
+def test_layers_choose_the_kernels(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what they choose equals the plain way; channels that do not fit take the plain way's end."""
+    up = OverlapUpConv(64, 96, 3)
+    for p in up.parameters():
+        p.data.copy_(noise(*p.shape, seed=9, scale=0.1))
+    up.to(device, dtype).prepare()
+    before = noise(2, 9, 64, seed=10).to(device, dtype)
+    last = CausalConv(40, 1, 7).to(device, dtype)
+    last.conv.weight.data.copy_(noise(1, 7, 40, seed=13))
+    last.conv.bias.data.fill_(0.3)
+    units = [Unit(96, 9, device, dtype), Unit(36, 9, device, dtype)]
+    given = [u.inputs(2, 21) for u in units]
+    wanted = [up(before), last(before[:, :, :40]), *(u.run(*g) for u, g in zip(units, given, strict=True))]
+    monkeypatch.setattr(streaming, "usable", lambda x: True)
+    calls: list[str] = []
+    for name in ("finish", "windows", "add_halves", "single"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, n=name, k=kernel: (calls.append(n), k(*a))[1])
+    found = [up(before), last(before[:, :, :40]), *(u.run(*g) for u, g in zip(units, given, strict=True))]
+    assert calls == ["add_halves", "single", "windows", "finish", "windows"]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert error(mine, theirs) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+CONFIG = Code2WavConfig(
+    codebook_size=16,
+    num_quantizers=2,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    head_dim=8,
+    ffn_size=24,
+    window=4,
+    rms_eps=1e-6,
+    rope_theta=1e4,
+    upsampling_ratios=(2,),
+    upsample_rates=(2, 1, 2),
+    decoder_dim=768,
+)
+
+
+@pytest.fixture(scope="module")
+def vocoder(device: torch.device) -> Code2Wav:
+    """Blocks of 384, 192 and 96 channels, with weights that do not amplify what is rounded and samples far from where
+    they are clipped."""
+    model = build(lambda: Code2Wav(CONFIG), device, torch.float32)
+    g = torch.Generator().manual_seed(4)
+    for name, view in targets(model, "").items():
+        values = torch.randn(view.shape, generator=g)
+        if view.dim() == 1:
+            view.copy_(1 + 0.1 * values if name.endswith("norm.weight") else 0.3 * values)
+        else:
+            gain = 0.05 if view.shape[0] == 1 else 0.3 if "conv2.conv" in name else 1.0
+            view.copy_(gain * values * view[0].numel() ** -0.5)
+    model.prepare()
+    return model
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(streaming, "usable", lambda x: True)
+    if device.type == "cpu":  # the interpreter takes as long as there are programs
+        monkeypatch.setattr(snakes, "CHANNELS", 256)
+        monkeypatch.setattr(kernels, "COPIED", 256)
+        monkeypatch.setattr(kernels, "ENOUGH", 1)
+
+
+def codes_of(frames: int, seed: int, device: torch.device) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, CONFIG.codebook_size, (frames, CONFIG.num_quantizers), generator=g).to(device)
+
+
+def play(
+    model: Code2Wav, state: Code2WavState, streams: list[torch.Tensor], cuts: list[list[int]]
+) -> list[torch.Tensor]:
+    """All streams side by side, `cuts[step][slot]` frames at a time, with garbage behind them."""
+    taken, size = [0] * len(streams), state.max_frames
+    parts: list[list[torch.Tensor]] = [[] for _ in streams]
+    for i, lengths in enumerate(cuts):
+        codes = codes_of(size * len(streams), 90 + i, state.frames.device).view(len(streams), -1, size)
+        for slot, n in enumerate(lengths):
+            codes[slot, :, :n] = streams[slot][taken[slot] : taken[slot] + n].T
+        wav = model.step(state, codes, torch.tensor(lengths, device=codes.device))
+        for slot, n in enumerate(lengths):
+            span = model.valid(taken[slot], n)
+            parts[slot].append(wav[slot, span.start : span.stop])
+            taken[slot] += n
+    assert taken == [len(s) for s in streams]
+    return [torch.cat(p) for p in parts]
+
+
+@pytest.mark.parametrize("few_rows", [streaming.FEW_ROWS, 0], ids=["products", "convolutions"])
+def test_streams_in_pieces_equal_one_decode_without_kernels(
+    few_rows: int, vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [codes_of(n, n, device) for n in (2, 3)]
+    whole = [vocoder.decode(s) for s in streams]
+    monkeypatch.setattr(streaming, "FEW_ROWS", few_rows)
+    use_kernels(monkeypatch, device)
+    monkeypatch.setattr(Snake, "forward", None)  # every unit ends in the kernels
+    found = play(vocoder, vocoder.state(2, 2), streams, [[0, 2], [2, 1]])
+    for mine, wanted in zip(found, whole, strict=True):
+        assert 0.01 < float(wanted.abs().max()) < 1.0
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-6)
+
+
+def test_an_idle_slot_keeps_every_bit(vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = vocoder.state(2, 1)
+    state.tails.copy_(noise(*state.tails.shape, seed=1))
+    state.frames.fill_(5)
+    before = state.tails.clone()
+    use_kernels(monkeypatch, device)
+    vocoder.step(state, codes_of(2, 1, device).view(2, 2, 1), torch.tensor([1, 0], device=device))
+    assert torch.equal(state.tails[1], before[1])
+    assert not torch.equal(state.tails[0], before[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("channels", "rows"), [(768, 32), (384, 160), (192, 640), (96, 1920)])
+@pytest.mark.parametrize(("slots", "frames"), [(1, 1), (8, 1), (3, 8), (32, 4)])
+def test_real_sizes(slots: int, frames: int, channels: int, rows: int, device: torch.device) -> None:
+    """The end of a unit in bfloat16, each row against the truth, and the same bits twice."""
+    unit = Unit(channels, 1, device, torch.bfloat16)
+    x, y = (noise(slots, frames * rows, channels, seed=i).to(device, torch.bfloat16) for i in (1, 2))
+    found = finish(unit, x, y)
+    exact = unit.wide()
+    truth = (x.double() + exact.mix(exact.act(y.double() + exact.conv.conv.bias))).float()
+    worst = (found.float() - truth).norm(dim=2) / truth.norm(dim=2)
+    assert float(worst.max()) < 1e-2
+    assert torch.equal(finish(unit, x, y), found)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_equals_an_eager_one(
+    vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_kernels(monkeypatch, device)
+    rng = random.Random(0)
+    eager, captured = vocoder.state(3, 2), vocoder.state(3, 2)
+    codes = torch.zeros(3, CONFIG.num_quantizers, 2, dtype=torch.int64, device=device)
+    lengths = torch.zeros(3, dtype=torch.int64, device=device)
+    graphs = capture_graphs([0], lambda _: lambda: vocoder.step(captured, codes, lengths), torch.cuda.Stream())
+    graph, wav = graphs[0]
+    for i in range(20):
+        codes.copy_(codes_of(6, i, device).view(codes.shape))
+        lengths.copy_(torch.tensor([rng.randint(0, 2) for _ in range(3)]))
+        graph.replay()
+        torch.testing.assert_close(wav, vocoder.step(eager, codes, lengths), rtol=0, atol=1e-5)
+    torch.testing.assert_close(captured.tails, eager.tails, rtol=0, atol=1e-4)
