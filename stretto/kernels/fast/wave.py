@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast.linear import project, protocol
+from stretto.kernels.fast.linear import project, protocol, tile_rows
 
-LEAST_DOT = 16
-"""Of every side of a product by the matrix units."""
 MOST_COLUMNS = 256
 """Of a window that one tile holds. The released model has 80 or 96."""
 GLU_VALUES = 1024
@@ -117,7 +115,10 @@ def _attend(
     # A column holds the latest position before the step that falls on it, or a negative one: nothing yet.
     held = before - 1 - (before - 1 - c + COLUMNS) % COLUMNS
     live = (c < COLUMNS) & (held >= 0) & (before - held < REACH)
-    old_v = tl.where(live[:, None], old_v, tl.zeros_like(old_v))  # not even 0 times what another stream left there
+    # What another stream left goes into no product. (Keys would do without; but then the compiler lays them out for
+    # theirs right after the load, and all that follows, the wait and the new rows too, waits for the memory.)
+    old_k = tl.where(live[:, None], old_k, tl.zeros_like(old_k))
+    old_v = tl.where(live[:, None], old_v, tl.zeros_like(old_v))
     seen = live[None, :] & ((before + t)[:, None] - held[None, :] < REACH)
     age = t[:, None] - t[None, :]
     seen_new = (age >= 0) & (age < REACH) & (t < length)[None, :]
@@ -140,11 +141,15 @@ def _attend(
 
 @triton.jit
 def _settle(
-    x, y, scale, gain, out, normed, eps, K: tl.constexpr, BK: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr
-):
+    x, y, scale, gain, out, normed, eps,
+    K: tl.constexpr, BK: tl.constexpr, KEEP: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row per program."""
     k = tl.arange(0, BK)
     s = tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
-    g = tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32)
+    g = s
+    if NORM:
+        g = tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -153,7 +158,8 @@ def _settle(
     total = (total.to(tl.float32) + s * tl.load(y + at, mask=k < K, other=0.0).to(tl.float32)).to(total.dtype)
     if KEEP:
         tl.store(out + at, total, mask=k < K)
-    tl.store(normed + at, _normed(total, g, eps, K), mask=k < K)
+    if NORM:
+        tl.store(normed + at, _normed(total, g, eps, K), mask=k < K)
 
 
 @triton.jit
@@ -189,11 +195,6 @@ def _depthwise(
     y = tl.where(inside, y - tl.sum(y, 0) / K, 0.0)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / K + eps) * g + b
     tl.store(out + (slot * time + row) * K + k, y.to(out.dtype.element_ty), mask=inside)
-
-
-def _side(values: int) -> int:
-    """Of a tile that goes into a product and holds so many."""
-    return max(LEAST_DOT, triton.next_power_of_2(values))
 
 
 def fits(columns: int) -> bool:
@@ -249,8 +250,8 @@ def attend(
     _attend[(heads, slots)](
         qkv, turn, window, frames, lengths, out, head_dim**-0.5, time, window.stride(0),
         HEADS=heads, D=head_dim, COLUMNS=columns, REACH=reach,
-        BT=_side(time), BC=_side(columns), BD=_side(head_dim),
-        num_warps=4 if time <= LEAST_DOT and qkv.dtype == torch.bfloat16 else 8, **protocol(qkv),
+        BT=tile_rows(time), BC=tile_rows(columns), BD=tile_rows(head_dim),
+        num_warps=4 if time <= 16 and qkv.dtype == torch.bfloat16 else 8, **protocol(qkv),
     )  # fmt: skip
     return out
 
@@ -259,13 +260,23 @@ def settle(
     x: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, norm: tuple[torch.Tensor, float], keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + scale * y, and that normalised, by rows. Without `keep`, the sum itself is not written: x comes back."""
-    rows, hidden = x.shape
     total, normed = torch.empty_like(x) if keep else x, torch.empty_like(x)
-    _settle[(rows,)](
+    _settle[(x.shape[0],)](
         x, y, scale, norm[0], total, normed, norm[1],
-        K=hidden, BK=triton.next_power_of_2(hidden), KEEP=keep, num_warps=4, **protocol(x),
+        K=x.shape[1], BK=triton.next_power_of_2(x.shape[1]), KEEP=keep, NORM=True, num_warps=4, **protocol(x),
     )  # fmt: skip
     return total, normed
+
+
+def add_scaled(x: torch.Tensor, scale: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + scale * y of [slots, time, channels]."""
+    x, y = x.contiguous(), y.contiguous()
+    out, channels = torch.empty_like(x), x.shape[-1]
+    _settle[(x.numel() // channels,)](
+        x, y, scale, scale, out, out, 0.0,
+        K=channels, BK=triton.next_power_of_2(channels), KEEP=True, NORM=False, num_warps=4, **protocol(x),
+    )  # fmt: skip
+    return out
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:

@@ -201,11 +201,11 @@ class ConvNeXt(nn.Module):
         y, bias = push.join(self.tail, x), self.norm.bias
         assert bias is not None
         if usable(x):
-            from stretto.kernels.fast.wave import depthwise
+            from stretto.kernels.fast import wave
 
-            y = depthwise(y, self.taps, self.dwconv.conv.bias, (self.norm.weight, bias, 1e-6))
-        else:
-            y = F.layer_norm(self.dwconv(y), y.shape[-1:], self.norm.weight, bias, 1e-6)
+            y = wave.depthwise(y, self.taps, self.dwconv.conv.bias, (self.norm.weight, bias, 1e-6))
+            return wave.add_scaled(x, self.gamma, self.pwconv2(F.gelu(self.pwconv1(y))))
+        y = F.layer_norm(self.dwconv(y), y.shape[-1:], self.norm.weight, bias, 1e-6)
         return torch.addcmul(x, self.gamma, self.pwconv2(F.gelu(self.pwconv1(y))))
 
 
