@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stretto.errors import Bug, Invalid
+from stretto.kernels.fast import usable
 from stretto.kernels.norm import rms_norm
 from stretto.kernels.rope import rotate
 from stretto.layers.linear import Embedding, FusedLinear, Linear
@@ -73,6 +74,16 @@ class Timing:
     sin: torch.Tensor
 
 
+@dataclass(slots=True)
+class Moment:
+    """What a step's frames need to know of their time, where kernels work the rest out by themselves."""
+
+    frames: torch.Tensor  # [slots] int64: before the step
+    lengths: torch.Tensor  # [slots] int64
+    turn: torch.Tensor  # [slots * frames, head_dim] float32: cosines, then sines
+    reach: int  # sliding window
+
+
 class Scale(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -108,6 +119,13 @@ class Attention(nn.Module):
         out: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out
 
+    def fused(self, x: torch.Tensor, window: torch.Tensor, m: Moment) -> torch.Tensor:
+        """x [slots * frames, hidden]"""
+        from stretto.kernels.fast import wave
+
+        y = wave.attend(wave.product(x, self.qkv.weight), m.turn, window, m.frames, m.lengths, m.reach)
+        return wave.product(y, self.o_proj.weight)
+
 
 class Layer(nn.Module):
     def __init__(self, c: Code2WavConfig) -> None:
@@ -124,6 +142,18 @@ class Layer(nn.Module):
         y = self.mlp(rms_norm(x, self.post_attention_layernorm.weight, self.eps))
         return torch.addcmul(x, self.mlp_layer_scale.scale, y)
 
+    def fused(
+        self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment, then: torch.Tensor, last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From x and its norm to the result and the norm (weight `then`) that follows. The last x is not wanted."""
+        from stretto.kernels.fast import wave
+
+        y = self.self_attn.fused(normed, window, m)
+        between = self.post_attention_layernorm.weight, self.eps
+        x, normed = wave.settle(x, self.self_attn_layer_scale.scale, y, between)
+        y = wave.product(wave.gated(normed, self.mlp.gate_up.weight), self.mlp.down_proj.weight)
+        return wave.settle(x, self.mlp_layer_scale.scale, y, (then, self.eps), keep=not last)
+
 
 class Transformer(nn.Module):
     def __init__(self, c: Code2WavConfig) -> None:
@@ -137,8 +167,23 @@ class Transformer(nn.Module):
             x = layer(x, part, timing)
         return rms_norm(x, self.norm.weight, self.eps)
 
+    def first_norm(self) -> tuple[torch.Tensor, float]:
+        first = self.layers[0]
+        assert isinstance(first, Layer)
+        return first.input_layernorm.weight, self.eps
+
+    def fused(self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment) -> torch.Tensor:
+        """`normed` is `first_norm` of x; both [slots * frames, hidden]."""
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        norms = [layer.input_layernorm.weight for layer in layers[1:]] + [self.norm.weight]
+        for i, (layer, then) in enumerate(zip(layers, norms, strict=True)):
+            x, normed = layer.fused(x, normed, window[i], m, then, last=i == len(layers) - 1)
+        return normed
+
 
 class ConvNeXt(nn.Module):
+    taps: torch.Tensor  # [7, channels]: the depthwise weight, for kernels that have channels side by side
+
     def __init__(self, channels: int, layout: TailLayout, rate: int) -> None:
         super().__init__()
         self.dwconv = CausalConv(channels, channels, 7, depthwise=True)
@@ -147,10 +192,20 @@ class ConvNeXt(nn.Module):
         self.pwconv1 = Linear(channels, 4 * channels, bias=True)
         self.pwconv2 = Linear(4 * channels, channels, bias=True)
         self.gamma = frozen(channels)
+        self.register_buffer("taps", None, persistent=False)
+
+    def prepare(self) -> None:
+        self.taps = self.dwconv.conv.weight.squeeze(2).T.contiguous()
 
     def forward(self, x: torch.Tensor, push: Push) -> torch.Tensor:
-        y = self.dwconv(push.join(self.tail, x))
-        y = F.layer_norm(y, y.shape[-1:], self.norm.weight, self.norm.bias, 1e-6)
+        y, bias = push.join(self.tail, x), self.norm.bias
+        assert bias is not None
+        if usable(x):
+            from stretto.kernels.fast import wave
+
+            y = wave.depthwise(y, self.taps, self.dwconv.conv.bias, (self.norm.weight, bias, 1e-6))
+            return wave.add_scaled(x, self.gamma, self.pwconv2(F.gelu(self.pwconv1(y))))
+        y = F.layer_norm(self.dwconv(y), y.shape[-1:], self.norm.weight, bias, 1e-6)
         return torch.addcmul(x, self.gamma, self.pwconv2(F.gelu(self.pwconv1(y))))
 
 
@@ -252,7 +307,7 @@ class Code2Wav(nn.Module):
         self.block_rates = torch.tensor([[b.rows] for b in blocks], device=device)
         self.block_drops = torch.tensor([[b.drop] for b in blocks], device=device)
         for m in self.modules():
-            if isinstance(m, Snake | UpConv | OverlapUpConv):
+            if isinstance(m, ConvNeXt | Snake | UpConv | OverlapUpConv):
                 m.prepare()
         self.ready = True
 
@@ -286,9 +341,7 @@ class Code2Wav(nn.Module):
         ends = torch.addcmul(self.tail_offsets, lengths[:, None], self.tail_rates)
         push = Push(state.tail_views, self.layout.split_ends(ends))
 
-        ids = codes.clamp(0, self.config.codebook_size - 1) + self.code_offset
-        x = self.code_embedding(ids).mean(1)
-        x = self.pre_transformer(x, state.window, self._timing(state, lengths, frames, x.dtype))
+        x = self._transform(state, codes, lengths)
         for stage in self.upsample:
             x = stage(x, push)
         wav = self._decode(x, push, state.frames)
@@ -313,6 +366,22 @@ class Code2Wav(nn.Module):
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """All samples of a whole stream: codes [frames, quantizers] -> float32 [num_samples(frames)]."""
         return Code2WavStream(self).push(codes)
+
+    def _transform(self, state: Code2WavState, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Codes through the transformer: [slots, frames, hidden]."""
+        slots, _, frames = codes.shape
+        table, inner = self.code_embedding.weight, self.pre_transformer
+        if usable(table):
+            from stretto.kernels.fast import wave
+
+            if wave.fits(state.window.shape[3]):
+                x, normed, turn = wave.embed(codes, table, state.frames, self.inv_freq, inner.first_norm())
+                moment = Moment(state.frames, lengths, turn, self.config.window)
+                return inner.fused(x, normed, state.window, moment).view(slots, frames, -1)
+        ids = codes.clamp(0, self.config.codebook_size - 1) + self.code_offset
+        x = self.code_embedding(ids).mean(1)
+        out: torch.Tensor = inner(x, state.window, self._timing(state, lengths, frames, x.dtype))
+        return out
 
     def _timing(self, state: Code2WavState, lengths: torch.Tensor, frames: int, dtype: torch.dtype) -> Timing:
         device, slots = lengths.device, state.num_slots
