@@ -116,16 +116,15 @@ def _down_native(
     places, count = takers(table, e, 0, M, E, 0, SLOTS, BM, BR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     at = down + e.to(tl.int64) * (H * SIZE) + n[:, None] * SIZE + tl.arange(0, BK)[None, :]
+    if PDL and EARLY:
+        if count > 0:
+            gdc_wait()
     if BR == BM:  # as in `_up_native`
         if count > 0:
-            if PDL and EARLY:
-                gdc_wait()
             _down_tile(
                 planes, plane_scales, at, scales, weights, out, places, e, n, H, SIZE, BLOCK, BM, BN, BK, STAGES, PDL
             )
     else:
-        if PDL and EARLY:
-            gdc_wait()
         for tile in range(tl.cdiv(count, BM)):
             if tile > 0:
                 places, _ = takers(table, e, tile, M, E, 0, SLOTS, BM, BR)
