@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.markdown import markdown
 from bench.measured import (
     PREDICTOR_PASSES,
     TALKER,
@@ -20,16 +21,10 @@ from bench.measured import (
     level,
     one_step,
 )
+from bench.tables_parts import pictures, served8, vocoder
 
 NOT_YET = "not measured"
 Line = tuple[str, ...]
-
-
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    if not lines:
-        return ""
-    rule = "|" + "---|" * len(head)
-    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def both(values: Sequence[float], digits: int) -> str:
@@ -470,6 +465,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "latency": latency,
     "rtf": rtf,
     "float8": float8,
+    "served8": served8,
+    "vocoder": vocoder,
+    "pictures": pictures,
     "together": together,
     "realtime": realtime,
     "phases": phases,
