@@ -63,8 +63,8 @@ def _put(total, old, bias, out, next_curve, buffer, place, ahead, n, mine, loud,
     """The sum, and what the next convolution makes of it: from the rounded sum, as if it was read again."""
     y = (total + tl.load(bias + n).to(tl.float32)[None, :] + old.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + place + n[None, :], y, mask=mine)
-    z = _snake(y, next_curve, n, n < channels, channels).to(y.dtype)
-    tl.store(buffer + ahead + n[None, :], tl.where(loud, z, tl.zeros_like(z)), mask=mine)
+    z = tl.where(loud, _snake(y, next_curve, n, n < channels, channels), 0.0)
+    tl.store(buffer + ahead + n[None, :], z.to(y.dtype), mask=mine)
 
 
 @triton.jit(do_not_specialize=["rows", "time", "tail"], do_not_specialize_on_alignment=["silent"])
