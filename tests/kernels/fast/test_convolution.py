@@ -321,6 +321,25 @@ def test_streams_in_pieces_equal_one_decode_without_kernels(
         torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-6)
 
 
+def test_a_step_in_bfloat16_is_no_further_from_the_truth_than_the_plain_way(
+    vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights that are rounded for the truth, too. Over 96 samples: a few alone may fall either way."""
+    half, exact = (build(lambda: Code2Wav(CONFIG), device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    given, rounded = targets(vocoder, ""), targets(exact, "")
+    for name, view in targets(half, "").items():
+        view.copy_(given[name])
+        rounded[name].copy_(view)
+    half.prepare()
+    exact.prepare()
+    streams = [codes_of(4, i, device) for i in range(4)]
+    truth, plain = (torch.cat(play(m, m.state(4, 4), streams, [[4] * 4])) for m in (exact, half))
+    use_kernels(monkeypatch, device)
+    found = torch.cat(play(half, half.state(4, 4), streams, [[4] * 4]))
+    assert error(plain, truth) < 0.1
+    assert error(found, truth) < error(plain, truth)
+
+
 def test_an_idle_slot_keeps_every_bit(vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     state = vocoder.state(2, 1)
     state.tails.copy_(noise(*state.tails.shape, seed=1))
