@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from torch import nn
 
 from stretto.kernels.fast import usable
 from stretto.layers.targets import frozen
+
+if TYPE_CHECKING:
+    from stretto.kernels.fast.convolution import Next
 
 FEW_ROWS = 256
 """Up to here a convolution is one matrix product over copied windows, which reads its weight once and well; beyond,
@@ -116,6 +120,26 @@ class Push:
         torch.gather(buffer, 1, ends.expand(-1, -1, x.shape[2]), out=held)
         return buffer
 
+    def advance(self, tail: Tail, buffer: torch.Tensor) -> None:
+        """The rest of a join, by kernels, where `buffer` has its fresh rows already."""
+        from stretto.kernels.fast.snake import advance
+
+        advance(self.tails[tail.index], self.ends[tail.index], buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What a join needs to know of the convolution behind it, for whoever makes the rows and can do it on the way."""
+
+    tail: Tail
+    act: Snake
+    silence: Silence
+
+    def after(self) -> Next:
+        from stretto.kernels.fast.convolution import Next
+
+        return Next(self.tail.num_rows, self.act.curve, self.silence.rows)
+
 
 class Snake(nn.Module):
     """x + sin^2(e^alpha x) / (e^beta + 1e-9), per channel. Zero stays zero."""
@@ -207,16 +231,22 @@ class CausalConv(nn.Module):
         return buffer.as_strided(shape, (slot, row, row * self.dilation, channel)).flatten(2)
 
 
-def residual(x: torch.Tensor, buffer: torch.Tensor, conv: CausalConv, act: Snake, mix: CausalConv) -> torch.Tensor:
-    """x + mix(act(conv(buffer))), where `mix` has one tap and as many channels out as in."""
+def residual(
+    x: torch.Tensor, buffer: torch.Tensor, conv: CausalConv, act: Snake, mix: CausalConv, push: Push, joint: Joint
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + mix(act(conv(buffer))), and the next convolution's buffer with it. `mix` has one tap and as many channels out
+    as in."""
     if usable(x):
         from stretto.kernels.fast.convolution import finish, fits
 
         if fits(x.shape[2]):
             y = conv(buffer, biased=False)
-            return finish(x, y, conv.conv.bias, act.curve, mix.conv.weight[:, 0], mix.conv.bias)
-    out: torch.Tensor = x + mix(act(conv(buffer)))
-    return out
+            weight = mix.conv.weight[:, 0]
+            x, buffer = finish(x, y, conv.conv.bias, act.curve, weight, mix.conv.bias, joint.after())
+            push.advance(joint.tail, buffer)
+            return x, buffer
+    x = x + mix(act(conv(buffer)))
+    return x, push.join(joint.tail, x, joint.act, joint.silence)
 
 
 class UpConv(nn.Module):
@@ -258,14 +288,15 @@ class OverlapUpConv(nn.Module):
         early.copy_(self.conv.bias)
         late.zero_()
 
-    def forward(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[slots, 1 + time, in] -> [slots, time * rate, out]"""
+    def forward(self, buffer: torch.Tensor, push: Push, joint: Joint) -> tuple[torch.Tensor, torch.Tensor]:
+        """[slots, 1 + time, in] -> [slots, time * rate, out], and the next convolution's buffer with it"""
         y = F.linear(buffer, self.conv.weight.flatten(0, 1), self.bias)
         if usable(y):
             from stretto.kernels.fast.convolution import add_halves
 
-            blocks = add_halves(y)
-        else:
-            early, late = y.chunk(2, 2)
-            blocks = early[:, 1:] + late[:, :-1]
-        return blocks.view(blocks.shape[0], -1, self.outputs)
+            x, buffer = add_halves(y, self.outputs, joint.after())
+            push.advance(joint.tail, buffer)
+            return x, buffer
+        early, late = y.chunk(2, 2)
+        x = (early[:, 1:] + late[:, :-1]).view(y.shape[0], -1, self.outputs)
+        return x, push.join(joint.tail, x, joint.act, joint.silence)

@@ -1,9 +1,10 @@
 """What stands around the vocoder's convolutions: the end of a residual unit, the sum after an upsampling product, the
 windows of a convolution that runs as a product; and the last convolution, which has but one channel to give.
 
-Rows are [slots, time, channels] as everywhere in the vocoder. None of these knows of streams: a row comes of its own
-inputs alone. References: the plain ways of `residual`, `OverlapUpConv` and `CausalConv` in `layers/streaming.py`, which
-call this on the vocoder's thread and current stream."""
+Rows are [slots, time, channels] as everywhere in the vocoder. A row comes of its own inputs alone; whatever makes rows
+also puts them into the next convolution's buffer, while it has them. References: the plain ways of `residual`,
+`OverlapUpConv` and `CausalConv` in `layers/streaming.py`, which call this on the vocoder's thread and current
+stream."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ class Tile:
     registers: int | None = None  # at most, per thread: with 128, two of the largest fit on a multiprocessor
 
 
-WHOLE = (96, 192)
-"""Channels of which a program has all: each row is activated once and multiplied where it lies, so that only memory is
-the limit. With more channels, several programs would have to activate the same row (at 384, three times over: 25 us of
-arithmetic where the activation alone takes 9), so there the activation stays a kernel of its own."""
+WHOLE: dict[int, int | None] = {96: None, 192: 168}
+"""Channels of which a program has all, and how many registers a thread may have then (with 168, and nothing spilled,
+three programs share a multiprocessor). Each row is activated once and multiplied where it lies, so that only memory is
+the limit. With more channels, several programs would have to activate the same row (at 384, three times over: more
+arithmetic than the 9 us of a kernel of its own), so there the activation stays apart."""
 CHUNK = 32  # channels at once
+ROWS = 64
 TILE = 128
 """Channels that a product takes must be a multiple of this."""
 TILES = (Tile(128, 64, 8, 3, 128), Tile(64, 64, 4, 4), Tile(32, 128, 4, 4))
@@ -47,14 +50,26 @@ def _block(weight, n, k, channels):
 
 
 @triton.jit
-def _put(total, old, bias, out, place, n, mine):
-    y = total + tl.load(bias + n).to(tl.float32)[None, :] + old.to(tl.float32)
-    tl.store(out + place + n[None, :], y.to(out.dtype.element_ty), mask=mine)
+def _ahead(row, rows, time, tail, silent, channels):
+    """Where rows lie in the next convolution's buffer, which has a tail before each slot's, and which are to be heard
+    there."""
+    slot = row // time
+    quiet = tl.load(silent + slot, mask=row < rows, other=0)
+    return ((row + (slot + 1) * tail).to(tl.int64) * channels)[:, None], (row - slot * time >= quiet)[:, None]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _put(total, old, bias, out, next_curve, buffer, place, ahead, n, mine, loud, channels):
+    """The sum, and what the next convolution makes of it: from the rounded sum, as if it was read again."""
+    y = (total + tl.load(bias + n).to(tl.float32)[None, :] + old.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + place + n[None, :], y, mask=mine)
+    z = tl.where(loud, _snake(y, next_curve, n, n < channels, channels), 0.0)
+    tl.store(buffer + ahead + n[None, :], z.to(y.dtype), mask=mine)
+
+
+@triton.jit(do_not_specialize=["rows", "time", "tail"], do_not_specialize_on_alignment=["silent"])
 def _finish(
-    x, y, shift, curve, weight, bias, out, rows,
+    x, y, shift, curve, weight, bias, out, next_curve, buffer, silent, rows, time, tail,
     THIRD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x + bias + snake(y + shift) @ weight^T for ROWS rows. Sizes are powers of two and the channels are three of them,
@@ -80,14 +95,15 @@ def _finish(
     old_a = tl.load(x + place + first[None, :], mask=mine, other=0.0)
     old_b = tl.load(x + place + second[None, :], mask=mine, other=0.0)
     old_c = tl.load(x + place + third[None, :], mask=mine, other=0.0)
-    _put(a, old_a, bias, out, place, first, mine)
-    _put(b, old_b, bias, out, place, second, mine)
-    _put(c, old_c, bias, out, place, third, mine)
+    ahead, loud = _ahead(row, rows, time, tail, silent, channels)
+    _put(a, old_a, bias, out, next_curve, buffer, place, ahead, first, mine, loud, channels)
+    _put(b, old_b, bias, out, next_curve, buffer, place, ahead, second, mine, loud, channels)
+    _put(c, old_c, bias, out, next_curve, buffer, place, ahead, third, mine, loud, channels)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "time", "tail"], do_not_specialize_on_alignment=["silent"])
 def _add_product(
-    x, y, weight, bias, out, rows, channels,
+    x, y, weight, bias, out, next_curve, buffer, silent, rows, time, tail, channels,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x + bias + y @ weight^T. Programs of the same rows are neighbours, so that y comes from memory once."""
@@ -101,20 +117,31 @@ def _add_product(
         k = start + tl.arange(0, CHUNK)
         left = tl.load(y + place + k[None, :], mask=mine, other=0.0)
         total = tl.dot(left, _block(weight, n, k, channels), total, input_precision=PRECISION)
-    _put(total, tl.load(x + place + n[None, :], mask=mine, other=0.0), bias, out, place, n, mine)
+    old = tl.load(x + place + n[None, :], mask=mine, other=0.0)
+    ahead, loud = _ahead(row, rows, time, tail, silent, channels)
+    _put(total, old, bias, out, next_curve, buffer, place, ahead, n, mine, loud, channels)
 
 
-@triton.jit(do_not_specialize=["time"])
-def _add_halves(x, out, time, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["time", "tail"], do_not_specialize_on_alignment=["silent"])
+def _add_halves(
+    x, out, next_curve, buffer, silent, time, tail, width, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """`width` columns of a row are as many rows of `channels` as there fit, one after the other."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     slot = tl.program_id(2).to(tl.int64)
-    mine = (row < time)[:, None] & (column < width)[None, :]
-    place = slot * (1 + time) * 2 * width + row[:, None] * 2 * width + column[None, :]
-    late = tl.load(x + place + width, mask=mine, other=0.0)
-    early = tl.load(x + place + 2 * width, mask=mine, other=0.0)
+    inside = column < width
+    mine = (row < time)[:, None] & inside[None, :]
+    source = slot * (1 + time) * 2 * width + row[:, None] * 2 * width + column[None, :]
+    late = tl.load(x + source + width, mask=mine, other=0.0)
+    early = tl.load(x + source + 2 * width, mask=mine, other=0.0)
     y = (early.to(tl.float32) + late.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + slot * time * width + row[:, None] * width + column[None, :], y, mask=mine)
+    place = slot * time * width + row[:, None] * width + column[None, :]
+    tl.store(out + place, y, mask=mine)
+    quiet = tl.load(silent + slot)
+    loud = row[:, None] * (width // channels) + (column // channels)[None, :] >= quiet
+    z = _snake(y, next_curve, column % channels, inside, channels).to(y.dtype)
+    tl.store(buffer + (slot + 1) * tail * channels + place, tl.where(loud, z, tl.zeros_like(z)), mask=mine)
 
 
 @triton.jit(do_not_specialize=["time", "dilation"])
@@ -159,6 +186,21 @@ def fits(channels: int) -> bool:
     return channels in WHOLE or channels % TILE == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Next:
+    """The convolution that comes next, whose buffer is filled on the way: `tail` rows that others fill, then each row
+    through its curve (rate, gain), the first `silent` [slots] int64 rows of a slot as zeros."""
+
+    tail: int
+    curve: torch.Tensor
+    silent: torch.Tensor
+
+    def buffer(self, x: torch.Tensor) -> torch.Tensor:
+        slots, time, channels = x.shape
+        assert self.silent.stride() == (1,), f"silent strides {self.silent.stride()}"
+        return x.new_empty(slots, self.tail + time, channels)
+
+
 def finish(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -166,41 +208,44 @@ def finish(
     curve: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
-) -> torch.Tensor:
-    """x + bias + snake(y + shift) @ weight^T: the end of a residual unit, whose convolution gave y without its bias
-    `shift`.
+    after: Next,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + bias + snake(y + shift) @ weight^T, and the next convolution's buffer with it: the end of a residual unit,
+    whose convolution gave y without its bias `shift`.
 
     x, y [slots, time, channels]; curve [2, channels] float32 (rate, gain); weight [channels, channels] out by in."""
-    channels = x.shape[2]
+    slots, time, channels = x.shape
     assert x.shape == y.shape, f"a residual of {tuple(x.shape)} and {tuple(y.shape)}"
     assert weight.is_contiguous(), f"weight strides {weight.stride()}"
     if channels not in WHOLE:
-        return add_product(x, snake(y, curve, shift), weight, bias)
+        return add_product(x, snake(y, curve, shift), weight, bias, after)
     x, y = x.contiguous(), y.contiguous()
-    rows, block = x.shape[0] * x.shape[1], 64
-    out = torch.empty_like(x)
-    if rows:
-        _finish[(triton.cdiv(rows, block),)](
-            x, y, shift, curve, weight, bias, out, rows,
-            THIRD=channels // 3, ROWS=block, CHUNK=CHUNK, PRECISION=precision(x), num_warps=4, num_stages=4,
-        )  # fmt: skip
-    return out
+    out, buffer = torch.empty_like(x), after.buffer(x)
+    rows = slots * time
+    _finish[(triton.cdiv(rows, ROWS),)](
+        x, y, shift, curve, weight, bias, out, after.curve, buffer, after.silent, rows, time, after.tail,
+        THIRD=channels // 3, ROWS=ROWS, CHUNK=CHUNK, PRECISION=precision(x),
+        num_warps=4, num_stages=4, maxnreg=WHOLE[channels],
+    )  # fmt: skip
+    return out, buffer
 
 
-def add_product(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """x + bias + y @ weight^T, for channels that are a multiple of TILE."""
-    channels = x.shape[2]
+def add_product(
+    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, after: Next
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + bias + y @ weight^T and the next buffer, for channels that are a multiple of TILE."""
+    slots, time, channels = x.shape
     assert channels % TILE == 0, f"{channels} channels"
     x, y = x.contiguous(), y.contiguous()
-    rows, out = x.shape[0] * x.shape[1], torch.empty_like(x)
-    if rows:
-        t = pick(rows, channels)
-        _add_product[(num_programs(rows, channels, t),)](
-            x, y, weight, bias, out, rows, channels,
-            ROWS=t.size, COLUMNS=t.size, CHUNK=t.chunk, PRECISION=precision(x),
-            num_warps=t.warps, num_stages=t.stages, maxnreg=t.registers,
-        )  # fmt: skip
-    return out
+    out, buffer = torch.empty_like(x), after.buffer(x)
+    rows = slots * time
+    t = pick(rows, channels)
+    _add_product[(num_programs(rows, channels, t),)](
+        x, y, weight, bias, out, after.curve, buffer, after.silent, rows, time, after.tail, channels,
+        ROWS=t.size, COLUMNS=t.size, CHUNK=t.chunk, PRECISION=precision(x),
+        num_warps=t.warps, num_stages=t.stages, maxnreg=t.registers,
+    )  # fmt: skip
+    return out, buffer
 
 
 def num_programs(rows: int, channels: int, tile: Tile) -> int:
@@ -215,16 +260,20 @@ def precision(x: torch.Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def add_halves(x: torch.Tensor) -> torch.Tensor:
-    """[slots, 1 + time, 2 * width] -> [slots, time, width]: the first half of each row but the first, and the second
-    half of the row before it."""
+def add_halves(x: torch.Tensor, channels: int, after: Next) -> tuple[torch.Tensor, torch.Tensor]:
+    """[slots, 1 + time, 2 * width] -> [slots, time * width / channels, channels]: the first half of each row but the
+    first, and the second half of the row before it. The next buffer with it."""
     x = x.contiguous()
-    slots, rows, width = x.shape[0], x.shape[1] - 1, x.shape[2] // 2
-    out = x.new_empty(slots, rows, width)
-    if rows:
-        grid = (triton.cdiv(width, COPIED), triton.cdiv(rows, 32), slots)
-        _add_halves[grid](x, out, rows, width, ROWS=32, COLUMNS=COPIED, num_warps=4)
-    return out
+    slots, time, width = x.shape[0], x.shape[1] - 1, x.shape[2] // 2
+    assert width % channels == 0, f"{width} columns are no rows of {channels}"
+    out = x.new_empty(slots, time * (width // channels), channels)
+    buffer = after.buffer(out)
+    grid = (triton.cdiv(width, COPIED), triton.cdiv(time, 32), slots)
+    _add_halves[grid](
+        x, out, after.curve, buffer, after.silent, time, after.tail, width, channels,
+        ROWS=32, COLUMNS=COPIED, num_warps=4,
+    )  # fmt: skip
+    return out, buffer
 
 
 def windows(x: torch.Tensor, taps: int, dilation: int) -> torch.Tensor:

@@ -118,8 +118,26 @@ def _join(
         tl.store(out + (tail + row)[:, None] * channels + channel[None, :], y, mask=mine)
 
 
+@triton.jit(do_not_specialize=["time", "tail", "ends_stride"], do_not_specialize_on_alignment=["ends"])
+def _advance(
+    held, ends, buffer, time, tail, channels, held_stride, ends_stride, CHANNELS: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    slot = tl.program_id(1).to(tl.int64)
+    held += slot * held_stride
+    ends += slot * ends_stride
+    buffer += slot * (tail + time) * channels
+    fresh = buffer + tail * channels
+    inside = channel < channels
+    _move(fresh, held, ends, ends, fresh, buffer, slot, tail, channel, inside, channels, TAIL, False, False)
+
+
 def block_rows(x: torch.Tensor) -> int:
     return MANY_ROWS if x.numel() >= MANY_VALUES else FEW_ROWS
+
+
+def block_tail(rows: int) -> int:
+    return max(LEAST_TAIL, 1 << (rows - 1).bit_length())
 
 
 def snake(x: torch.Tensor, curve: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,7 +179,20 @@ def join(
     _join[grid](
         x, held, ends, ends if silent is None else silent, x if curve is None else curve, out,
         time, rows, channels, held.stride(0), ends.stride(0),
-        ROWS=block, CHANNELS=CHANNELS, TAIL=max(LEAST_TAIL, triton.next_power_of_2(rows)),
+        ROWS=block, CHANNELS=CHANNELS, TAIL=block_tail(rows),
         SNAKE=curve is not None, MUTE=silent is not None, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def advance(held: torch.Tensor, ends: torch.Tensor, buffer: torch.Tensor) -> None:
+    """What is left of `join` once others have put the fresh rows where they belong in `buffer`: the tail comes before
+    them, and moves on in place."""
+    slots, rows, channels = held.shape
+    assert held.stride()[1:] == (channels, 1), f"tail strides {held.stride()}"
+    assert ends.stride(1) == 1, f"ends strides {ends.stride()}"
+    grid = (triton.cdiv(channels, CHANNELS), slots)
+    _advance[grid](
+        held, ends, buffer, buffer.shape[1] - rows, rows, channels, held.stride(0), ends.stride(0),
+        CHANNELS=CHANNELS, TAIL=block_tail(rows), num_warps=4,
+    )  # fmt: skip

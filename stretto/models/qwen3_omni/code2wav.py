@@ -21,7 +21,17 @@ from stretto.kernels.norm import rms_norm
 from stretto.kernels.rope import rotate
 from stretto.layers.linear import Embedding, FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP
-from stretto.layers.streaming import CausalConv, OverlapUpConv, Push, Silence, Snake, TailLayout, UpConv, residual
+from stretto.layers.streaming import (
+    CausalConv,
+    Joint,
+    OverlapUpConv,
+    Push,
+    Silence,
+    Snake,
+    TailLayout,
+    UpConv,
+    residual,
+)
 from stretto.layers.targets import frozen
 from stretto.models.qwen3_omni.config import Code2WavConfig
 from stretto.types import Span
@@ -229,8 +239,11 @@ class ResidualUnit(nn.Module):
         self.conv2 = CausalConv(channels, channels, 1)
         self.tail = layout.add(self.conv1.reach, channels, rate)
 
-    def forward(self, x: torch.Tensor, push: Push, silence: Silence) -> torch.Tensor:
-        return residual(x, push.join(self.tail, x, self.act1, silence), self.conv1, self.act2, self.conv2)
+    def forward(
+        self, x: torch.Tensor, buffer: torch.Tensor, push: Push, joint: Joint
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and what its convolution reads of it -> the same for the next one, joined for it."""
+        return residual(x, buffer, self.conv1, self.act2, self.conv2, push, joint)
 
 
 class DecoderBlock(nn.Module):
@@ -245,14 +258,20 @@ class DecoderBlock(nn.Module):
         units = [ResidualUnit(outputs, d, layout, rows) for d in (1, 3, 9)]
         self.block = nn.ModuleList([Snake(inputs), OverlapUpConv(inputs, outputs, rate), *units])
 
-    def forward(self, x: torch.Tensor, push: Push, silence: Silence) -> torch.Tensor:
-        act, up, *units = self.block
+    @property
+    def act(self) -> Snake:
+        act = self.block[0]
         assert isinstance(act, Snake)
-        # Not silenced: output that reads a row before the beginning lies before the beginning itself.
-        x = up(push.join(self.tail, x, act))
-        for unit in units:
-            x = unit(x, push, silence)
-        return x
+        return act
+
+    def forward(self, buffer: torch.Tensor, push: Push, silence: Silence, joint: Joint) -> torch.Tensor:
+        """Its own buffer -> that of the convolution behind it. `silence` is that of its output."""
+        _, up, *units = self.block
+        inner = [Joint(unit.tail, unit.act1, silence) for unit in units if isinstance(unit, ResidualUnit)]
+        x, buffer = up(buffer, push, inner[0])
+        for unit, behind in zip(units, [*inner[1:], joint], strict=True):
+            x, buffer = unit(x, buffer, push, behind)
+        return buffer
 
 
 class Code2Wav(nn.Module):
@@ -416,12 +435,14 @@ class Code2Wav(nn.Module):
     def _decode(self, x: torch.Tensor, push: Push, before: torch.Tensor) -> torch.Tensor:
         first, *_, act, last = self.decoder
         assert isinstance(act, Snake)
+        blocks = self._blocks()
+        silences = [Silence(rows, block.drop) for block, rows in zip(blocks, self._silent(before), strict=True)]
+        behind = [*((b.tail, b.act) for b in blocks[1:]), (self.last_tail, act)]
         x = first(push.join(self.first_tail, x))
-        silence: Silence | None = None
-        for block, rows in zip(self._blocks(), self._silent(before), strict=True):
-            silence = Silence(rows, block.drop)
-            x = block(x, push, silence)
-        wav = last(push.join(self.last_tail, x, act, silence))
+        buffer = push.join(blocks[0].tail, x, blocks[0].act)
+        for block, silence, (tail, curve) in zip(blocks, silences, behind, strict=True):
+            buffer = block(buffer, push, silence, Joint(tail, curve, silence))
+        wav = last(buffer)
         out: torch.Tensor = wav.squeeze(2).float().clamp(-1.0, 1.0)
         return out
 

@@ -9,7 +9,7 @@ import torch
 
 from stretto.layers import streaming
 from stretto.layers.capture import capture_graphs
-from stretto.layers.streaming import CausalConv, OverlapUpConv, Snake, residual
+from stretto.layers.streaming import CausalConv, Joint, OverlapUpConv, Push, Silence, Snake, Tail, residual
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState
 from stretto.models.qwen3_omni.config import Code2WavConfig
@@ -22,10 +22,13 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Layers are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
     monkeypatch.setattr(streaming, "usable", lambda x: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    if device.type == "cpu":  # the interpreter takes as long as there are programs
+        monkeypatch.setattr(snakes, "CHANNELS", 256)
+        monkeypatch.setattr(kernels, "COPIED", 256)
 
 
 def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -35,6 +38,32 @@ def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:
     """Relative, of all values together."""
     return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+class Behind:
+    """The next convolution: its activation, its tails with noise in them, and some rows before the beginning."""
+
+    def __init__(self, slots: int, time: int, channels: int, device: torch.device, dtype: torch.dtype) -> None:
+        act = Snake(channels)
+        for i, p in enumerate(act.parameters()):
+            p.data.copy_(noise(channels, seed=20 + i, scale=0.5))
+        act.to(device, dtype).prepare()
+        rows = 6
+        self.held = noise(slots, rows, channels, seed=22).to(device, dtype)
+        taken = torch.arange(slots, device=device) * 2 % (time + 1)  # the first slot is idle
+        self.ends = (taken[:, None] + torch.arange(rows, device=device)).unsqueeze(2)
+        self.silence = Silence(torch.arange(slots, device=device) * 5 - 2, time)
+        self.joint = Joint(Tail(0, rows, channels, 1), act, self.silence)
+
+    def push(self) -> Push:
+        return Push([self.held], [self.ends])
+
+    def check(self, x: torch.Tensor, buffer: torch.Tensor, held: torch.Tensor) -> None:
+        """Is `buffer` what the kernels' own join makes of x, to the bit, and did `held` become the tail?"""
+        curve, wanted = self.joint.act.curve, self.held.clone()
+        assert torch.equal(buffer, snakes.join(wanted, self.ends, x, curve, self.silence.rows))
+        assert torch.equal(held, wanted)
+        assert torch.equal(held[0], self.held[0])
 
 
 class Unit:
@@ -68,15 +97,16 @@ class Unit:
     def layers(self) -> tuple[torch.nn.Module, ...]:
         return self.act, self.conv, self.mix
 
-    def run(self, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        return residual(x, buffer, self.conv, self.act, self.mix)
+    def run(self, x: torch.Tensor, buffer: torch.Tensor, behind: Behind | None = None) -> torch.Tensor:
+        behind = Behind(*x.shape, x.device, x.dtype) if behind is None else behind
+        return residual(x, buffer, self.conv, self.act, self.mix, behind.push(), behind.joint)[0]
 
 
-def finish(unit: Unit, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def finish(unit: Unit, x: torch.Tensor, y: torch.Tensor, behind: Behind) -> tuple[torch.Tensor, torch.Tensor]:
     """What follows on the convolution, by kernels."""
     shift, mix = unit.conv.conv.bias, unit.mix.conv
-    out: torch.Tensor = kernels.finish(x, y, shift, unit.act.curve, mix.weight[:, 0], mix.bias)
-    return out
+    x, buffer = kernels.finish(x, y, shift, unit.act.curve, mix.weight[:, 0], mix.bias, behind.joint.after())
+    return x, buffer
 
 
 @BOTH
@@ -85,17 +115,20 @@ def finish(unit: Unit, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     [(96, 1, 1), (96, 3, 43), (96, 1, 64), (192, 2, 33), (192, 1, 5), (384, 3, 31), (768, 1, 7), (128, 5, 13)],
 )
 def test_the_end_of_a_unit(channels: int, slots: int, time: int, dtype: torch.dtype, device: torch.device) -> None:
-    unit = Unit(channels, 3, device, dtype)
+    unit, behind = Unit(channels, 3, device, dtype), Behind(slots, time, channels, device, dtype)
     x, buffer = unit.inputs(slots, time)
     given = x.clone()
     truth = unit.wide().run(x.double(), buffer.double())
-    found = finish(unit, x, unit.conv(buffer, biased=False))
+    found, after = finish(unit, x, unit.conv(buffer, biased=False), behind)
     assert found.shape == x.shape
     assert torch.equal(x, given)
     if dtype == torch.float32:
         assert error(found, truth) < 1e-6
     else:
         assert error(found, truth) < min(5e-3, error(unit.run(x, buffer), truth))  # closer than the plain way
+    held = behind.held.clone()
+    snakes.advance(held, behind.ends, after)
+    behind.check(found, after, held)
 
 
 @BOTH
@@ -108,7 +141,12 @@ def test_products_in_tiles_of_every_size(
     x, y = (noise(1, rows, 256, seed=i).to(device, dtype) for i in (1, 2))
     weight, bias = noise(256, 256, seed=3, scale=1 / 16).to(device, dtype), noise(256, seed=4).to(device, dtype)
     truth = x.double() + bias.double() + y.double() @ weight.double().T
-    assert error(kernels.add_product(x, y, weight, bias), truth) < (1e-6 if dtype == torch.float32 else 3e-3)
+    behind = Behind(1, rows, 256, device, dtype)
+    found, after = kernels.add_product(x, y, weight, bias, behind.joint.after())
+    assert error(found, truth) < (1e-6 if dtype == torch.float32 else 3e-3)
+    held = behind.held.clone()
+    snakes.advance(held, behind.ends, after)
+    behind.check(found, after, held)
 
 
 def test_small_steps_get_small_tiles() -> None:
@@ -133,8 +171,12 @@ def test_halves_add_up_to_the_very_bits(
 ) -> None:
     y = noise(slots, 1 + time, 2 * rate * outputs, seed=7).to(device, dtype)
     early, late = y.chunk(2, 2)
-    assert torch.equal(kernels.add_halves(y), early[:, 1:] + late[:, :-1])
-    assert kernels.add_halves(y[:, :1]).shape == (slots, 0, rate * outputs)
+    behind = Behind(slots, time * rate, outputs, device, dtype)
+    found, after = kernels.add_halves(y, outputs, behind.joint.after())
+    assert torch.equal(found, (early[:, 1:] + late[:, :-1]).view(slots, time * rate, outputs))
+    held = behind.held.clone()
+    snakes.advance(held, behind.ends, after)
+    behind.check(found, after, held)
 
 
 @BOTH
@@ -168,25 +210,34 @@ def test_a_convolution_to_one_channel(
 
 @BOTH
 def test_layers_choose_the_kernels(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what they choose equals the plain way; channels that do not fit take the plain way's end."""
-    up = OverlapUpConv(64, 96, 3)
-    for p in up.parameters():
-        p.data.copy_(noise(*p.shape, seed=9, scale=0.1))
+    """And what they choose equals the plain way, the moved tail too; channels that do not fit take the plain way's
+    end."""
+    up, last = OverlapUpConv(64, 96, 3), CausalConv(64, 1, 7)
+    for i, p in enumerate([*up.parameters(), *last.parameters()]):
+        p.data.copy_(noise(*p.shape, seed=30 + i, scale=0.1))
     up.to(device, dtype).prepare()
-    before = noise(2, 9, 64, seed=10).to(device, dtype)
-    last = CausalConv(40, 1, 7).to(device, dtype)
-    last.conv.weight.data.copy_(noise(1, 7, 40, seed=13))
-    last.conv.bias.data.fill_(0.3)
+    last.to(device, dtype)
+    before = noise(2, 8, 64, seed=10).to(device, dtype)
     units = [Unit(96, 9, device, dtype), Unit(36, 9, device, dtype)]
     given = [u.inputs(2, 21) for u in units]
-    wanted = [up(before), last(before[:, :, :40]), *(u.run(*g) for u, g in zip(units, given, strict=True))]
+
+    def run() -> list[torch.Tensor]:
+        first = Behind(2, 21, 96, device, dtype)
+        found = [last(before), *up(before, first.push(), first.joint), first.held]
+        for unit, (x, buffer) in zip(units, given, strict=True):
+            behind = Behind(*x.shape, device, dtype)
+            found += residual(x, buffer, unit.conv, unit.act, unit.mix, behind.push(), behind.joint)
+            found.append(behind.held)
+        return found
+
+    wanted = run()
     monkeypatch.setattr(streaming, "usable", lambda x: True)
     calls: list[str] = []
     for name in ("finish", "windows", "add_halves", "single"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, n=name, k=kernel: (calls.append(n), k(*a))[1])
-    found = [up(before), last(before[:, :, :40]), *(u.run(*g) for u, g in zip(units, given, strict=True))]
-    assert calls == ["add_halves", "single", "windows", "finish", "windows"]
+    found = run()
+    assert calls == ["single", "add_halves", "windows", "finish", "windows"]
     for mine, theirs in zip(found, wanted, strict=True):
         assert error(mine, theirs) < (1e-6 if dtype == torch.float32 else 1e-2)
 
@@ -227,9 +278,7 @@ def vocoder(device: torch.device) -> Code2Wav:
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(streaming, "usable", lambda x: True)
-    if device.type == "cpu":  # the interpreter takes as long as there are programs
-        monkeypatch.setattr(snakes, "CHANNELS", 256)
-        monkeypatch.setattr(kernels, "COPIED", 256)
+    if device.type == "cpu":
         monkeypatch.setattr(kernels, "ENOUGH", 1)
 
 
@@ -272,6 +321,25 @@ def test_streams_in_pieces_equal_one_decode_without_kernels(
         torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-6)
 
 
+def test_a_step_in_bfloat16_is_no_further_from_the_truth_than_the_plain_way(
+    vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights that are rounded for the truth, too. Over 96 samples: a few alone may fall either way."""
+    half, exact = (build(lambda: Code2Wav(CONFIG), device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    given, rounded = targets(vocoder, ""), targets(exact, "")
+    for name, view in targets(half, "").items():
+        view.copy_(given[name])
+        rounded[name].copy_(view)
+    half.prepare()
+    exact.prepare()
+    streams = [codes_of(4, i, device) for i in range(4)]
+    truth, plain = (torch.cat(play(m, m.state(4, 4), streams, [[4] * 4])) for m in (exact, half))
+    use_kernels(monkeypatch, device)
+    found = torch.cat(play(half, half.state(4, 4), streams, [[4] * 4]))
+    assert error(plain, truth) < 0.1
+    assert error(found, truth) < error(plain, truth)
+
+
 def test_an_idle_slot_keeps_every_bit(vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     state = vocoder.state(2, 1)
     state.tails.copy_(noise(*state.tails.shape, seed=1))
@@ -290,12 +358,18 @@ def test_real_sizes(slots: int, frames: int, channels: int, rows: int, device: t
     """The end of a unit in bfloat16, each row against the truth, and the same bits twice."""
     unit = Unit(channels, 1, device, torch.bfloat16)
     x, y = (noise(slots, frames * rows, channels, seed=i).to(device, torch.bfloat16) for i in (1, 2))
-    found = finish(unit, x, y)
+    behind = Behind(*x.shape, device, torch.bfloat16)
+    found, after = finish(unit, x, y, behind)
     exact = unit.wide()
     truth = (x.double() + exact.mix(exact.act(y.double() + exact.conv.conv.bias))).float()
     worst = (found.float() - truth).norm(dim=2) / truth.norm(dim=2)
     assert float(worst.max()) < 1e-2
-    assert torch.equal(finish(unit, x, y), found)
+    held = behind.held.clone()
+    snakes.advance(held, behind.ends, after)
+    behind.check(found, after, held)
+    again = finish(unit, x, y, behind)
+    assert torch.equal(again[0], found)
+    assert torch.equal(again[1][:, 6:], after[:, 6:])
 
 
 @pytest.mark.gpu
