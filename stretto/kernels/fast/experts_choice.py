@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.experts import ExpertWeights
-from stretto.kernels.fast.halves import fitting, halves, magnitude
+from stretto.kernels.fast.halves import halved
 from stretto.kernels.fast.linear import Gained, project, protocol
 from stretto.kernels.quantized import FLOAT8
 
@@ -54,18 +54,6 @@ def _placed(
         tl.store(weights + m * SLOTS + slot, shared + slot * 0.0, mask=(slot >= TOP) & (slot < SLOTS))
 
 
-@triton.jit
-def _halved(x, planes, m, K: tl.constexpr):
-    """The m-th row as two float8 rows; returns their scale."""
-    k = tl.arange(0, K)
-    values = tl.load(x + m * K + k).to(tl.float32)
-    scale, inverse = fitting(tl.max(magnitude(values), 0))
-    high, low = halves(values, inverse)
-    tl.store(planes + m * (2 * K) + k, high)
-    tl.store(planes + m * (2 * K) + K + k, low)
-    return scale
-
-
 @triton.jit(do_not_specialize=["P"])
 def _top(
     logits, squares, x, table, weights, scales, planes, eps, P,
@@ -86,7 +74,7 @@ def _top(
         if tl.program_id(1) == 0:
             _placed(row, table, weights, m, M, E, TOP, SLOTS, RENORM)
         else:
-            tl.store(scales + m, factor * _halved(x, planes, m, K))
+            tl.store(scales + m, factor * halved(x, planes, m, K))
     else:
         _placed(row, table, weights, m, M, E, TOP, SLOTS, RENORM)
         tl.store(scales + m, factor)
