@@ -1,11 +1,10 @@
 """bfloat16 numbers as two float8 numbers each, so that tensor cores multiply them by float8 weights as these lie in
 memory, instead of having every weight widened first.
 
-A number is `scale * (high + low / 16)` with `scale` a power of two that several share: the largest of them comes to lie
-between 128 and 256. `high` is what is left of it in float8 (four significant bits, rounded to nearest), `low` is 16
-times the rest: four more bits. Those are all that a bfloat16 number has, so nothing is lost, but of numbers below 2^-13
-of the largest, whose last bits get lost below 2^-21 of it. Used by
-`experts_choice`, `experts_float8` and `grouped_float8`."""
+A number is `scale * (high + low / 16)`, and `scale` a power of two that several share, by which the largest of them
+comes to lie between 128 and 256. `high` is the number over `scale`, rounded to float8 (four significant bits), `low` is 16
+times what that left over: four more bits. A bfloat16 number has no more, so nothing is lost; of numbers below 2^-13 of
+the largest less than 2^-21 of it is. Used by `experts_choice`, `experts_float8` and `grouped_float8`."""
 
 from __future__ import annotations
 
