@@ -2,9 +2,9 @@
 memory, instead of having every weight widened first.
 
 A number is `scale * (high + low / 16)`, and `scale` a power of two that several share, by which the largest of them
-comes to lie between 128 and 256. `high` is the number over `scale`, rounded to float8 (four significant bits), `low` is 16
-times what that left over: four more bits. A bfloat16 number has no more, so nothing is lost; of numbers below 2^-13 of
-the largest less than 2^-21 of it is. Used by `experts_choice`, `experts_float8` and `grouped_float8`."""
+comes to lie between 128 and 256. `high` is the number over `scale`, rounded to float8 (four significant bits), `low`
+is 16 times what that left over: four more bits. A bfloat16 number has no more, so nothing is lost; of numbers below
+2^-13 of the largest less than 2^-21 of it is. Used by `experts_choice`, `experts_float8` and `grouped_float8`."""
 
 from __future__ import annotations
 
