@@ -112,6 +112,14 @@ def test_two_float8_numbers_are_a_bfloat16_number(device: torch.device, weights:
     assert float(found.abs().max()) <= 256
 
 
+def test_a_scale_says_what_float8_cannot(device: torch.device, weights: Any) -> None:
+    x = random_rows(device, 5)
+    x[0, 3], x[2, 63], x[3, 0] = NAN, float("inf"), -float("inf")
+    gained = fast_linear.Gained(x, torch.ones(1, 5, device=device), EPS)
+    choice = fast_many.choose(torch.zeros(5, EXPERTS, device=device, dtype=x.dtype), gained, weights)
+    assert choice.scales.isnan().tolist() == [True, False, True, True, False]
+
+
 @pytest.mark.parametrize("rows", [2, 8, 9, 32, 33, 128])
 def test_as_good_as_widening(device: torch.device, weights: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that differ much in size do, too."""
@@ -193,6 +201,8 @@ def test_products_that_are_too_large_for_bfloat16_show(device: torch.device, wei
     scales = weights.scales[0].clone()
     scales[expert] *= 1e30
     w = dataclasses.replace(weights, scales=(scales, weights.scales[1]))
+    bad = fast_many.up(*routed(x, w)).scales.isnan()[..., 0]
+    assert torch.equal(bad, torch.stack([(routed(x, w)[1].table == k)[expert] for k in range(TOP)], 1))
     found = added(x, w)
     assert not found[chose].isfinite().any()
     assert torch.equal(found[~chose], added(x, weights)[~chose])
