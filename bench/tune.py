@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.env import describe
-from stretto.kernels.fast import attention, experts, experts_many, grouped
+from stretto.kernels.fast import attention, experts, experts_many, grouped, grouped_float8
 from stretto.kernels.fast.experts_choice import choose, route
 from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, matrix_defaults, project, project_onto, tile_rows
 from stretto.kernels.fast.tuning import config, name_of, own_file, save
@@ -302,6 +302,40 @@ def prompt_case(model: str, rows: int, part: str) -> Case:
     return Case(f"prefill_{part}_float8", (num, hidden, size, average), found, make, nbytes)
 
 
+def native_prompt_case(model: str, rows: int, part: str) -> Case:
+    """The same with float8 products: if both parts together are faster, `prefill_experts_float8` should say so."""
+    hidden, num, size, top_k, _ = MIXTURES[model]
+    average = grouped.per_expert(rows * top_k, num)
+
+    def make() -> Callable[[Tuned, int], Any]:
+        ws = weights_of(model, 4, True)
+        x = rand(rows, hidden)
+        routed = grouped.route(rand(rows, num), top_k, True, torch.tensor([rows], dtype=torch.int32, device="cuda"))
+        assert ws[0].scales is not None
+        first = grouped_float8.default_launch("up", average)
+        given = {
+            n: grouped_float8.gate_up(x, ws[0].gate_up, routed, ws[0].scales[0], first | {"N": n}) for n in (64, 128)
+        }
+
+        def run(c: Tuned, i: int) -> Any:
+            w = ws[i % 4]
+            assert w.scales is not None
+            if part == "up":
+                return grouped_float8.gate_up(x, w.gate_up, routed, w.scales[0], c)
+            return grouped_float8.down(given[c["K"]], w.down, routed, w.scales[1], x.dtype, c)
+
+        return run
+
+    tiles = (16, 32) if average <= 8 else (32, 64)
+    cuts = ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3))
+    found = [
+        {"M": m, "N": n, "K": k, "num_warps": warps, "num_stages": stages}
+        for m, (n, k, warps, stages) in itertools.product(tiles, cuts)
+    ]
+    nbytes = num * (1 - (1 - top_k / num) ** rows) * size * hidden * (2.0 if part == "up" else 1.0)
+    return Case(f"prefill_{part}_native", (num, hidden, size, average), found, make, nbytes)
+
+
 def attention_case(model: str, rows: int, context: int = 1024) -> Case:
     heads, kv_heads = ATTENTIONS[model]
     width = context // 16 + 1
@@ -375,6 +409,8 @@ def float8_cases(batches: list[int]) -> Iterator[Case]:
     for rows in (100, 512, 1024, 2500):
         for part in ("gate_up", "down"):
             yield prompt_case("thinker", rows, part)
+        for part in ("up", "down"):
+            yield native_prompt_case("thinker", rows, part)
 
 
 def compile_some(only: list[str], batches: list[int], kernels: tuple[str, ...], share: int, jobs: int) -> None:

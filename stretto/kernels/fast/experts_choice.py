@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.experts import ExpertWeights, chunk, sortable, without
-from stretto.kernels.fast.halves import fitting, halves, magnitude
+from stretto.kernels.fast.halves import halved
 from stretto.kernels.fast.linear import Gained, dot, protocol, tile_rows
 from stretto.kernels.fast.tuning import config
 from stretto.kernels.quantized import FLOAT8
@@ -82,18 +82,6 @@ def _placed(
         tl.store(weights + m * SLOTS + slot, shared + slot * 0.0, mask=(slot >= TOP) & (slot < SLOTS))
 
 
-@triton.jit
-def _halved(x, planes, m, K: tl.constexpr):
-    """The m-th row as two float8 rows; returns their scale."""
-    k = tl.arange(0, K)
-    values = tl.load(x + m * K + k).to(tl.float32)
-    scale, inverse = fitting(tl.max(magnitude(values), 0))
-    high, low = halves(values, inverse)
-    tl.store(planes + m * (2 * K) + k, high)
-    tl.store(planes + m * (2 * K) + K + k, low)
-    return scale
-
-
 @triton.jit(do_not_specialize=["P"])
 def _top(
     parts, squares, x, table, weights, scales, planes, eps, P,
@@ -113,7 +101,7 @@ def _top(
         if tl.program_id(1) == 0:
             _placed(parts, factor, x, table, weights, m, M, E, TOP, SLOTS, SPLITS, RENORM)
         else:
-            tl.store(scales + m, factor * _halved(x, planes, m, K))
+            tl.store(scales + m, factor * halved(x, planes, m, K))
     else:
         _placed(parts, factor, x, table, weights, m, M, E, TOP, SLOTS, SPLITS, RENORM)
         tl.store(scales + m, factor)

@@ -15,16 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.experts import ExpertWeights, chunk, up_scales
 from stretto.kernels.fast.experts_choice import Choice, takers, tiles
-from stretto.kernels.fast.halves import Halves, fitting, halves, magnitude, times
+from stretto.kernels.fast.halves import Halves, fitting, halves, in_turns, magnitude, times
 from stretto.kernels.fast.linear import protocol, tile_rows
 from stretto.kernels.fast.tuning import config
-
-
-@triton.jit
-def _in_turns(places, BM: tl.constexpr):
-    """High and low of each place, one after the other [2 * BM]; below 0: nobody's."""
-    twice = tl.interleave(places, places)
-    return tl.where(twice >= 0, twice * 2 + tl.arange(0, 2 * BM) % 2, -1)
 
 
 @triton.jit
@@ -34,7 +27,7 @@ def _up_tile(
     PDL: tl.constexpr,
 ):  # fmt: skip
     taken, m = places >= 0, places // SLOTS
-    lines, out = _in_turns(tl.where(taken, m, -1), BM), _in_turns(places, BM)
+    lines, out = in_turns(tl.where(taken, m, -1), BM), in_turns(places, BM)
     from_x = x + lines[:, None] * K + tl.arange(0, BK)[None, :]
     a = tl.zeros([BN, BM], tl.float32)
     b = tl.zeros([BN, BM], tl.float32)
@@ -85,7 +78,7 @@ def _down_tile(
     H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    taken, lines = places >= 0, _in_turns(places, BM)
+    taken, lines = places >= 0, in_turns(places, BM)
     from_h = planes + lines[:, None] * SIZE + tl.arange(0, BK)[None, :]
     from_scales = plane_scales + places * (SIZE // BLOCK)
     acc = tl.zeros([BN, BM], tl.float32)

@@ -1,10 +1,10 @@
 """bfloat16 numbers as two float8 numbers each, so that tensor cores multiply them by float8 weights as these lie in
 memory, instead of having every weight widened first.
 
-A number is `scale * (high + low / 16)` with `scale` a power of two that several share: the largest of them comes to lie
-between 128 and 256. `high` is what is left of it in float8 (four significant bits, rounded to nearest), `low` is 16
-times the rest: four more bits. Those are all that a bfloat16 number has, so nothing is lost, but of numbers below 2^-13
-of the largest, whose last bits get lost below 2^-21 of it. Used by `experts_choice` and `experts_float8`."""
+A number is `scale * (high + low / 16)`, and `scale` a power of two that several share, by which the largest of them
+comes to lie between 128 and 256. `high` is the number over `scale`, rounded to float8 (four significant bits), `low`
+is 16 times what that left over: four more bits. A bfloat16 number has no more, so nothing is lost; of numbers below
+2^-13 of the largest less than 2^-21 of it is. Used by `experts_choice`, `experts_float8` and `grouped_float8`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,25 @@ def halves(x, inverse):
     x = x * inverse
     high = x.to(tl.float8e4nv)
     return high, ((x - high.to(tl.float32)) * 16.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def halved(x, planes, m, K: tl.constexpr):
+    """The m-th row of x, K numbers, to `planes` [rows, 2, K]; returns its scale."""
+    k = tl.arange(0, K)
+    values = tl.load(x + m * K + k).to(tl.float32)
+    scale, inverse = fitting(tl.max(magnitude(values), 0))
+    high, low = halves(values, inverse)
+    tl.store(planes + m * (2 * K) + k, high)
+    tl.store(planes + m * (2 * K) + K + k, low)
+    return scale
+
+
+@triton.jit
+def in_turns(places, BM: tl.constexpr):
+    """Where high and low of the rows at these places are, one after the other [2 * BM]; below 0: nobody's."""
+    twice = tl.interleave(places, places)
+    return tl.where(twice >= 0, twice * 2 + tl.arange(0, 2 * BM) % 2, -1)
 
 
 @triton.jit

@@ -113,6 +113,14 @@ def test_two_float8_numbers_are_a_bfloat16_number(device: torch.device, weights:
     assert float(found.abs().max()) <= 256
 
 
+def test_a_scale_says_what_float8_cannot(device: torch.device, weights: Any) -> None:
+    x = random_rows(device, 5)
+    x[0, 3], x[2, 63], x[3, 0] = NAN, float("inf"), -float("inf")
+    gained = fast_linear.Gained(x, torch.ones(1, 5, device=device), EPS)
+    choice = fast_many.choose(torch.zeros(5, EXPERTS, device=device, dtype=x.dtype), gained, weights)
+    assert choice.scales.isnan().tolist() == [True, False, True, True, False]
+
+
 @pytest.mark.parametrize("rows", [2, 8, 9, 32, 33, 128])
 def test_as_good_as_widening(device: torch.device, weights: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that differ much in size do, too."""
@@ -135,13 +143,13 @@ def routed(x: torch.Tensor, w: Any) -> tuple[Any, Any, Any]:
     return gained, fast_many.choose(fast_many.route(gained, w), gained, w), w
 
 
-@pytest.mark.parametrize(("cut", "block"), [(32, 64), (64, 64), (64, 32)], ids=["halves", "whole", "too wide"])
-@pytest.mark.parametrize("tile", [8, 16])
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize(
+    ("cut", "block", "tile", "early"), [(32, 64, 8, 0), (64, 64, 16, 1), (64, 64, 8, 1), (64, 32, 16, 0)]
+)
 def test_any_cut_gives_the_same(
     device: torch.device, weights: Any, cut: int, block: int, tile: int, early: int
 ) -> None:
-    """`down` goes through what `up` made in steps that are no larger than its blocks."""
+    """`down` goes through what `up` made in steps that are no larger than its blocks, whatever it was asked for."""
     x = random_rows(device, 12)
     gained, choice, w = routed(x, weights)
     h = fast_many.up(gained, choice, w, {"BN": block, "BK": 32, "warps": 4, "stages": 2, "BM": tile})
@@ -194,6 +202,8 @@ def test_products_that_are_too_large_for_bfloat16_show(device: torch.device, wei
     scales = weights.scales[0].clone()
     scales[expert] *= 1e30
     w = dataclasses.replace(weights, scales=(scales, weights.scales[1]))
+    bad = fast_many.up(*routed(x, w)).scales.isnan()[..., 0]
+    assert torch.equal(bad, torch.stack([(routed(x, w)[1].table == k)[expert] for k in range(TOP)], 1))
     found = added(x, w)
     assert not found[chose].isfinite().any()
     assert torch.equal(found[~chose], added(x, weights)[~chose])
