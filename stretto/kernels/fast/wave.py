@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.linear import project, protocol, tile_rows
 
-MOST_COLUMNS = 256
-"""Of a window that one tile holds. The released model has 80 or 96."""
+MOST_FRAMES, MOST_COLUMNS = 64, 256
+"""Of a step and of a window that one tile holds, in float32 too. The stage has 8 and, with the released model, 80."""
 GLU_VALUES = 1024
 
 
@@ -197,9 +197,9 @@ def _depthwise(
     tl.store(out + (slot * time + row) * K + k, y.to(out.dtype.element_ty), mask=inside)
 
 
-def fits(columns: int) -> bool:
-    """Can `attend` take a window of so many columns?"""
-    return columns <= MOST_COLUMNS
+def fits(frames: int, columns: int) -> bool:
+    """Can `attend` take so many frames of a step over a window of so many columns?"""
+    return frames <= MOST_FRAMES and columns <= MOST_COLUMNS
 
 
 def embed(
@@ -245,7 +245,7 @@ def attend(
     slots = lengths.shape[0]
     time = qkv.shape[0] // slots
     assert window.stride()[1:] == (columns * heads * head_dim, heads * head_dim, head_dim, 1), window.stride()
-    assert fits(columns), f"a window of {columns} columns"
+    assert fits(time, columns), f"{time} frames over {columns} columns"
     out = qkv.new_empty(slots * time, heads * head_dim)
     _attend[(heads, slots)](
         qkv, turn, window, frames, lengths, out, head_dim**-0.5, time, window.stride(0),

@@ -201,6 +201,25 @@ def test_attention_equals_the_reference(time: int, window: int, device: torch.de
             state.frames.add_(lengths)
 
 
+@BOTH
+@pytest.mark.parametrize(("head_dim", "window"), [(64, 72), (24, 10)], ids=["released", "odd"])
+def test_attention_of_other_widths(head_dim: int, window: int, dtype: torch.dtype, device: torch.device) -> None:
+    config = replace(CONFIG, hidden_size=2 * head_dim, num_heads=2, head_dim=head_dim, window=window, num_layers=1)
+    model, time, ages = vocoder(device, config, dtype), 8, [1, 79, 160]
+    attention = model.pre_transformer.layers[0].self_attn
+    ours, reference = (at_frames(model, ages, time, 1) for _ in range(2))
+    lengths = torch.tensor([8, 5, 8], device=device)
+    x = noise(len(ages), time, config.hidden_size, seed=2).to(device, dtype)
+    wanted = attention(x, reference.window[0], model._timing(reference, lengths, time, dtype))
+    found = attention.fused(x.flatten(0, 1), ours.window[0], moment_of(model, ours, lengths, time)).view_as(wanted)
+    real = torch.arange(time, device=device) < lengths[:, None]
+    if dtype == torch.float32:
+        close(found[real], wanted[real])
+        close(ours.window[:, :, 1:], reference.window[:, :, 1:])
+    alike(found[real], wanted[real], 0.03)
+    alike(ours.window[:, :, 1:], reference.window[:, :, 1:], 0.01)
+
+
 def moment_of(model: Code2Wav, state: Code2WavState, lengths: torch.Tensor, time: int) -> code2wav.Moment:
     codes = torch.zeros(state.num_slots, 3, time, dtype=torch.int64, device=lengths.device)
     weight, norm = model.code_embedding.weight, model.pre_transformer.first_norm()
@@ -340,7 +359,9 @@ def test_neighbours_and_more_slots_do_not_matter(device: torch.device, by_kernel
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_a_window_too_long_for_a_tile_goes_the_plain_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_tile_holds_goes_the_plain_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.fits(64, 256)
+    assert not kernels.fits(65, 256)
     model = vocoder(device, replace(CONFIG, window=kernels.MOST_COLUMNS))
     codes = codes_of(2, 3, 2, seed=1).to(device)
     lengths = torch.tensor([2, 1], device=device)
