@@ -6,8 +6,8 @@
 Weights are random (speed does not depend on them). Every slot takes a full share of frames in every step. Prints
 one JSON object with the hardware, the versions and every step's time; one frame is 80 ms of audio.
 
-On a GPU in bfloat16, what stands around the decoder's convolutions are kernels of ours; with --plain everything is
-PyTorch, to compare."""
+On a GPU in bfloat16 the transformer, and what stands around the decoder's convolutions, are kernels of ours; with
+--plain everything is PyTorch, to compare."""
 
 from __future__ import annotations
 

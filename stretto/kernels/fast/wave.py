@@ -1,5 +1,5 @@
 """The vocoder's transformer, and what stands around it, in few kernels: a layer is eight nodes of a graph, where plain
-PyTorch takes 36.
+PyTorch takes 34.
 
 Frames come as rows [slots * frames, values]. Sums and products are float32 whatever the rows are, and a norm rounds
 where `rms_norm` does. Kernels of ours are launched with programmatic dependent launch (see `linear.py`): what a kernel
@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.linear import project, protocol, tile_rows
 
-MOST_COLUMNS = 256
-"""Of a window that one tile holds. The released model has 80 or 96."""
+MOST_FRAMES, MOST_COLUMNS = 64, 256
+"""Of a step and of a window that one tile holds, in float32 too. The stage has 8 and, with the released model, 80."""
 GLU_VALUES = 1024
 
 
@@ -66,8 +66,7 @@ def _turned(x, d, other, mine, cos, sin):
 
 @triton.jit
 def _scores(q, k, seen, scale):
-    """Finite where nothing is seen: a padding query may see nothing at all."""
-    return tl.where(seen, tl.dot(q, k.T, input_precision="ieee") * scale, -1e30)
+    return tl.where(seen, tl.dot(q, k.T, input_precision="ieee") * scale, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["time"], do_not_specialize_on_alignment=["frames", "lengths"])
@@ -121,16 +120,14 @@ def _attend(
     old_v = tl.where(live[:, None], old_v, tl.zeros_like(old_v))
     seen = live[None, :] & ((before + t)[:, None] - held[None, :] < REACH)
     age = t[:, None] - t[None, :]
-    seen_new = (age >= 0) & (age < REACH) & (t < length)[None, :]
+    seen_new = (age >= 0) & (age < REACH)  # itself at least, padding too: so there is always a largest score
     s = _scores(q, old_k, seen, scale)
     s_new = _scores(q, k, seen_new, scale)
     top = tl.maximum(tl.max(s, 1), tl.max(s_new, 1))[:, None]
-    p = tl.where(seen, tl.exp(s - top), 0.0)
-    p_new = tl.where(seen_new, tl.exp(s_new - top), 0.0)
-    total = tl.sum(p, 1) + tl.sum(p_new, 1)
+    p, p_new = tl.exp(s - top), tl.exp(s_new - top)
     y = tl.dot(p.to(v.dtype), old_v, input_precision="ieee")
     y = tl.dot(p_new.to(v.dtype), v, y, input_precision="ieee")
-    y = y / tl.where(total > 0, total, 1.0)[:, None]
+    y = y / (tl.sum(p, 1) + tl.sum(p_new, 1))[:, None]
     tl.store(out + row * width + head * D + d[None, :], y.to(out.dtype.element_ty), mask=mine)
 
     place = ((before + t) % COLUMNS)[:, None] * width + d[None, :]
@@ -197,9 +194,9 @@ def _depthwise(
     tl.store(out + (slot * time + row) * K + k, y.to(out.dtype.element_ty), mask=inside)
 
 
-def fits(columns: int) -> bool:
-    """Can `attend` take a window of so many columns?"""
-    return columns <= MOST_COLUMNS
+def fits(frames: int, columns: int) -> bool:
+    """Can `attend` take so many frames of a step over a window of so many columns?"""
+    return frames <= MOST_FRAMES and columns <= MOST_COLUMNS
 
 
 def embed(
@@ -245,7 +242,7 @@ def attend(
     slots = lengths.shape[0]
     time = qkv.shape[0] // slots
     assert window.stride()[1:] == (columns * heads * head_dim, heads * head_dim, head_dim, 1), window.stride()
-    assert fits(columns), f"a window of {columns} columns"
+    assert fits(time, columns), f"{time} frames over {columns} columns"
     out = qkv.new_empty(slots * time, heads * head_dim)
     _attend[(heads, slots)](
         qkv, turn, window, frames, lengths, out, head_dim**-0.5, time, window.stride(0),

@@ -393,7 +393,7 @@ class Code2Wav(nn.Module):
         if usable(table):
             from stretto.kernels.fast import wave
 
-            if wave.fits(state.window.shape[3]):
+            if wave.fits(frames, state.window.shape[3]):
                 x, normed, turn = wave.embed(codes, table, state.frames, self.inv_freq, inner.first_norm())
                 moment = Moment(state.frames, lengths, turn, self.config.window)
                 return inner.fused(x, normed, state.window, moment).view(slots, frames, -1)

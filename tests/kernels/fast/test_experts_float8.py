@@ -117,7 +117,7 @@ def test_a_scale_says_what_float8_cannot(device: torch.device, weights: Any) -> 
     x = random_rows(device, 5)
     x[0, 3], x[2, 63], x[3, 0] = NAN, float("inf"), -float("inf")
     gained = fast_linear.Gained(x, torch.ones(1, 5, device=device), EPS)
-    choice = fast_many.choose(torch.zeros(5, EXPERTS, device=device, dtype=x.dtype), gained, weights)
+    choice = fast_many.choose(torch.zeros(1, 5, EXPERTS, device=device), gained, weights)
     assert choice.scales.isnan().tolist() == [True, False, True, True, False]
 
 

@@ -11,6 +11,7 @@ from stretto.layers import streaming
 from stretto.layers.capture import capture_graphs
 from stretto.layers.streaming import Push, Silence, Snake, Tail
 from stretto.layers.targets import targets
+from stretto.models.qwen3_omni import code2wav
 from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState
 from stretto.models.qwen3_omni.config import Code2WavConfig
 from stretto.models.qwen3_omni.weights import build
@@ -38,6 +39,7 @@ def noise(*shape: int, seed: int, scale: float = 3.0) -> torch.Tensor:
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Snake` and `Push` are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
     monkeypatch.setattr(streaming, "usable", lambda x: False)
+    monkeypatch.setattr(code2wav, "usable", lambda x: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
