@@ -175,8 +175,7 @@ def one_step(timeline: list[Any]) -> list[Ran]:
 
 NAMES = {
     "decode": "attention", "route": "router", "top": "router, choice", "up_vector": "up",
-    "up_matrix": "up", "up_native": "up", "down_vector": "down", "down_matrix": "down", "down_native": "down",
-    "add_slots": "down, sum",
+    "up_matrix": "up", "down_vector": "down", "down_matrix": "down", "add_slots": "down, sum",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.env import describe
-from stretto.kernels.fast import attention, experts, experts_many, grouped, grouped_float8
+from stretto.kernels.fast import attention, experts, experts_many, grouped
 from stretto.kernels.fast.experts_choice import choose, route
 from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, matrix_defaults, project, project_onto, tile_rows
 from stretto.kernels.fast.tuning import config, name_of, own_file, save
@@ -46,12 +46,6 @@ LINEARS = [  # rows of w, inputs, norm, add, glu
 ROUTERS = [(128, 2048, True, False, False), (129, 1024, True, False, False)]
 MIXTURES = {"thinker": (2048, 128, 768, 8, 0), "talker": (1024, 128, 384, 6, 2)}
 ATTENTIONS = {"thinker": (32, 4), "talker": (16, 2)}
-NATIVE = {  # BN, BK, warps, stages; `down` goes in steps of no more columns than `up` made at once
-    "up": ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 4, 4), (64, 64, 4, 6), (64, 256, 4, 2),
-           (64, 256, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 4, 2), (128, 128, 8, 3)),
-    "down": ((64, 64, 4, 6), (64, 64, 4, 4), (64, 64, 4, 8), (64, 64, 4, 12), (64, 128, 4, 4), (64, 128, 4, 6),
-             (128, 64, 4, 4), (128, 64, 4, 6), (128, 64, 8, 6), (128, 128, 4, 3), (128, 128, 8, 4), (256, 64, 8, 4)),
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -221,48 +215,17 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
             if size % bk == 0 and 32 <= bn * bk * 8 * 2 / (warps * 32) <= 256:
                 found.append({"BN": bn, "BK": bk, "warps": warps})
         return Case(f"down_vector{kind}", (hidden, size), found, make, nbytes)
-    assert not float8, "several rows: native_case"
     inner, width = (hidden, size) if part == "up" else (size, hidden)
     plain = (32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 256, 4, 3)
     swapped = (64, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (64, 256, 4, 3)
     for swap, sizes in enumerate((plain, swapped)):
         for bn, bk, warps, stages in sizes:
-            shared = stages * bk * 2 * (bn * (2 if part == "up" else 1) + 16)
+            shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * 16)
             if inner % bk == 0 and width % bn == 0 and shared < 200_000:
                 found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages, "swap": swap})
-    return Case(f"{part}_matrix", (tile, width, inner), found, make, nbytes)
-
-
-def native_case(model: str, rows: int, part: str) -> Case:
-    """Float8 experts of several rows."""
-    hidden, num, size, top_k, _ = MIXTURES[model]
-    distinct = num * (1 - (1 - top_k / num) ** rows)
-
-    def make() -> Callable[[Tuned, int], Any]:
-        ws = weights_of(model, 4, True)
-        x = rand(rows, hidden)
-        gained = Gained(x, torch.ones(64, rows, device="cuda"), 1e-6)
-        choices = [choose(rand(1, rows, num).float(), gained, ws[0]) for _ in range(8)]
-        small = {"BK": 64, "warps": 4, "stages": 3}
-        given = {bn: experts_many.up(gained, choices[0], ws[0], small | {"BN": bn}) for bn in (64, 128)}
-
-        def run(c: Tuned, i: int) -> Any:
-            if part == "up":
-                return experts_many.up(gained, choices[i % 8], ws[i % 4], c)
-            return experts_many.down(given[min(128, max(64, c["BK"]))], choices[i % 8], ws[i % 4], x, tuned=c)
-
-        return run
-
-    inner, width = (hidden, size) if part == "up" else (size, hidden)
-    tiles: list[Tuned] = [{}] if rows <= 16 else [{"BM": 16}, {"BM": 8}, *([{"BM": 32}] if rows <= 32 else [])]
-    ways: list[Tuned] = [{}] if part == "up" else [{"early": 0}, {"early": 1}]
-    found: list[Tuned] = []
-    for tile, way, (bn, bk, warps, stages) in itertools.product(tiles, ways, NATIVE[part]):
-        shared = stages * bk * (bn * (2 if part == "up" else 1) + 2 * tile.get("BM", 16))
-        if inner % bk == 0 and width % bn == 0 and shared < 115_000:  # two programs at once, at least
-            found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages, **tile, **way})
-    nbytes = distinct * size * hidden * (2.0 if part == "up" else 1.0)
-    return Case(f"{part}_native", (tile_rows(rows), width, inner), found, make, nbytes)
+    return Case(
+        f"{part}_matrix{kind}", (tile, *((size, hidden) if part == "up" else (hidden, size))), found, make, nbytes
+    )
 
 
 def prompt_case(model: str, rows: int, part: str) -> Case:
@@ -300,40 +263,6 @@ def prompt_case(model: str, rows: int, part: str) -> Case:
     ]
     nbytes = distinct * size * hidden * (2.0 if part == "gate_up" else 1.0)
     return Case(f"prefill_{part}_float8", (num, hidden, size, average), found, make, nbytes)
-
-
-def native_prompt_case(model: str, rows: int, part: str) -> Case:
-    """The same with float8 products: if both parts together are faster, `prefill_experts_float8` should say so."""
-    hidden, num, size, top_k, _ = MIXTURES[model]
-    average = grouped.per_expert(rows * top_k, num)
-
-    def make() -> Callable[[Tuned, int], Any]:
-        ws = weights_of(model, 4, True)
-        x = rand(rows, hidden)
-        routed = grouped.route(rand(rows, num), top_k, True, torch.tensor([rows], dtype=torch.int32, device="cuda"))
-        assert ws[0].scales is not None
-        first = grouped_float8.default_launch("up", average)
-        given = {
-            n: grouped_float8.gate_up(x, ws[0].gate_up, routed, ws[0].scales[0], first | {"N": n}) for n in (64, 128)
-        }
-
-        def run(c: Tuned, i: int) -> Any:
-            w = ws[i % 4]
-            assert w.scales is not None
-            if part == "up":
-                return grouped_float8.gate_up(x, w.gate_up, routed, w.scales[0], c)
-            return grouped_float8.down(given[c["K"]], w.down, routed, w.scales[1], x.dtype, c)
-
-        return run
-
-    tiles = (16, 32) if average <= 8 else (32, 64)
-    cuts = ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3))
-    found = [
-        {"M": m, "N": n, "K": k, "num_warps": warps, "num_stages": stages}
-        for m, (n, k, warps, stages) in itertools.product(tiles, cuts)
-    ]
-    nbytes = num * (1 - (1 - top_k / num) ** rows) * size * hidden * (2.0 if part == "up" else 1.0)
-    return Case(f"prefill_{part}_native", (num, hidden, size, average), found, make, nbytes)
 
 
 def attention_case(model: str, rows: int, context: int = 1024) -> Case:
@@ -405,12 +334,10 @@ def float8_cases(batches: list[int]) -> Iterator[Case]:
     """The thinker's experts alone can be float8."""
     for rows in (1, *batches):
         for part in ("up", "down"):
-            yield mixture_case("thinker", 1, part, True) if rows == 1 else native_case("thinker", rows, part)
+            yield mixture_case("thinker", rows, part, float8=True)
     for rows in (100, 512, 1024, 2500):
         for part in ("gate_up", "down"):
             yield prompt_case("thinker", rows, part)
-        for part in ("up", "down"):
-            yield native_prompt_case("thinker", rows, part)
 
 
 def compile_some(only: list[str], batches: list[int], kernels: tuple[str, ...], share: int, jobs: int) -> None:

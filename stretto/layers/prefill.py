@@ -105,19 +105,15 @@ def _mlp(
     mlp: torch.nn.Module, stream: torch.Tensor, normed: torch.Tensor, norm: RMSNorm, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream after a layer's feed-forward block, and its norm for the next layer."""
-    from stretto.kernels.fast import grouped, grouped_float8
+    from stretto.kernels.fast.grouped import experts, route
     from stretto.kernels.fast.prefill import add_norm, combine, swiglu
 
     if isinstance(mlp, DenseMLP):
         h, _ = swiglu(F.linear(normed, mlp.gate_up.weight), count)
         return add_norm(stream, F.linear(h, mlp.down_proj.weight), norm.weight, norm.eps, count)
     assert isinstance(mlp, MoeMLP)
-    routed = grouped.route(F.linear(normed, mlp.gate.weight), mlp.top_k, mlp.norm, count)
-    weights, scales = (mlp.experts.gate_up, mlp.experts.down), mlp.experts.scales
-    if scales is None:
-        y, places = grouped.experts(normed, *weights, routed)
-    else:
-        y, places = grouped_float8.experts(normed, *weights, routed, scales), None
+    routed = route(F.linear(normed, mlp.gate.weight), mlp.top_k, mlp.norm, count)
+    y, places = experts(normed, mlp.experts.gate_up, mlp.experts.down, routed, mlp.experts.scales)
     shared = gate = None
     if mlp.shared_expert is not None and mlp.shared_expert_gate is not None:
         both = F.linear(normed, mlp.shared_expert.gate_up.weight)

@@ -71,12 +71,11 @@ def test_layers_name_products_by_their_place() -> None:
     assert len(found) == 5
     for layer in found:
         assert [name for name, _ in layer] == ["qkv", "attention", "o", "router", "up", "down"]
-    for kind in ("matrix", "native"):
-        several = ["_matrix", "_decode", "_matrix", "_route", "_top", f"_up_{kind}", f"_down_{kind}", "_add_slots"]
-        events = [[name, 10.0 * i, 10.0] for i, name in enumerate(["_begin", *several * 3, "_norm"])]
-        for layer in layers(one_step(events)):
-            names = [name for name, _ in layer]
-            assert names == ["qkv", "attention", "o", "router", "router, choice", "up", "down", "down, sum"]
+    several = ["_matrix", "_decode", "_matrix", "_route", "_top", "_up_matrix", "_down_matrix", "_add_slots"]
+    events = [[name, 10.0 * i, 10.0] for i, name in enumerate(["_begin", *several * 3, "_norm"])]
+    for layer in layers(one_step(events)):
+        names = [name for name, _ in layer]
+        assert names == ["qkv", "attention", "o", "router", "router, choice", "up", "down", "down, sum"]
 
 
 def test_bytes_of_a_step_are_those_of_the_released_shape() -> None:

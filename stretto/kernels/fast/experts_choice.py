@@ -1,9 +1,7 @@
 """Which experts several rows go to: a table of who chose whom, which the expert kernels for several rows go by.
 
 The router (`route`) is a product whose sums are left in parts; `choose` adds them up, with one program per row, and
-ranks them. Where float8 weights are
-multiplied as they are, further programs of the same kernel write the rows as float8 too. Called by `experts_many`;
-launch protocol as in `linear`."""
+ranks them. Called by `experts_many`; launch protocol as in `linear`."""
 
 from __future__ import annotations
 
@@ -15,10 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.experts import ExpertWeights, chunk, sortable, without
-from stretto.kernels.fast.halves import halved
 from stretto.kernels.fast.linear import Gained, dot, protocol, tile_rows
 from stretto.kernels.fast.tuning import config
-from stretto.kernels.quantized import FLOAT8
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -84,27 +80,20 @@ def _placed(
 
 @triton.jit(do_not_specialize=["P"])
 def _top(
-    parts, squares, x, table, weights, scales, planes, eps, P,
+    parts, squares, x, table, weights, scales, eps, P,
     K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr,
-    RENORM: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    RENORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of several rows: its column of the table [E, rows] (the slot of each expert, or -1), the weights of its slots
-    [rows, SLOTS], and the factor that its norm comes to [rows]. NATIVE: a second program per row writes it as float8
-    [rows, 2, K], whose scale goes into that factor."""
+    [rows, SLOTS], and the factor that its norm comes to [rows]."""
     m, M = tl.program_id(0), tl.num_programs(0)
     p = tl.arange(0, BP)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     factor = tl.rsqrt(tl.sum(tl.load(squares + p * M + m, mask=p < P, other=0.0), 0) / K + eps)
-    if NATIVE:
-        if tl.program_id(1) == 0:
-            _placed(parts, factor, x, table, weights, m, M, E, TOP, SLOTS, SPLITS, RENORM)
-        else:
-            tl.store(scales + m, factor * halved(x, planes, m, K))
-    else:
-        _placed(parts, factor, x, table, weights, m, M, E, TOP, SLOTS, SPLITS, RENORM)
-        tl.store(scales + m, factor)
+    _placed(parts, factor, x, table, weights, m, M, E, TOP, SLOTS, SPLITS, RENORM)
+    tl.store(scales + m, factor)
 
 
 @triton.jit
@@ -140,14 +129,7 @@ class Choice:
 
     table: torch.Tensor  # [experts, rows] int8: at which of the row's slots, or -1
     weights: torch.Tensor  # [rows, slots] float32
-    scales: torch.Tensor  # [rows] float32: what the rows' norm comes to, times the scale of their halves
-    planes: torch.Tensor | None  # [rows, 2, hidden] float8: the rows as `Halves`, if they are multiplied so
-
-
-def native(x: torch.Tensor, w: ExpertWeights) -> bool:
-    """Whether rows like x are multiplied by float8 weights as they are. Other types than bfloat16 have more than two
-    float8 numbers hold, and the tensor cores take 32 inputs at a time."""
-    return w.scales is not None and x.dtype == torch.bfloat16 and x.shape[1] % 32 == 0 and w.down.shape[2] % 32 == 0
+    scales: torch.Tensor  # [rows] float32: what the rows' norm comes to
 
 
 def route(gained: Gained, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor:
@@ -169,26 +151,21 @@ def choose(parts: torch.Tensor, gained: Gained, w: ExpertWeights) -> Choice:
     """The experts of the rows that `route` was asked for."""
     rows, hidden = gained.x.shape
     summed = len(gained.squares)
-    planes = gained.x.new_empty(rows, 2, hidden, dtype=FLOAT8) if native(gained.x, w) else None
     choice = Choice(
         table=parts.new_empty(w.num_experts, rows, dtype=torch.int8),
         weights=parts.new_empty(rows, w.slots, dtype=torch.float32),
         scales=parts.new_empty(rows, dtype=torch.float32),
-        planes=planes,
     )
-    _top[(rows, 1 if planes is None else 2)](
-        parts, gained.squares, gained.x, choice.table, choice.weights, choice.scales,
-        gained.x if planes is None else planes, gained.eps, summed,
+    _top[(rows,)](
+        parts, gained.squares, gained.x, choice.table, choice.weights, choice.scales, gained.eps, summed,
         K=hidden, E=w.num_experts, TOP=w.top_k, SLOTS=w.slots, SPLITS=len(parts),
-        BP=triton.next_power_of_2(summed), RENORM=w.norm_topk, NATIVE=planes is not None, num_warps=1,
-        **protocol(parts),
+        BP=triton.next_power_of_2(summed), RENORM=w.norm_topk, num_warps=1, **protocol(parts),
     )  # fmt: skip
     return choice
 
 
-def tiles(rows: int, c: dict[str, int], least: int = 16, most: int = 32) -> dict[str, int]:
-    """Rows of a tile, and of all of them, as powers of two. Up to `most` rows are one tile, of more it holds 16 (few
-    choose the same expert), if nothing else is asked for. `least`: rows that the matrix units take."""
-    whole = max(least, 1 << (rows - 1).bit_length())
-    tile = c.get("BM", whole if rows <= most else 16)
-    return {"BM": tile, "BR": max(tile, whole)}
+def tiles(rows: int, c: dict[str, int]) -> dict[str, int]:
+    """Rows of a tile, and of all of them, as powers of two. Up to 32 rows are one tile, of more it holds 16 (few choose
+    the same expert), if nothing else is asked for."""
+    tile = c.get("BM", tile_rows(rows) if rows <= 32 else 16)
+    return {"BM": tile, "BR": max(tile, tile_rows(rows))}

@@ -3,8 +3,7 @@
 `experts_choice` makes a table of who chose whom for `up` and `down`, whose grids go over all experts: a program whose
 expert nobody chose leaves at once, the others put the rows that chose it through the matrix units (many rows gathered,
 a tile at a time); a last kernel adds each row's results in order, so that the sum never depends on which program came
-first. Float8 weights are multiplied as they are by `experts_float8`, or, where that cannot be, widened here. Weights,
-shared pieces and launch protocol as in `experts`, reference too. Called by `layers.fused`."""
+first. Weights, shared pieces and launch protocol as in `experts`, reference too. Called by `layers.fused`."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast import experts_float8
 from stretto.kernels.fast.experts import ExpertWeights, chunk, common, tuned_for, up_scales
 from stretto.kernels.fast.experts_choice import Choice, choose, route, takers, tiles
-from stretto.kernels.fast.halves import Halves
 from stretto.kernels.fast.linear import Gained, dot, protocol, tile_rows, widen
 
 
@@ -173,10 +170,8 @@ def _experts(rows: int, w: ExpertWeights, tile: int) -> int:
     return w.num_experts + w.pieces * -(-rows // tile)
 
 
-def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor | Halves:
+def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor:
     """silu(gate) * up of each row's experts: [rows, slots, expert size]."""
-    if choice.planes is not None:
-        return experts_float8.up(choice.planes, choice, w, tuned)
     rows, hidden = gained.x.shape
     size = w.down.shape[2]
     default = {"BN": 32, "BK": chunk(hidden, 256), "warps": 4, "stages": 3}
@@ -212,7 +207,7 @@ def _down(
 
 
 def down(
-    h: torch.Tensor | Halves,
+    h: torch.Tensor,
     choice: Choice,
     w: ExpertWeights,
     x: torch.Tensor,
@@ -221,10 +216,7 @@ def down(
 ) -> Gained | None:
     """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
     (its weight and epsilon)."""
-    if isinstance(h, Halves):
-        parts = experts_float8.down(h, choice, w, tuned)
-    else:
-        parts = _down(h, choice, w, x, tuned)
+    parts = _down(h, choice, w, x, tuned)
     rows, hidden = x.shape
     block = chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])

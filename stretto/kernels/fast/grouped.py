@@ -111,7 +111,7 @@ def route(logits: torch.Tensor, top_k: int, norm: bool, count: torch.Tensor) -> 
 
 
 @triton.jit
-def tile_of(offsets, tile, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr):
+def _tile(offsets, tile, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr):
     """(expert, first sorted row, end of the expert's rows) of a tile; none of it is real if first >= end.
 
     The tiles of expert e begin at offsets[e] // M + e: far enough apart whatever the counts."""
@@ -188,7 +188,7 @@ def _gate_up(
     """silu(x @ gate) * (x @ up) for one tile. With SWAP the weights are the left operand: few rows then make a narrow
     product instead of one that is mostly padding. With HALF an expert's last rows take half a tile if they fit."""
     columns: tl.constexpr = (SIZE + N - 1) // N
-    expert, first, end = tile_of(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
+    expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
     column = tl.program_id(0) % columns * N
     if first >= end:
         return
@@ -266,7 +266,7 @@ def _down(
     HALF: tl.constexpr, PRECISION: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + N - 1) // N
-    expert, first, end = tile_of(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
+    expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
     column = tl.program_id(0) % columns * N
     if first >= end:
         return
@@ -390,9 +390,12 @@ def experts(
     gate_up_weight: torch.Tensor,
     down_weight: torch.Tensor,
     routed: Routed,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x through each row's experts: rows by choice, and where each choice is among them if they are still sorted.
-    (Float8 weights: `grouped_float8`.)"""
+    """x through each row's experts: rows by choice, and where each choice is among them if they are still sorted."""
+    if scales is not None:
+        h = gate_up(x, gate_up_weight, routed, scale=scales[0])
+        return down(h, down_weight, routed, scale=scales[1]), None
     choices, n = routed.order.shape[0], gate_up_weight.shape[0]
     key = (n, x.shape[1], down_weight.shape[2], per_expert(choices, n))
     if config("prefill_experts", key, {"library": 0})["library"]:

@@ -20,17 +20,15 @@ pytest.importorskip("triton")
 
 
 def _mend_interpreter() -> None:
-    """Four things it cannot do by itself. It keeps scalars as arrays of one element, which newer versions of numpy no
+    """Three things it cannot do by itself. It keeps scalars as arrays of one element, which newer versions of numpy no
     longer take for an int, so no loop's bounds could depend on an argument; it keeps bfloat16 as its bits, which a dot
-    would multiply as integers; it cuts float32 to bfloat16 where the hardware rounds to nearest; and rounding to float8
-    it does not carry, and takes what is no number for 480."""
+    would multiply as integers; and it cuts float32 to bfloat16 where the hardware rounds to nearest."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
     patch, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
-    float_cast = builder.create_fp_to_fp
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -51,17 +49,8 @@ def _mend_interpreter() -> None:
         values = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16()
         return interpreter.TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
 
-    def create_fp_to_fp(self: Any, src: Any, to: Any, rounding: Any) -> Any:
-        values = torch.from_numpy(np.ascontiguousarray(src.data))
-        if src.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
-            narrow = values.to(quantized.FLOAT8).view(torch.uint8)
-            return interpreter.TensorHandle(narrow.numpy(), tl.float8e4nv)
-        if src.dtype.scalar == tl.float8e4nv and to.scalar == tl.float32:
-            return interpreter.TensorHandle(values.view(quantized.FLOAT8).float().numpy(), tl.float32)
-        return float_cast(self, src, to, rounding)
-
     interpreter._patch_lang_tensor = patched
-    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
 
 
 if not torch.cuda.is_available():

@@ -63,17 +63,3 @@ def test_the_released_model_with_fewer_layers_and_its_candidates(stage: str, bat
     assert len(some) == 11
     assert current not in some
     assert {c["soon"] for c in some} == {0, 1}
-
-
-@pytest.mark.parametrize("batch", [8, 32, 128])
-@pytest.mark.parametrize(("kernel", "sizes"), [("up_native", (768, 2048)), ("down_native", (2048, 768))])
-def test_candidates_for_float8_experts(batch: int, kernel: str, sizes: tuple[int, int]) -> None:
-    """Of as many kinds as there are: two programs of each must fit, whatever the tile."""
-    candidates = tune_steps.Candidates(tune_steps.What("thinker", batch, expert_weights="float8"), most=100)
-    current = {"BN": 64, "BK": 64, "warps": 4, "stages": 5}
-    key = (max(16, batch), *sizes)
-    some = candidates(tune_steps.tuning.Asked(kernel, key, current, current))
-    assert len(some) > 8
-    assert all(sizes[0] % c["BN"] == 0 and sizes[1] % c["BK"] == 0 for c in some)
-    assert {c.get("BM", 0) for c in some} == {8: {0}, 32: {8, 16, 32}, 128: {8, 16}}[batch]
-    assert {c.get("early", 0) for c in some} == ({0, 1} if kernel == "down_native" else {0})

@@ -198,6 +198,4 @@ def test_no_captured_step_launches_anything_else(
             pick, numbers, positions = torch.zeros(3, n, dtype=torch.int64)
             lane.pick(numbers, positions, hidden[pick], How(True, True), [])
     assert len(variants) > 30
-    native = {"_up_native", "_down_native"} & {name for name, *_ in variants}
-    assert len(native) == (2 if experts == "float8" else 0)
     assert variants <= ahead, variants - ahead
