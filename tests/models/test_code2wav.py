@@ -151,8 +151,8 @@ def pair(oracle: Any) -> Pair:
 
 @pytest.fixture(scope="module")
 def calm(device: torch.device) -> Pair:
-    """The released topology (1920 samples a frame, window 72), narrow, with weights that do not amplify. (A GPU adds up in
-    other orders: 3e-6 was seen there.)"""
+    """The released topology (1920 samples a frame, window 72), narrow, with weights that do not amplify.
+    (A GPU adds up in other orders: 3e-6 was seen there.)"""
     made = reference(**{**RELEASED, **SMALL, "num_hidden_layers": 3}).to(device)
     return Pair(made, ours(made), 2e-6 if device.type == "cpu" else 5e-6)
 
