@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from stretto.kernels.fast import dtypes
+from stretto.kernels.fast import able, dtypes
 from stretto.kernels.fast.warm import Marker, Workers, directory, python, surroundings
 from stretto.layers.config import DecoderConfig
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -157,7 +157,7 @@ def begin(
     room. `free` bytes are there for the processes and for the `weights` bytes that the host goes on to load."""
     blocks = {"thinker": s.thinker_blocks, "talker": s.talker_blocks}
     wanted = [stage for stage in stages if stage in blocks]
-    if not wanted or not s.warm or not s.graphs or not compiled(config, dtype):
+    if not wanted or not s.warm or not s.graphs or not compiled(config, dtype, s.device):
         return None
     decode = [n for n in SIZES if n <= s.max_rows]
     tasks = [t for stage in wanted for t in tasks_of(stage, decode, prefill_graphs.SIZES)]
@@ -185,9 +185,9 @@ def begin(
     return Warming(Workers(commands), marker, apart=len(commands) * SPACE + weights > free)
 
 
-def compiled(config: OmniConfig, dtype: torch.dtype) -> bool:
+def compiled(config: OmniConfig, dtype: torch.dtype, device: str) -> bool:
     """Are there kernels for these models? (Not where they run in Triton's interpreter.)"""
-    if dtype not in dtypes() or os.environ.get("TRITON_INTERPRET") == "1":
+    if dtype not in dtypes() or not able(torch.device(device)) or os.environ.get("TRITON_INTERPRET") == "1":
         return False
     from stretto.layers.fused import fits
 

@@ -130,7 +130,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
         return [sys.executable, "-c", "pass"]
 
     monkeypatch.setattr(warming, "python", command)
-    monkeypatch.setattr(warming, "compiled", lambda config, dtype: True)
+    monkeypatch.setattr(warming, "compiled", lambda config, dtype, device: True)
     monkeypatch.setattr(warming, "surroundings", lambda device: {"gpu": "none"})
     monkeypatch.setattr(warming, "directory", lambda: tmp_path)
     monkeypatch.setattr(warming.os, "sched_getaffinity", lambda pid: set(range(8)))

@@ -13,8 +13,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from stretto.errors import Invalid
-from stretto.kernels.fast import dtypes
 from stretto.layers.linear import Embedding
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
@@ -63,12 +61,6 @@ class Source:
             torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
             # Shapes are few (captured sizes), and what cuDNN guesses for some of them is ten times slower.
             torch.backends.cudnn.benchmark = dtype != torch.float32
-            if expert_weights == "float8" and dtype in dtypes() and torch.cuda.get_device_capability(where) < (8, 9):
-                raise Invalid(
-                    "float8 expert weights need a GPU of compute capability 8.9 or more (Ada, Hopper), or "
-                    "STRETTO_KERNELS=off",
-                    "expert_weights",
-                )
         files = None
         if load_format == "safetensors":
             if isinstance(model, OmniConfig):
