@@ -239,8 +239,8 @@ def _split(
 ):  # fmt: skip
     """As `_matrix` (without its norm), cut differently: a program takes BN outputs over one of SPLITS parts of K, with
     the weights as left operand. So the rows are read N / BN times instead of N / 16 times, which is what many rows wait
-    for. Weights are asked for before the wait, LINES cache lines per output (0: not, where the kernel in front needs all
-    of the memory's rate itself). The last program of a tile to finish adds the parts up, in their order."""
+    for. Weights are asked for before the wait, LINES cache lines per output (0: not, where the kernel in front needs
+    all of the memory's rate). The last program of a tile to finish adds the parts up, in their order."""
     if PDL:
         gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)

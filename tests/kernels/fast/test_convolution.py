@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from stretto.layers import streaming
-from stretto.layers.capture import capture_graphs
 from stretto.layers.streaming import CausalConv, Joint, OverlapUpConv, Push, Silence, Snake, Tail, residual
 from stretto.layers.targets import targets
-from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState
-from stretto.models.qwen3_omni.config import Code2WavConfig
+from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.weights import build
+from tests.kernels.fast.vocoders import CONFIG, check_captured, play, random_codes, random_stream, small_vocoder
 
 kernels = pytest.importorskip("stretto.kernels.fast.convolution")
 snakes = pytest.importorskip("stretto.kernels.fast.snake")
@@ -242,38 +241,10 @@ def test_layers_choose_the_kernels(dtype: torch.dtype, device: torch.device, mon
         assert error(mine, theirs) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
-CONFIG = Code2WavConfig(
-    codebook_size=16,
-    num_quantizers=2,
-    hidden_size=16,
-    num_layers=1,
-    num_heads=2,
-    head_dim=8,
-    ffn_size=24,
-    window=4,
-    rms_eps=1e-6,
-    rope_theta=1e4,
-    upsampling_ratios=(2,),
-    upsample_rates=(2, 1, 2),
-    decoder_dim=768,
-)
-
-
 @pytest.fixture(scope="module")
 def vocoder(device: torch.device) -> Code2Wav:
-    """Blocks of 384, 192 and 96 channels, with weights that do not amplify what is rounded and samples far from where
-    they are clipped."""
-    model = build(lambda: Code2Wav(CONFIG), device, torch.float32)
-    g = torch.Generator().manual_seed(4)
-    for name, view in targets(model, "").items():
-        values = torch.randn(view.shape, generator=g)
-        if view.dim() == 1:
-            view.copy_(1 + 0.1 * values if name.endswith("norm.weight") else 0.3 * values)
-        else:
-            gain = 0.05 if view.shape[0] == 1 else 0.3 if "conv2.conv" in name else 1.0
-            view.copy_(gain * values * view[0].numel() ** -0.5)
-    model.prepare()
-    return model
+    """Blocks of 384, 192 and 96 channels."""
+    return small_vocoder(replace(CONFIG, upsample_rates=(2, 1, 2), decoder_dim=768), device)
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -282,40 +253,16 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         monkeypatch.setattr(kernels, "ENOUGH", 1)
 
 
-def codes_of(frames: int, seed: int, device: torch.device) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(0, CONFIG.codebook_size, (frames, CONFIG.num_quantizers), generator=g).to(device)
-
-
-def play(
-    model: Code2Wav, state: Code2WavState, streams: list[torch.Tensor], cuts: list[list[int]]
-) -> list[torch.Tensor]:
-    """All streams side by side, `cuts[step][slot]` frames at a time, with garbage behind them."""
-    taken, size = [0] * len(streams), state.max_frames
-    parts: list[list[torch.Tensor]] = [[] for _ in streams]
-    for i, lengths in enumerate(cuts):
-        codes = codes_of(size * len(streams), 90 + i, state.frames.device).view(len(streams), -1, size)
-        for slot, n in enumerate(lengths):
-            codes[slot, :, :n] = streams[slot][taken[slot] : taken[slot] + n].T
-        wav = model.step(state, codes, torch.tensor(lengths, device=codes.device))
-        for slot, n in enumerate(lengths):
-            span = model.valid(taken[slot], n)
-            parts[slot].append(wav[slot, span.start : span.stop])
-            taken[slot] += n
-    assert taken == [len(s) for s in streams]
-    return [torch.cat(p) for p in parts]
-
-
 @pytest.mark.parametrize("few_rows", [streaming.FEW_ROWS, 0], ids=["products", "convolutions"])
 def test_streams_in_pieces_equal_one_decode_without_kernels(
     few_rows: int, vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = [codes_of(n, n, device) for n in (2, 3)]
+    streams = [random_stream(vocoder, n, n) for n in (2, 3)]
     whole = [vocoder.decode(s) for s in streams]
     monkeypatch.setattr(streaming, "FEW_ROWS", few_rows)
     use_kernels(monkeypatch, device)
     monkeypatch.setattr(Snake, "forward", None)  # every unit ends in the kernels
-    found = play(vocoder, vocoder.state(2, 2), streams, [[0, 2], [2, 1]])
+    found = play(vocoder, vocoder.state(2, 2), streams, [(2, [0, 2]), (2, [2, 1])])
     for mine, wanted in zip(found, whole, strict=True):
         assert 0.01 < float(wanted.abs().max()) < 1.0
         torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-6)
@@ -325,17 +272,17 @@ def test_a_step_in_bfloat16_is_no_further_from_the_truth_than_the_plain_way(
     vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of weights that are rounded for the truth, too. Over 96 samples: a few alone may fall either way."""
-    half, exact = (build(lambda: Code2Wav(CONFIG), device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    half, exact = (build(lambda: Code2Wav(vocoder.config), device, dtype) for dtype in (torch.bfloat16, torch.float32))
     given, rounded = targets(vocoder, ""), targets(exact, "")
     for name, view in targets(half, "").items():
         view.copy_(given[name])
         rounded[name].copy_(view)
     half.prepare()
     exact.prepare()
-    streams = [codes_of(4, i, device) for i in range(4)]
-    truth, plain = (torch.cat(play(m, m.state(4, 4), streams, [[4] * 4])) for m in (exact, half))
+    streams = [random_stream(vocoder, 4, i) for i in range(4)]
+    truth, plain = (torch.cat(play(m, m.state(4, 4), streams, [(4, [4] * 4)])) for m in (exact, half))
     use_kernels(monkeypatch, device)
-    found = torch.cat(play(half, half.state(4, 4), streams, [[4] * 4]))
+    found = torch.cat(play(half, half.state(4, 4), streams, [(4, [4] * 4)]))
     assert error(plain, truth) < 0.1
     assert error(found, truth) < error(plain, truth)
 
@@ -346,7 +293,7 @@ def test_an_idle_slot_keeps_every_bit(vocoder: Code2Wav, device: torch.device, m
     state.frames.fill_(5)
     before = state.tails.clone()
     use_kernels(monkeypatch, device)
-    vocoder.step(state, codes_of(2, 1, device).view(2, 2, 1), torch.tensor([1, 0], device=device))
+    vocoder.step(state, random_codes(vocoder, 2, 2, 1, seed=1), torch.tensor([1, 0], device=device))
     assert torch.equal(state.tails[1], before[1])
     assert not torch.equal(state.tails[0], before[0])
 
@@ -377,15 +324,4 @@ def test_a_captured_step_equals_an_eager_one(
     vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_kernels(monkeypatch, device)
-    rng = random.Random(0)
-    eager, captured = vocoder.state(3, 2), vocoder.state(3, 2)
-    codes = torch.zeros(3, CONFIG.num_quantizers, 2, dtype=torch.int64, device=device)
-    lengths = torch.zeros(3, dtype=torch.int64, device=device)
-    graphs = capture_graphs([0], lambda _: lambda: vocoder.step(captured, codes, lengths), torch.cuda.Stream())
-    graph, wav = graphs[0]
-    for i in range(20):
-        codes.copy_(codes_of(6, i, device).view(codes.shape))
-        lengths.copy_(torch.tensor([rng.randint(0, 2) for _ in range(3)]))
-        graph.replay()
-        torch.testing.assert_close(wav, vocoder.step(eager, codes, lengths), rtol=0, atol=1e-5)
-    torch.testing.assert_close(captured.tails, eager.tails, rtol=0, atol=1e-4)
+    check_captured(vocoder)

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from stretto.layers import streaming
-from stretto.layers.capture import capture_graphs
 from stretto.layers.streaming import Push, Silence, Snake, Tail
-from stretto.layers.targets import targets
 from stretto.models.qwen3_omni import code2wav
-from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState
-from stretto.models.qwen3_omni.config import Code2WavConfig
-from stretto.models.qwen3_omni.weights import build
+from tests.kernels.fast.vocoders import CONFIG, check_captured, play, random_codes, random_stream, small_vocoder
 
 kernels = pytest.importorskip("stretto.kernels.fast.snake")
 
@@ -159,72 +155,23 @@ def test_joins_of_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(kernels.snake(x, act.curve), act(x), rtol=0, atol=1e-6)
 
 
-CONFIG = Code2WavConfig(
-    codebook_size=16,
-    num_quantizers=2,
-    hidden_size=16,
-    num_layers=1,
-    num_heads=2,
-    head_dim=8,
-    ffn_size=24,
-    window=4,
-    rms_eps=1e-6,
-    rope_theta=1e4,
-    upsampling_ratios=(2,),
-    upsample_rates=(3, 2),
-    decoder_dim=36,
-)
-
-
-def vocoder(device: torch.device) -> Code2Wav:
-    """With weights that do not amplify what is rounded, and samples far from where they are clipped."""
-    model = build(lambda: Code2Wav(CONFIG), device, torch.float32)
-    g = torch.Generator().manual_seed(4)
-    for name, view in targets(model, "").items():
-        values = torch.randn(view.shape, generator=g)
-        if view.dim() == 1:
-            view.copy_(1 + 0.1 * values if name.endswith("norm.weight") else 0.3 * values)
-        else:
-            gain = 0.05 if view.shape[0] == 1 else 0.3 if "conv2.conv" in name else 1.0
-            view.copy_(gain * values * view[0].numel() ** -0.5)
-    model.prepare()
-    return model
-
-
-def codes_of(frames: int, seed: int, device: torch.device) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(0, CONFIG.codebook_size, (frames, CONFIG.num_quantizers), generator=g).to(device)
-
-
-def play(model: Code2Wav, state: Code2WavState, streams: list[torch.Tensor], steps: int) -> list[torch.Tensor]:
-    """All streams side by side, each by random pieces and with garbage behind them; slot 0 begins late."""
-    rng, taken = random.Random(7), [0] * len(streams)
-    parts: list[list[torch.Tensor]] = [[] for _ in streams]
-    for i in range(steps):
-        codes = codes_of(3 * len(streams), 90 + i, state.frames.device).view(len(streams), CONFIG.num_quantizers, 3)
-        lengths = [0 if slot == 0 and i < 2 else rng.choice((0, 1, 1, 2, 3)) for slot in range(len(streams))]
-        for slot, stream in enumerate(streams):
-            lengths[slot] = n = min(lengths[slot], len(stream) - taken[slot])
-            codes[slot, :, :n] = stream[taken[slot] : taken[slot] + n].T
-        wav = model.step(state, codes, torch.tensor(lengths, device=codes.device))
-        for slot, n in enumerate(lengths):
-            span = model.valid(taken[slot], n)
-            parts[slot].append(wav[slot, span.start : span.stop])
-            taken[slot] += n
-    return [torch.cat(p) for p in parts]
+def pieces() -> list[tuple[int, list[int]]]:
+    """Random ones of two streams, of which the first begins late."""
+    rng = random.Random(7)
+    return [(3, [0 if i < 2 else rng.choice((0, 1, 1, 2, 3)), rng.choice((0, 1, 1, 2, 3))]) for i in range(20)]
 
 
 def test_a_stream_in_pieces_equals_one_decode_without_kernels(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = vocoder(device)
-    streams = [codes_of(n, n, device) for n in (3, 6)]
+    model = small_vocoder(CONFIG, device)
+    streams = [random_stream(model, n, n) for n in (3, 6)]
     whole = [model.decode(s) for s in streams]
     state, slow = model.state(2, 3), model.state(2, 3)
-    play(model, slow, streams, 8)
+    play(model, slow, streams, pieces())
     monkeypatch.setattr(streaming, "usable", lambda x: True)
     monkeypatch.setattr(Snake, "into", None)  # nobody takes the plain way
-    found = play(model, state, streams, 8)
+    found = play(model, state, streams, pieces())
     assert [len(f) for f in found] == [model.num_samples(len(s)) for s in streams]  # all frames were played
     for mine, wanted in zip(found, whole, strict=True):
         assert 0.01 < float(wanted.abs().max()) < 1.0
@@ -233,13 +180,13 @@ def test_a_stream_in_pieces_equals_one_decode_without_kernels(
 
 
 def test_an_idle_slot_keeps_every_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = vocoder(device)
+    model = small_vocoder(CONFIG, device)
     state = model.state(2, 2)
     state.tails.copy_(noise(*state.tails.shape, seed=1))
     state.frames.fill_(5)
     before = state.tails.clone()
     monkeypatch.setattr(streaming, "usable", lambda x: True)
-    model.step(state, codes_of(4, 1, device).view(2, 2, 2), torch.tensor([2, 0], device=device))
+    model.step(state, random_codes(model, 2, 2, 2, seed=1), torch.tensor([2, 0], device=device))
     assert torch.equal(state.tails[1], before[1])
     assert not torch.equal(state.tails[0], before[0])
 
@@ -266,15 +213,4 @@ def test_real_sizes_over_and_over(rows: int, channels: int, time: int, device: t
 @pytest.mark.gpu
 def test_a_captured_step_equals_an_eager_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "usable", lambda x: True)
-    model, rng = vocoder(device), random.Random(0)
-    eager, captured = model.state(3, 2), model.state(3, 2)
-    codes = torch.zeros(3, CONFIG.num_quantizers, 2, dtype=torch.int64, device=device)
-    lengths = torch.zeros(3, dtype=torch.int64, device=device)
-    graphs = capture_graphs([0], lambda _: lambda: model.step(captured, codes, lengths), torch.cuda.Stream())
-    graph, wav = graphs[0]
-    for i in range(20):
-        codes.copy_(codes_of(6, i, device).view(codes.shape))
-        lengths.copy_(torch.tensor([rng.randint(0, 2) for _ in range(3)]))
-        graph.replay()
-        torch.testing.assert_close(wav, model.step(eager, codes, lengths), rtol=0, atol=1e-5)
-    torch.testing.assert_close(captured.tails, eager.tails, rtol=0, atol=1e-4)
+    check_captured(small_vocoder(CONFIG, device))

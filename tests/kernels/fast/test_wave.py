@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from stretto.models.qwen3_omni import code2wav
 from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState, ConvNeXt
 from stretto.models.qwen3_omni.config import Code2WavConfig
 from stretto.models.qwen3_omni.weights import build
+from tests.kernels.fast.vocoders import play
 
 kernels = pytest.importorskip("stretto.kernels.fast.wave")
 
@@ -279,24 +281,12 @@ def test_attention_never_looks_at_what_another_stream_left(device: torch.device)
     assert torch.equal(out[0], out[1])
 
 
-def play(model: Code2Wav, state: Code2WavState, streams: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """All streams side by side to their ends, each by random pieces, in steps of random sizes, with garbage behind."""
-    rng, taken = random.Random(seed), [0] * len(streams)
-    parts: list[list[torch.Tensor]] = [[] for _ in streams]
-    while any(n < len(s) for n, s in zip(taken, streams, strict=True)):
+def pieces(seed: int) -> Iterator[tuple[int, list[int]]]:
+    """Random ones of two streams, in steps of random sizes."""
+    rng = random.Random(seed)
+    while True:
         frames = rng.choice((1, 2, 3, 5, 5))
-        codes = codes_of(len(streams), CONFIG.num_quantizers, frames, seed=rng.randrange(10**6)).to(state.frames.device)
-        lengths = [
-            min(rng.choice((0, 1, frames, frames, frames)), len(s) - n) for n, s in zip(taken, streams, strict=True)
-        ]
-        for slot, n in enumerate(lengths):
-            codes[slot, :, :n] = streams[slot][taken[slot] : taken[slot] + n].T
-        wav = model.step(state, codes, torch.tensor(lengths, device=codes.device))
-        for slot, n in enumerate(lengths):
-            span = model.valid(taken[slot], n)
-            parts[slot].append(wav[slot, span.start : span.stop])
-            taken[slot] += n
-    return [torch.cat(p) for p in parts]
+        yield frames, [rng.choice((0, 1, frames, frames, frames)) for _ in range(2)]
 
 
 def test_streams_in_pieces_equal_one_decode_without_kernels(
@@ -306,9 +296,9 @@ def test_streams_in_pieces_equal_one_decode_without_kernels(
     streams = [codes_of(n, 3, seed=n).to(device) for n in (3, 19)]  # the state has 16 columns
     whole = [model.decode(s) for s in streams]
     state, slow = model.state(2, 5), model.state(2, 5)
-    play(model, slow, streams, 7)
+    play(model, slow, streams, pieces(7))
     switch(monkeypatch)
-    found = play(model, state, streams, 7)
+    found = play(model, state, streams, pieces(7))
     for mine, wanted in zip(found, whole, strict=True):
         assert 0.01 < float(wanted.abs().max()) < 1.0
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5)
@@ -328,7 +318,7 @@ def test_a_whole_step_in_bfloat16_is_as_close_as_the_plain_way(
     for way in ("plain", "kernels"):
         if way == "kernels":
             switch(monkeypatch)
-        found = torch.cat(play(model, model.state(2, 5), streams, 3))
+        found = torch.cat(play(model, model.state(2, 5), streams, pieces(3)))
         errors.append(float((found - truth).norm() / truth.norm()))
     assert errors[1] < 1.2 * errors[0] < 0.2
 
