@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stretto.kernels.fast.snake import _snake, snake
+from stretto.kernels.fast.snake import activated, snake
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _put(total, old, bias, out, next_curve, buffer, place, ahead, n, mine, loud,
     """The sum, and what the next convolution makes of it: from the rounded sum, as if it was read again."""
     y = (total + tl.load(bias + n).to(tl.float32)[None, :] + old.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + place + n[None, :], y, mask=mine)
-    z = tl.where(loud, _snake(y, next_curve, n, n < channels, channels), 0.0)
+    z = tl.where(loud, activated(y, next_curve, n, n < channels, channels), 0.0)
     tl.store(buffer + ahead + n[None, :], z.to(y.dtype), mask=mine)
 
 
@@ -87,7 +87,7 @@ def _finish(
         k = start + tl.arange(0, CHUNK)
         v = tl.load(y + place + k[None, :], mask=mine, other=0.0)
         wide = v.to(tl.float32) + tl.load(shift + k).to(tl.float32)[None, :]
-        left = _snake(wide, curve, k, k < channels, channels).to(v.dtype)
+        left = activated(wide, curve, k, k < channels, channels).to(v.dtype)
         a = tl.dot(left, _block(weight, first, k, channels), a, input_precision=PRECISION)
         b = tl.dot(left, _block(weight, second, k, channels), b, input_precision=PRECISION)
         c = tl.dot(left, _block(weight, third, k, channels), c, input_precision=PRECISION)
@@ -140,7 +140,7 @@ def _add_halves(
     tl.store(out + place, y, mask=mine)
     quiet = tl.load(silent + slot)
     loud = row[:, None] * (width // channels) + (column // channels)[None, :] >= quiet
-    z = _snake(y, next_curve, column % channels, inside, channels).to(y.dtype)
+    z = activated(y, next_curve, column % channels, inside, channels).to(y.dtype)
     tl.store(buffer + (slot + 1) * tail * channels + place, tl.where(loud, z, tl.zeros_like(z)), mask=mine)
 
 

@@ -23,7 +23,7 @@ LEAST_TAIL = 64
 
 
 @triton.jit
-def _snake(x, curve, channel, inside, channels):
+def activated(x, curve, channel, inside, channels):
     """x + gain sin²(rate x) of [rows, channels] in float32.
 
     sin² has the period pi, so the phase is brought to ±pi/2: pi is split in three, so that the products with the first
@@ -56,7 +56,7 @@ def _apply(x, shift, curve, out, time, channels, ROWS: tl.constexpr, CHANNELS: t
     y = tl.load(x + place, mask=mine, other=0.0).to(tl.float32)
     if SHIFT:
         y += tl.load(shift + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    y = _snake(y, curve, channel, inside, channels)
+    y = activated(y, curve, channel, inside, channels)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mine)
 
 
@@ -65,7 +65,7 @@ def _fresh(x, curve, silent, slot, row, mine, channel, inside, channels, SNAKE: 
     """Rows of the input as the convolution is to see them, in their own type; `x` points at the slot's first."""
     y = tl.load(x + row[:, None] * channels + channel[None, :], mask=mine, other=0.0)
     if SNAKE:
-        y = _snake(y, curve, channel, inside, channels).to(y.dtype)
+        y = activated(y, curve, channel, inside, channels).to(y.dtype)
     if MUTE:
         y = tl.where((row >= tl.load(silent + slot))[:, None], y, tl.zeros_like(y))
     return y
