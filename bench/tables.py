@@ -21,7 +21,7 @@ from bench.measured import (
     level,
     one_step,
 )
-from bench.tables_parts import pictures, served8, vocoder
+from bench.tables_parts import pictures, vocoder
 
 NOT_YET = "not measured"
 Line = tuple[str, ...]
@@ -465,7 +465,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "latency": latency,
     "rtf": rtf,
     "float8": float8,
-    "served8": served8,
     "vocoder": vocoder,
     "pictures": pictures,
     "together": together,

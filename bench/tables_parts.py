@@ -1,12 +1,12 @@
-"""Tables of docs/performance.md about single parts of the engine, each from a file of its own: the vocoder, pictures,
-and the whole in service with experts in 8 bits. Used by bench/tables.py."""
+"""Tables of docs/performance.md about single parts of the engine, each from files of its own: the vocoder and
+pictures. Used by bench/tables.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from bench.markdown import markdown
-from bench.measured import Results, level
+from bench.measured import Results
 
 
 def vocoder(results: Results) -> str:
@@ -32,20 +32,4 @@ def pictures(results: Results) -> str:
         cells = [f"{way['host_ms']:.1f} / {way['both_ms']:.1f} ms" if way else "" for way in (plain, graph)]
         lines.append((case["images"], str(case["patches"]), *cells))
     head = ("picture", "patches", "plain: host's time / until it is done", "as a graph: the same")
-    return markdown(head, lines)
-
-
-def served8(results: Results) -> str:
-    """Listeners of a server whose experts are in 8 bits, beside those of the usual one."""
-    wide, narrow = results.file("h200"), results.file("h200_float8")
-    if wide is None or narrow is None:
-        return ""
-    lines = []
-    for streams in (1, 4, 8, 16, 32):
-        both = [level(s, "latency", "text-100", streams) for s in (wide, narrow)]
-        if None not in both:
-            first = [f"{1e3 * f['summary']['first_audio_s']['p50']:.1f} ms" for f in both]
-            rtf = [f"{f['summary']['rtf']['p50']:.3f}" for f in both]
-            lines.append((str(streams), first[0], rtf[0], first[1], rtf[1]))
-    head = ("streams", "bfloat16: first audio p50", "RTF p50", "float8: first audio p50", "RTF p50")
     return markdown(head, lines)
