@@ -13,16 +13,14 @@ def vocoder(results: Results) -> str:
     """Steps as captured graphs, in plain PyTorch and with kernels."""
     lines = []
     plain, ours = (steps(results.file(name)) for name in ("code2wav_h200_plain", "code2wav_h200"))
-    for (slots, frames), ms in ours.items():
-        before = plain.get((slots, frames))
-        speech = f"{slots * frames * 80 / ms:.0f} s"
-        lines.append((str(slots), str(frames), "" if before is None else f"{before:.2f} ms", f"{ms:.2f} ms", speech))
+    for shape, run in ours.items():
+        before = f"{plain[shape]['median_ms']:.2f} ms" if shape in plain else ""
+        lines.append((*map(str, shape), before, f"{run['median_ms']:.2f} ms", f"{run['audio_s_per_s']:.0f} s"))
     return markdown(("streams", "frames each", "plain PyTorch", "with kernels", "speech per second"), lines)
 
 
-def steps(found: Any) -> dict[tuple[int, int], float]:
-    runs = (found or {}).get("runs", [])
-    return {(r["slots"], r["frames"]): r["median_ms"] for r in runs if r["graph"]}
+def steps(found: Any) -> dict[tuple[int, int], Any]:
+    return {(r["slots"], r["frames"]): r for r in (found or {}).get("runs", []) if r["graph"]}
 
 
 def pictures(results: Results) -> str:

@@ -63,8 +63,7 @@ class Builder:
 
         On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
         start when the plan is made, so that it does not take their memory for gone, and have ended before the first KV
-        pool is allocated. The vocoder comes first: it has few such kernels, of its own, and takes as
-        long as they do."""
+        pool is allocated. The vocoder comes first: it has few such kernels, and takes as long as they do."""
         s = self.settings
         source = Source.open(
             self.model,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from stretto.kernels.fast import able, dtypes
+from stretto.kernels.fast import apply
 from stretto.kernels.fast.warm import Marker, Workers, directory, python, surroundings
 from stretto.layers.config import DecoderConfig
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -187,7 +187,7 @@ def begin(
 
 def compiled(config: OmniConfig, dtype: torch.dtype, device: str) -> bool:
     """Are there kernels for these models? (Not where they run in Triton's interpreter.)"""
-    if dtype not in dtypes() or not able(torch.device(device)) or os.environ.get("TRITON_INTERPRET") == "1":
+    if not apply(dtype, torch.device(device)) or os.environ.get("TRITON_INTERPRET") == "1":
         return False
     from stretto.layers.fused import fits
 

@@ -35,5 +35,9 @@ def able(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
+def apply(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype in dtypes() and able(device)
+
+
 def usable(x: torch.Tensor) -> bool:
-    return x.dtype in dtypes() and able(x.device)
+    return apply(x.dtype, x.device)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stretto.kernels.fast.linear import precision
 from stretto.kernels.fast.tuning import config
 
 LOG2_E = 1.4426950408889634
@@ -137,6 +138,6 @@ def attend(
         q, cache, out, starts, lengths, tables, sequences, rows, tables.stride(0), cache.shape[1], dim**-0.5 * LOG2_E,
         GROUP=group, GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, BLOCK=block,
         SEARCH=max(16, triton.next_power_of_2(sequences + 1)),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **launch | {"QUERIES": queries},
+        PRECISION=precision(q), **launch | {"QUERIES": queries},
     )  # fmt: skip
     return out

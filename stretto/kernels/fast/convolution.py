@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stretto.kernels.fast.linear import precision
 from stretto.kernels.fast.snake import activated, snake
 
 
@@ -254,10 +255,6 @@ def num_programs(rows: int, channels: int, tile: Tile) -> int:
 
 def pick(rows: int, channels: int) -> Tile:
     return next((t for t in TILES if num_programs(rows, channels, t) >= ENOUGH), TILES[-1])
-
-
-def precision(x: torch.Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def add_halves(x: torch.Tensor, channels: int, after: Next) -> tuple[torch.Tensor, torch.Tensor]:

@@ -205,10 +205,7 @@ def tuned_for(kernel: str, w: ExpertWeights, key: tuple[int, ...], default: dict
 
 
 def up_one(
-    x: torch.Tensor,
-    logits: torch.Tensor,
-    w: ExpertWeights,
-    tuned: dict[str, int] | None = None,
+    x: torch.Tensor, logits: torch.Tensor, w: ExpertWeights, tuned: dict[str, int] | None = None
 ) -> torch.Tensor:
     """For one row x [1, hidden] of the residual stream and its router's logits: silu(gate) * up of its experts [slots,
     expert size]."""

@@ -162,10 +162,3 @@ def choose(parts: torch.Tensor, gained: Gained, w: ExpertWeights) -> Choice:
         BP=triton.next_power_of_2(summed), RENORM=w.norm_topk, num_warps=1, **protocol(parts),
     )  # fmt: skip
     return choice
-
-
-def tiles(rows: int, c: dict[str, int]) -> dict[str, int]:
-    """Rows of a tile, and of all of them, as powers of two. Up to 32 rows are one tile, of more it holds 16 (few choose
-    the same expert), if nothing else is asked for."""
-    tile = c.get("BM", tile_rows(rows) if rows <= 32 else 16)
-    return {"BM": tile, "BR": max(tile, tile_rows(rows))}

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.experts import ExpertWeights, chunk, common, tuned_for, up_scales
-from stretto.kernels.fast.experts_choice import Choice, choose, route, takers, tiles
+from stretto.kernels.fast.experts_choice import Choice, choose, route, takers
 from stretto.kernels.fast.linear import Gained, dot, protocol, tile_rows, widen
 
 
@@ -165,9 +165,10 @@ def _add_slots(
         tl.store(squares + tl.program_id(0) * tl.num_programs(1) + m, tl.sum(value * value, 0))
 
 
-def _experts(rows: int, w: ExpertWeights, tile: int) -> int:
-    """Of the grid: a shared one's pieces count for every tile of rows."""
-    return w.num_experts + w.pieces * -(-rows // tile)
+def _tiles(rows: int, w: ExpertWeights, c: dict[str, int]) -> tuple[int, dict[str, int]]:
+    """The experts' extent of the grid, and the rows of a tile: all, or of many 16 (few choose the same expert)."""
+    tile = c.get("BM", tile_rows(rows) if rows <= 32 else 16)
+    return w.num_experts + w.pieces * triton.cdiv(rows, tile), {"BM": tile, "BR": max(tile, tile_rows(rows))}
 
 
 def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor:
@@ -177,33 +178,14 @@ def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] |
     default = {"BN": 32, "BK": chunk(hidden, 256), "warps": 4, "stages": 3}
     c = tuned_for("up_matrix", w, (tile_rows(rows), size, hidden), default) if tuned is None else tuned
     h = gained.x.new_empty(rows, w.slots, size)
-    cut = tiles(rows, c)
-    _up_matrix[(size // c["BN"], _experts(rows, w, cut["BM"]))](
+    numbers, tiles = _tiles(rows, w, c)
+    _up_matrix[(size // c["BN"], numbers)](
         gained.x, choice.scales, choice.table, w.gate_up, choice.scales if w.scales is None else w.scales[0],
         w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, rows,
         K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
-        num_warps=c["warps"], num_stages=c["stages"], **cut, **common(gained.x, w),
+        num_warps=c["warps"], num_stages=c["stages"], **tiles, **common(gained.x, w),
     )  # fmt: skip
     return h
-
-
-def _down(
-    h: torch.Tensor, choice: Choice, w: ExpertWeights, x: torch.Tensor, tuned: dict[str, int] | None
-) -> torch.Tensor:
-    """What each row's experts make of it, weighted: [rows, slots, hidden] float32."""
-    rows, hidden = x.shape
-    size = w.down.shape[2]
-    default = {"BN": 64, "BK": chunk(size, 128), "warps": 4, "stages": 3}
-    c = tuned_for("down_matrix", w, (tile_rows(rows), hidden, size), default) if tuned is None else tuned
-    parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
-    cut = tiles(rows, c)
-    _down_matrix[(hidden // c["BN"], _experts(rows, w, cut["BM"]))](
-        h, choice.table, w.down, x if w.scales is None else w.scales[1],
-        w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
-        H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
-        num_warps=c["warps"], num_stages=c["stages"], **cut, **common(x, w),
-    )  # fmt: skip
-    return parts
 
 
 def down(
@@ -216,8 +198,18 @@ def down(
 ) -> Gained | None:
     """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
     (its weight and epsilon)."""
-    parts = _down(h, choice, w, x, tuned)
     rows, hidden = x.shape
+    size = w.down.shape[2]
+    default = {"BN": 64, "BK": chunk(size, 128), "warps": 4, "stages": 3}
+    c = tuned_for("down_matrix", w, (tile_rows(rows), hidden, size), default) if tuned is None else tuned
+    parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
+    numbers, tiles = _tiles(rows, w, c)
+    _down_matrix[(hidden // c["BN"], numbers)](
+        h, choice.table, w.down, x if w.scales is None else w.scales[1],
+        w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
+        H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
+        num_warps=c["warps"], num_stages=c["stages"], **tiles, **common(x, w),
+    )  # fmt: skip
     block = chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])
     _add_slots[(hidden // block, rows)](
@@ -229,10 +221,7 @@ def down(
 
 
 def mixture(
-    x: torch.Tensor,
-    gained: Gained,
-    w: ExpertWeights,
-    following: tuple[torch.Tensor, float] | None = None,
+    x: torch.Tensor, gained: Gained, w: ExpertWeights, following: tuple[torch.Tensor, float] | None = None
 ) -> Gained | None:
     """The same for several rows; `gained` as in `route`, `following` as in `down`."""
     choice = choose(route(gained, w), gained, w)

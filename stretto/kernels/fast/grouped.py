@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stretto.kernels.fast.linear import widen
+from stretto.kernels.fast.linear import precision, widen
 from stretto.kernels.fast.prefill import swiglu
 from stretto.kernels.fast.tuning import config
 
@@ -325,7 +325,7 @@ def gate_up(
     _gate_up[(tiles * triton.cdiv(size, launch["N"]),)](
         x, weight, x if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1], SCALED=scale is not None, EXPERTS=experts,
-        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(x), DEVICE=x.is_cuda, **launch,
+        WIDE=triton.next_power_of_2(experts), PRECISION=precision(x), DEVICE=x.is_cuda, **launch,
     )  # fmt: skip
     return out
 
@@ -348,13 +348,9 @@ def down(
     _down[(tiles * triton.cdiv(hidden, launch["N"]),)](
         h, weight, h if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, SCALED=scale is not None, EXPERTS=experts,
-        WIDE=triton.next_power_of_2(experts), PRECISION=_precision(h), DEVICE=h.is_cuda, **launch,
+        WIDE=triton.next_power_of_2(experts), PRECISION=precision(h), DEVICE=h.is_cuda, **launch,
     )  # fmt: skip
     return out
-
-
-def _precision(x: torch.Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 @triton.jit

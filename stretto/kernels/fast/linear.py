@@ -34,6 +34,11 @@ def tile_rows(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
+def precision(x: torch.Tensor) -> str:
+    """Of products of rows like x, as `tl.dot` calls it: exact in float32, and nothing to say of other types."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
 @triton.jit
 def dot(a, b, acc, DEVICE: tl.constexpr):
     """acc + a @ b. The interpreter has no bfloat16 product: widen there."""
@@ -330,6 +335,14 @@ def _wide(
 
 
 @triton.jit
+def norm_row(wide, gain, K: tl.constexpr, eps, dtype: tl.constexpr):
+    """RMS norm of one row of K float32 numbers (zeros behind them), rounded where the reference does: normalised, cast,
+    scaled, cast."""
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
+    return (wide.to(dtype).to(tl.float32) * gain).to(dtype)
+
+
+@triton.jit
 def _norm(x, gain, out, eps, x_stride, out_stride, K: tl.constexpr, PDL: tl.constexpr):
     m = tl.program_id(0)
     k = tl.arange(0, K)
@@ -338,8 +351,7 @@ def _norm(x, gain, out, eps, x_stride, out_stride, K: tl.constexpr, PDL: tl.cons
         gdc_launch_dependents()
         gdc_wait()
     xs = tl.load(x + m * x_stride + k).to(tl.float32)
-    xs = (xs * tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + m * out_stride + k, (xs * g).to(out.dtype.element_ty))
+    tl.store(out + m * out_stride + k, norm_row(xs, g, K, eps, out.dtype.element_ty))
 
 
 def normalise(x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:

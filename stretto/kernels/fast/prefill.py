@@ -10,12 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _normed(wide, weight, size: tl.constexpr, eps, dtype: tl.constexpr):
-    """Row of float32 -> normalised, cast, scaled, in float32 again (exactly representable in `dtype`)."""
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    return ((wide * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+from stretto.kernels.fast.linear import norm_row
 
 
 @triton.jit
@@ -32,7 +27,7 @@ def _add_norm(x, add, weight, count, total, normed, eps, SIZE: tl.constexpr, WID
         stream = stream.to(dtype).to(tl.float32)
         tl.store(total + place, stream.to(dtype), mask=inside)
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + place, _normed(stream, scale, SIZE, eps, dtype), mask=inside)
+    tl.store(normed + place, norm_row(stream, scale, SIZE, eps, dtype), mask=inside)
 
 
 def add_norm(
@@ -207,7 +202,7 @@ def _combine(
     stream = stream.to(dtype).to(tl.float32)
     tl.store(total + place, stream.to(dtype), mask=inside)
     scale = tl.load(norm_weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + place, _normed(stream, scale, SIZE, eps, dtype), mask=inside)
+    tl.store(normed + place, norm_row(stream, scale, SIZE, eps, dtype), mask=inside)
 
 
 def combine(

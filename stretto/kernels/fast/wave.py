@@ -14,19 +14,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.fast.linear import project, protocol, tile_rows
+from stretto.kernels.fast.linear import norm_row, project, protocol, tile_rows
 
 MOST_FRAMES, MOST_COLUMNS = 64, 256
 """Of a step and of a window that one tile holds, in float32 too. The stage has 8 and, with the released model, 80."""
 GLU_VALUES = 1024
-
-
-@triton.jit
-def _normed(x, gain, eps, K: tl.constexpr):
-    """RMS norm of one row [K or more, zeros behind] in its own type, rounded before the gain is applied."""
-    wide = x.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
-    return (wide.to(x.dtype).to(tl.float32) * gain).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["time"], do_not_specialize_on_alignment=["codes", "frames"])
@@ -50,7 +42,7 @@ def _embed(
     values = tl.load(table + code[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
     x = (tl.sum(values, 0) / GROUPS).to(out.dtype.element_ty)
     tl.store(out + row * K + k, x, mask=k < K)
-    tl.store(normed + row * K + k, _normed(x, g, eps, K), mask=k < K)
+    tl.store(normed + row * K + k, norm_row(x.to(tl.float32), g, K, eps, x.dtype), mask=k < K)
     angle = (tl.load(frames + slot) + frame).to(tl.float32) * freq
     tl.store(turn + row * 2 * HALF + h, tl.cos(angle), mask=h < HALF)
     tl.store(turn + row * 2 * HALF + HALF + h, tl.sin(angle), mask=h < HALF)
@@ -156,7 +148,7 @@ def _settle(
     if KEEP:
         tl.store(out + at, total, mask=k < K)
     if NORM:
-        tl.store(normed + at, _normed(total, g, eps, K), mask=k < K)
+        tl.store(normed + at, norm_row(total.to(tl.float32), g, K, eps, total.dtype), mask=k < K)
 
 
 @triton.jit

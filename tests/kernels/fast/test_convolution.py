@@ -12,7 +12,7 @@ from stretto.layers.streaming import CausalConv, Joint, OverlapUpConv, Push, Sil
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.weights import build
-from tests.kernels.fast.vocoders import CONFIG, check_captured, play, random_codes, random_stream, small_vocoder
+from tests.kernels.fast.vocoders import CONFIG, check_captured, noise, play, random_codes, random_stream, small_vocoder
 
 kernels = pytest.importorskip("stretto.kernels.fast.convolution")
 snakes = pytest.importorskip("stretto.kernels.fast.snake")
@@ -28,10 +28,6 @@ def plain(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     if device.type == "cpu":  # the interpreter takes as long as there are programs
         monkeypatch.setattr(snakes, "CHANNELS", 256)
         monkeypatch.setattr(kernels, "COPIED", 256)
-
-
-def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch
 from stretto.layers import streaming
 from stretto.layers.streaming import Push, Silence, Snake, Tail
 from stretto.models.qwen3_omni import code2wav
+from tests.kernels.fast import vocoders
 from tests.kernels.fast.vocoders import CONFIG, check_captured, play, random_codes, random_stream, small_vocoder
 
 kernels = pytest.importorskip("stretto.kernels.fast.snake")
 
+noise = partial(vocoders.noise, scale=3.0)
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -25,10 +28,6 @@ def made(channels: int, device: torch.device, dtype: torch.dtype = torch.float32
     act = act.to(device)
     act.prepare()
     return act
-
-
-def noise(*shape: int, seed: int, scale: float = 3.0) -> torch.Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(autouse=True)

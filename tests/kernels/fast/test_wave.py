@@ -20,7 +20,7 @@ from stretto.models.qwen3_omni import code2wav
 from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState, ConvNeXt
 from stretto.models.qwen3_omni.config import Code2WavConfig
 from stretto.models.qwen3_omni.weights import build
-from tests.kernels.fast.vocoders import play
+from tests.kernels.fast.vocoders import noise, play
 
 kernels = pytest.importorskip("stretto.kernels.fast.wave")
 
@@ -61,10 +61,6 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code2wav, "usable", lambda x: True)
     monkeypatch.setattr(Code2Wav, "_timing", None)
     monkeypatch.setattr(code2wav.F, "layer_norm", None)
-
-
-def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-5) -> None:

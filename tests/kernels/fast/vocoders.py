@@ -30,6 +30,10 @@ CONFIG = Code2WavConfig(
 )
 
 
+def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def small_vocoder(config: Code2WavConfig, device: torch.device) -> Code2Wav:
     """With weights that do not amplify what is rounded, and samples far from where they are clipped."""
     model = build(lambda: Code2Wav(config), device, torch.float32)
