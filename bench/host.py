@@ -46,10 +46,10 @@ from stretto.orchestrator.messages import (
     Listening,
     Pcm,
     Sampling,
-    pack_prompt,
 )
 from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import pack_prompt
 from stretto.server.command import find_device
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host

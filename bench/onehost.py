@@ -40,11 +40,10 @@ from stretto.orchestrator.messages import (
     Sampling,
     Text,
     Unlink,
-    media_digest,
-    pack_prompt,
 )
 from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.stage.loop import TICK_NS
 from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.runner.graphs import DecodeGraphs

@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import Invalid, TooLong
 from stretto.orchestrator.api import Params
-from stretto.orchestrator.messages import Admit, Sampling, media_digest, pack_prompt
+from stretto.orchestrator.messages import (
+    Admit,
+    Sampling,
+)
 from stretto.orchestrator.settings import STAGES
 from stretto.orchestrator.ticket import Ticket
+from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
 MOST_USED = 16384  # ids remembered: more than a stage's fences are

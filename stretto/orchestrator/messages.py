@@ -7,15 +7,12 @@ parent and child, so it has no name, nobody else can join it, and either side se
 from __future__ import annotations
 
 import struct
-from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from stretto.errors import WireError
-from stretto.prompt.prompt import AudioClip, Patches, Prompt
+from stretto.prompt.packed import Bytes, PromptMeta
 from stretto.types import RequestId, SamplingParams
 
 PREFIX = struct.Struct("<II")
@@ -23,93 +20,10 @@ MAX_HEADER = 64 << 20
 MAX_BLOB = 1 << 30
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Bytes = bytes | memoryview
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
-
-
-# -- prompts
-
-
-class ArrayMeta(Wire, frozen=True):
-    """A float32 array in the blob."""
-
-    shape: tuple[int, ...]
-    offset: int
-
-
-class PatchMeta(Wire, frozen=True):
-    grid: tuple[int, int, int]
-    seconds: float
-    values: ArrayMeta | None  # None: the host needs the grid alone
-
-
-class PromptMeta(Wire, frozen=True):
-    ids: tuple[int, ...]
-    audios: tuple[ArrayMeta | None, ...] = ()
-    images: tuple[PatchMeta, ...] = ()
-    videos: tuple[PatchMeta, ...] = ()
-    audio_in_video: bool = False
-
-
-def pack_prompt(prompt: Prompt, features: bool) -> tuple[PromptMeta, bytes]:
-    """A prompt as a message part and a blob; without `features` only what tells the positions."""
-    parts: list[bytes] = []
-    size = 0
-
-    def put(a: npt.NDArray[np.float32]) -> ArrayMeta | None:
-        nonlocal size
-        if not features:
-            return None
-        meta = ArrayMeta(a.shape, size)
-        parts.append(np.ascontiguousarray(a).tobytes())
-        size += a.nbytes
-        return meta
-
-    meta = PromptMeta(
-        prompt.ids,
-        tuple(put(a.mel) for a in prompt.audios),
-        tuple(PatchMeta(p.grid, p.seconds_per_grid, put(p.values)) for p in prompt.images),
-        tuple(PatchMeta(p.grid, p.seconds_per_grid, put(p.values)) for p in prompt.videos),
-        prompt.audio_in_video,
-    )
-    return meta, b"".join(parts)
-
-
-def media_digest(prompt: Prompt) -> bytes:
-    """What the ids of a prompt do not tell: a digest of all its media together (coarse, and never wrong)."""
-    if not (prompt.audios or prompt.images or prompt.videos):
-        return b""
-    digest = blake2b(digest_size=16)
-    for clip in prompt.audios:
-        digest.update(np.ascontiguousarray(clip.mel).data)
-    for p in (*prompt.images, *prompt.videos):
-        digest.update(repr((p.grid, p.seconds_per_grid)).encode())
-        digest.update(np.ascontiguousarray(p.values).data)
-    return digest.digest()
-
-
-def unpack_prompt(meta: PromptMeta, blob: bytes) -> Prompt:
-    none = np.empty((0, 0), np.float32)
-
-    def get(a: ArrayMeta | None) -> npt.NDArray[np.float32]:
-        if a is None:
-            return none
-        count = int(np.prod(a.shape, dtype=np.int64))
-        if a.offset < 0 or a.offset + 4 * count > len(blob):
-            raise WireError(f"array {a.shape} at {a.offset} is not within a blob of {len(blob)} bytes")
-        # A copy: torch wants memory that it may write to.
-        return np.frombuffer(blob, np.float32, count, a.offset).reshape(a.shape).copy()
-
-    return Prompt(
-        meta.ids,
-        tuple(AudioClip(get(a)) for a in meta.audios),
-        tuple(Patches(get(p.values), p.grid, p.seconds) for p in meta.images),
-        tuple(Patches(get(p.values), p.grid, p.seconds) for p in meta.videos),
-        meta.audio_in_video,
-    )
 
 
 # -- orchestrator to host

@@ -38,9 +38,9 @@ from stretto.orchestrator.messages import (
     Throttle,
     ToHost,
     Unlink,
-    unpack_prompt,
 )
 from stretto.orchestrator.settings import HostSettings
+from stretto.prompt.packed import unpack_prompt
 from stretto.stage.build import Builder
 from stretto.stage.channel import Channel
 from stretto.stage.ends import LinkEnds

@@ -23,10 +23,9 @@ from stretto.orchestrator.messages import (
     FromHost,
     Sampling,
     Text,
-    media_digest,
-    pack_prompt,
 )
 from stretto.orchestrator.settings import HostSettings
+from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.prompt.prompt import Prompt
 from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.types import GREEDY, RequestId

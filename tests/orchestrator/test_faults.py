@@ -28,13 +28,13 @@ from stretto.orchestrator.messages import (
     Sampling,
     Unlink,
     encode,
-    pack_prompt,
 )
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig, HostSettings
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import pack_prompt
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, run, same
 

@@ -16,12 +16,11 @@ from stretto.orchestrator.messages import (
     Pcm,
     Sampling,
     Text,
-    media_digest,
-    pack_prompt,
 )
 from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.orchestrator.timeline import trace
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
 

@@ -14,7 +14,6 @@ from stretto.orchestrator.messages import (
     Cancel,
     Configure,
     Failed,
-    PromptMeta,
     Quit,
     Ready,
     Sampling,
@@ -23,6 +22,7 @@ from stretto.orchestrator.messages import (
 )
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.prompt.packed import PromptMeta
 from stretto.stage import host as hosts
 from stretto.stage.loop import Loop
 from stretto.types import GREEDY, RequestId
