@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from stretto.errors import Invalid, TooLong
 from stretto.orchestrator.api import Params
@@ -31,6 +32,7 @@ class Ask:
     id: RequestId | None
     spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer of the thinker's
     session: str | None = None
+    owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -74,12 +76,12 @@ class Names:
         return RequestId(f"{given}.{times}") if times else given
 
 
-def announce(t: Ticket, ask: Ask) -> None:
+def announce(t: Ticket, ask: Ask, shared: bool) -> None:
     """Tell all stages of a request at once, so that each is ready before its first input comes. Features go to the
-    thinker's host alone."""
+    thinker's host alone. `shared`: prompts of all owners are one in the prefix caches."""
     p = t.params
     text, code0, residual = _sampling(p, t.seed)
-    media = media_digest(t.prompt)
+    media, root = media_digest(t.prompt), b"" if shared else cache_root(ask.owner)
     for stages in t.pipeline.hosts_of(t.stages):
         meta, blob = pack_prompt(t.prompt, features="thinker" in stages and ask.spoken is None)
         message = Admit(
@@ -102,8 +104,14 @@ def announce(t: Ticket, ask: Ask) -> None:
             logit_bias=tuple(p.logit_bias.items()),
             spoken=ask.spoken,
             media=media,
+            cache_root=root,
         )
         t.pipeline.send(stages[:1], message, blob)
+
+
+def cache_root(owner: str) -> bytes:
+    """What sets an owner's prompts apart in the prefix caches. A digest: hosts need not know who it is."""
+    return blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").digest() if owner else b""
 
 
 def _sampling(p: Params, seed: int) -> tuple[Sampling, Sampling, Sampling]:

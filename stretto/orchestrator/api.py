@@ -6,7 +6,8 @@ implements it over hosts, and tests may implement it over anything that keeps th
 - `generate` and `speak` raise `Invalid` or `Busy` when called or from the iterator's first step (decoding media takes
   time and happens there), before any other event. The iterator yields events in order and ends after exactly one
   `Finished`, or raises a `StrettoError`.
-- Text arrives as deltas whose texts concatenate to the answer; ids are as sampled, the end token included.
+- Text arrives as deltas whose texts concatenate to the answer; ids are as sampled, up to the end token or the one that
+  completes a stop string, which is included.
 - Audio chunks tile the stream: each starts where the last ended, in samples from 0.
 - Closing the iterator (`aclose`, cancellation of the task) cancels the request in all stages at once."""
 
@@ -64,7 +65,7 @@ class Params:
     stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False  # the text runs to `max_text_tokens`
-    min_text_tokens: int = 0
+    min_text_tokens: int = 0  # come before the end token, or the token that completes a stop string, may
     min_frames: int = 0
     packets: ChunkSizes = field(default_factory=ChunkSizes)
     want_codes: bool = False  # also yield `CodeFrames`
@@ -113,7 +114,7 @@ class AudioChunk:
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
-    text_tokens: int  # sampled, the end token included
+    text_tokens: int  # sampled, the end token (or the one that completes a stop string) included
     frames: int
     samples: int
     cached_tokens: int = 0
@@ -180,8 +181,9 @@ class Engine(Protocol):
         params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
+        owner: str = "",
     ) -> AsyncIterator[Event]:
-        """Answer a conversation."""
+        """Answer a conversation. A prompt is only found in caches if it was the same `owner`'s before."""
         ...
 
     def speak(
@@ -191,6 +193,7 @@ class Engine(Protocol):
         voice: str | None = None,
         params: Params | None = None,
         request_id: RequestId | None = None,
+        owner: str = "",
     ) -> AsyncIterator[Event]:
         """Read a text aloud: the talker is given the text instead of an answer of the thinker's."""
         ...

@@ -143,6 +143,7 @@ class PipelineEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
         session: str | None = None,
+        owner: str = "",
         allow_paths: bool = False,
         use_audio_in_video: bool = False,
     ) -> AsyncIterator[Event]:
@@ -153,7 +154,7 @@ class PipelineEngine:
             declared = [dict(t) for t in tools] if tools else None
             return self._builder.build(given, declared, use_audio_in_video, allow_paths=allow_paths)
 
-        return self._run(build, Ask(speak, voice, params or Params(), request_id, session=session))
+        return self._run(build, Ask(speak, voice, params or Params(), request_id, session=session, owner=owner))
 
     def speak(
         self,
@@ -162,6 +163,7 @@ class PipelineEngine:
         voice: str | None = None,
         params: Params | None = None,
         request_id: RequestId | None = None,
+        owner: str = "",
     ) -> AsyncIterator[Event]:
         self._check(("audio",), voice)
         if not text.strip():
@@ -171,7 +173,7 @@ class PipelineEngine:
         def build() -> Prompt:
             return self._builder.build([{"role": "user", "content": text}])
 
-        return self._run(build, Ask(True, voice, params or Params(), request_id, spoken))
+        return self._run(build, Ask(True, voice, params or Params(), request_id, spoken, owner=owner))
 
     def _check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
         unknown = set(modalities) - {"text", "audio"}
@@ -231,7 +233,7 @@ class PipelineEngine:
         self._tickets[id] = ticket
         self._counts["requests"] += 1
         pipeline.active += 1
-        announce(ticket, ask)
+        announce(ticket, ask, self.config.share_prefix_cache)
         return ticket
 
     def _choose(self, speak: bool, session: str | None = None) -> Pipeline:

@@ -96,6 +96,7 @@ class Admit(Wire, frozen=True, tag="admit"):
     logit_bias: tuple[tuple[int, float], ...] = ()
     spoken: tuple[int, ...] | None = None  # read these tokens aloud; there is no thinker in it
     media: bytes = b""  # a digest of all media of the prompt, for the prefix caches
+    cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
 
 
 class Cancel(Wire, frozen=True, tag="cancel"):

@@ -72,6 +72,7 @@ class EngineConfig:
     start_timeout_s: float = 600.0
     restart: bool = True  # dead hosts come back
     min_pace: float = 0.0  # refuse new speech while a running stream is made slower than this times real time
+    share_prefix_cache: bool = False  # between owners of requests, who could then guess each other's prompts
     max_buffered_s: float = 20.0  # sound that a slow listener may leave waiting before its request is throttled
     host: HostSettings = field(default_factory=HostSettings)
 

@@ -43,7 +43,8 @@ class Ticket:
     text: str = ""  # decoded so far, stop strings not looked for
     shown: int = 0  # characters of it that were passed on
     ids: int = 0
-    stopped: bool = False  # a stop string was found: later text is not passed on
+    least: int = 0  # characters of the text that stop strings must end behind: those of the first `min_text_tokens`
+    stopped: bool = False  # a stop string was found: what was made beyond it is not passed on, nor counted
     frames: int = 0
     samples: int = 0
     taken: int = 0  # samples that the consumer has taken
@@ -73,15 +74,27 @@ class Ticket:
     # -- text
 
     def add_text(self, ids: tuple[int, ...]) -> None:
-        self.ids += len(ids)
-        self.text += self.words.push(ids)
-        shown = "" if self.stopped else self._show(last=False)
-        self.events.put_nowait(TextDelta(ids, shown))
+        """Tokens, as many as came together. Where a stop string may be among them, each is looked at alone, so that the
+        answer ends with the one that completes it, however they came."""
+        before, shown = self.ids, ""
+        for some in [(i,) for i in ids] if self.params.stop else [ids]:
+            if self.stopped:
+                break
+            self.ids += len(some)
+            self._grow(self.words.push(some))
+            shown += self._show(last=False)
+        if self.ids > before:
+            self.events.put_nowait(TextDelta(ids[: self.ids - before], shown))
+
+    def _grow(self, text: str) -> None:
+        self.text += text
+        if self.ids <= self.params.min_text_tokens:
+            self.least = len(self.text)
 
     def _show(self, last: bool) -> str:
         """What of the text may be passed on: nothing from a stop string on, nor what may be the start of one. The stop
         string that is complete first counts (of those, the longest), so it does not matter how the text was cut."""
-        found = [(at + len(stop), at) for stop in self.params.stop if (at := self.text.find(stop, self.shown)) >= 0]
+        found = [(at + len(stop), at) for stop in self.params.stop if (at := self._find(stop)) >= 0]
         end = len(self.text)
         if found:
             self.stopped, (_, end) = True, min(found)
@@ -91,6 +104,9 @@ class Ticket:
             end -= max((self._begun(stop) for stop in self.params.stop), default=0)
         shown, self.shown = self.text[self.shown : end], end
         return shown
+
+    def _find(self, stop: str) -> int:
+        return self.text.find(stop, max(self.shown, self.least + 1 - len(stop)))
 
     def _begun(self, stop: str) -> int:
         """How many characters at the end of the text may be the start of `stop`."""
@@ -132,13 +148,13 @@ class Ticket:
     def _finish(self, tokens: TokenIds) -> None:
         thinker, talker = self.ended.get("thinker"), self.ended.get("talker")
         if thinker is not None:
-            self.text += self.words.finish()
+            self._grow(self.words.finish())
             rest = "" if self.stopped else self._show(last=True)
             if rest:
                 self.events.put_nowait(TextDelta((), rest))
         self.events.put_nowait(
             Finished(
-                text=_reason(thinker.reason) if thinker is not None else "stop",
+                text=_reason(thinker.reason) if thinker is not None and not self.stopped else "stop",
                 audio=_reason(talker.reason) if talker is not None else None,
                 usage=self._usage(tokens),
                 seed=self.seed,

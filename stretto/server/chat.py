@@ -99,6 +99,7 @@ async def answer_chat(service: Service, request: ChatRequest, exchange: Exchange
         params=to_params(request),
         tools=[msgspec.to_builtins(t) for t in tools] if tools else None,
         request_id=visit.request_id,
+        owner=visit.owner,
     )
     async with closing(events):
         await (stream_answer if stream else whole_answer)(answer, events)

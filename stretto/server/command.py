@@ -77,6 +77,9 @@ class ModelConfig:
     thinker_blocks: int | None = setting(None, "model", "size of the thinker's cache, in blocks of 16 tokens", "N")
     talker_blocks: int | None = setting(None, "model", "size of the talker's cache, in blocks of 16 frames", "N")
     threads: int | None = setting(None, "model", "of arithmetic on a CPU, for each process", "N")
+    share_prefix_cache: bool = setting(
+        False, "model", "prompts of one API key speed up those of others, who can then guess at them"
+    )
 
     def engine(self, max_requests: int) -> EngineConfig:
         from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
@@ -95,7 +98,11 @@ class ModelConfig:
             threads=self.threads or host.threads,
         )
         return EngineConfig(
-            parse_placement(self.placement), replicas=self.replicas, max_requests=max_requests, host=host
+            parse_placement(self.placement),
+            replicas=self.replicas,
+            max_requests=max_requests,
+            share_prefix_cache=self.share_prefix_cache,
+            host=host,
         )
 
 

@@ -38,6 +38,7 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         voice=find_voice(request.voice, engine.info, "voice"),
         params=Params(**drop_none(given)),
         request_id=visit.request_id,
+        owner=visit.owner,
     )
     encoder = codecs.streamed(format, engine.info.sample_rate)
     async with closing(events):

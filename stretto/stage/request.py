@@ -183,7 +183,7 @@ class RequestSpec:
     host_history: bool = False  # the next step needs all earlier tokens on the host: never more than one in flight
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
     cache_output: bool = True  # generated rows are told by their token ids (not so in the talker: 16 codes and text)
-    cache_root: bytes = b""  # isolates the cache, e.g. by speaker; equal prefixes meet only under an equal root
+    cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
 
     def __post_init__(self) -> None:
         if self.max_new < 1:

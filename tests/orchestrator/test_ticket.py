@@ -46,41 +46,50 @@ class Pads:
     audio_pad, image_pad, video_pad = 1, 2, 3
 
 
-def ticket(stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES) -> tuple[Ticket, Line]:
+def ticket(stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES, least: int = 0) -> tuple[Ticket, Line]:
     line = Line()
-    prompt = Prompt((0, 1, 1, 2, 3))
-    return Ticket(ID, None, line, stages, prompt, Params(stop=stop), 7, Letters(), 0.0), line  # type: ignore[arg-type]
+    prompt, params = Prompt((0, 1, 1, 2, 3)), Params(stop=stop, min_text_tokens=least)
+    return Ticket(ID, None, line, stages, prompt, params, 7, Letters(), 0.0), line  # type: ignore[arg-type]
 
 
 def events(t: Ticket) -> list[Any]:
     return [t.events.get_nowait() for _ in range(t.events.qsize())]
 
 
-def end(t: Ticket, *stages: str) -> None:
+def end(t: Ticket, *stages: str, reason: str = "stop", cached: int = 0) -> None:
     for stage in stages:
-        t.end(Ended(ID, stage, "stop", 0.0), Pads())  # type: ignore[arg-type]
+        t.end(Ended(ID, stage, reason, 0.0, cached=cached), Pads())  # type: ignore[arg-type]
 
 
-def until_stop(text: str, stops: tuple[str, ...]) -> str:
-    """The text before the stop string that is complete first, of those before the longest."""
-    for stop in range(len(text) + 1):
+def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int, str]:
+    """The text before the stop string that is complete first behind the first `least` characters (of those before the
+    longest), how many characters were made for it, and why it ended; it would go on else."""
+    for stop in range(least + 1, len(text) + 1):
         whole = [len(s) for s in stops if text[:stop].endswith(s)]
         if whole:
-            return text[: stop - max(whole)]
-    return text
+            return text[: stop - max(whole)], stop, "stop"
+    return text, len(text), "length"
 
 
 @given(
     st.text("abc", max_size=24),
     st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
     st.lists(st.integers(1, 5), min_size=24, max_size=24),
+    st.integers(0, 8),
 )
-@example("abcdex", ["dex", "bcdex"], [5] * 24)  # the shorter must not hide what the longer holds back
-@example("abcd", ["abcd", "c"], [1] * 24)
-@example("abcd", ["abcd", "c"], [4] * 24)
-def test_text_ends_before_the_first_stop_string_however_it_comes(text: str, stops: list[str], sizes: list[int]) -> None:
-    t, line = ticket(tuple(stops), ("thinker",))
-    want = until_stop(text, tuple(stops))
+@example("abcdex", ["dex", "bcdex"], [5] * 24, 0)  # the shorter must not hide what the longer holds back
+@example("abcd", ["abcd", "c"], [1] * 24, 0)
+@example("abcd", ["abcd", "c"], [4] * 24, 0)
+@example("abab", ["b"], [4] * 24, 1)
+@example("abab", ["b"], [4] * 24, 2)  # the first one is among the tokens that must come
+@example("aab", ["ab"], [1] * 24, 2)  # begun among them, and complete behind them
+def test_text_ends_before_the_first_stop_string_however_it_comes(
+    text: str, stops: list[str], sizes: list[int], least: int
+) -> None:
+    """The answer is the tokens up to the one that completes the stop string; those made beyond it, before the thinker
+    heard of it, are not told and not counted, and do not say how it ended."""
+    t, line = ticket(tuple(stops), ("thinker",), least)
+    want, made, reason = until_stop(text, tuple(stops), least)
     shown, rest, ids = "", text, []
     for size in sizes:
         piece, rest = rest[:size], rest[size:]
@@ -89,13 +98,14 @@ def test_text_ends_before_the_first_stop_string_however_it_comes(text: str, stop
         for e in events(t):
             shown, ids = shown + e.text, ids + list(e.ids)
         assert want.startswith(shown)
-    end(t, "thinker")
+    end(t, "thinker", reason="length")
     *deltas, last = events(t)
     assert isinstance(last, Finished)
+    assert (last.text, last.usage.text_tokens) == (reason, made)
     assert all(isinstance(e, TextDelta) and not e.ids for e in deltas)
     assert shown + "".join(e.text for e in deltas) == want
-    assert ids == list(map(ord, text)), "ids are as sampled"
-    assert [type(m) for m in line.sent] == [StopText] * any(s in text for s in stops)
+    assert ids == list(map(ord, text[:made])), "ids are as sampled"
+    assert [type(m) for m in line.sent] == [StopText] * (reason == "stop")
 
 
 def test_a_slow_consumer_throttles_and_goes_on_at_half() -> None:
@@ -131,7 +141,10 @@ def test_sound_that_does_not_tile_fails_once() -> None:
 def test_it_is_over_when_the_last_stage_is() -> None:
     t, _ = ticket()
     t.add_sound(0, 3, np.zeros(9, np.float32), ROOM_S)
-    end(t, "talker", "thinker")
+    t.add_text((65, 66))
+    assert isinstance(events(t)[1], TextDelta)
+    end(t, "talker")
+    end(t, "thinker", cached=4)
     assert t.unfinished == {"code2wav"}
     assert not any(isinstance(e, Finished) for e in events(t))
     end(t, "code2wav")
@@ -140,7 +153,7 @@ def test_it_is_over_when_the_last_stage_is() -> None:
     assert (last.text, last.audio, last.seed) == ("stop", "stop", 7)
     usage = last.usage
     assert (usage.prompt_tokens, usage.audio_prompt_tokens, usage.image_prompt_tokens) == (5, 2, 2)
-    assert (usage.frames, usage.samples) == (3, 9)
+    assert (usage.text_tokens, usage.frames, usage.samples, usage.cached_tokens) == (2, 3, 9, 4)
 
 
 @pytest.mark.parametrize(

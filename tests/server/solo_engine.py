@@ -130,6 +130,7 @@ class SoloEngine:
         params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
+        owner: str = "",
     ) -> AsyncIterator[Event]:
         from stretto.solo import Solo
 
@@ -149,6 +150,7 @@ class SoloEngine:
         voice: str | None = None,
         params: Params | None = None,
         request_id: RequestId | None = None,
+        owner: str = "",
     ) -> AsyncIterator[Event]:
         params = self._check(params)
 

@@ -48,6 +48,11 @@ def talker_salts(a: Admit, prompt: Prompt, plan: TalkerPrompt) -> list[Salt]:
     ]
 
 
+def talker_root(a: Admit, plan: TalkerPrompt) -> bytes:
+    """Rows meet in the talker's cache only if they are of one owner and one voice."""
+    return b"%d " % plan.speaker + a.cache_root
+
+
 def row_ids(given: TalkerInput, start: int, stop: int) -> list[int]:
     """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id, opening rows by their
     place, and the last one by the text token in it. (Voices are kept apart by the cache's root.)"""

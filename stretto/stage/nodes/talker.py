@@ -18,7 +18,7 @@ from stretto.models.qwen3_omni.talker import Talker
 from stretto.orchestrator.messages import Admit, Codes
 from stretto.prompt.prompt import Prompt
 from stretto.stage.links import Intake, Link
-from stretto.stage.nodes.prefix import row_ids, talker_salts
+from stretto.stage.nodes.prefix import row_ids, talker_root, talker_salts
 from stretto.stage.nodes.report import Clock, Journal, Report, failed
 from stretto.stage.pace import FRAME_S, LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.payload.copies import adopt
@@ -79,7 +79,7 @@ class TalkerNode:
             paced=True,
             last_on_device=True,
             cache_output=False,
-            cache_root=str(plan.speaker).encode(),
+            cache_root=talker_root(a, plan),
         )
         known = given.num_rows
         salts = talker_salts(a, prompt, plan)

@@ -87,6 +87,7 @@ class ThinkerNode:
             priority=a.priority,
             host_history=edit is not None,
             needs_payload=a.speak,
+            cache_root=a.cache_root,
         )
         self.stage.submit(spec, given, prompt.ids, salts=thinker_salts(a, prompt, c.tokens.media_pads))
         self.tellings[a.request] = Telling(Journal(self.clock()), a.speak)
