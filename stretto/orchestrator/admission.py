@@ -14,9 +14,9 @@ from stretto.orchestrator.messages import (
     Admit,
     Sampling,
 )
+from stretto.orchestrator.pipeline import PIECE
 from stretto.orchestrator.settings import STAGES
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
 MOST_USED = 16384  # ids remembered: more than a stage's fences are
@@ -76,17 +76,22 @@ class Names:
         return RequestId(f"{given}.{times}") if times else given
 
 
-def announce(t: Ticket, ask: Ask, shared: bool) -> None:
+async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
     """Tell all stages of a request at once, so that each is ready before its first input comes. Features go to the
-    thinker's host alone. `shared`: prompts of all owners are one in the prefix caches."""
+    thinker's host alone, large ones ahead and piece by piece. `shared`: prompts of all owners are one in the prefix
+    caches."""
     p = t.params
     text, code0, residual = _sampling(p, t.seed)
-    media, root = media_digest(t.prompt), b"" if shared else cache_root(ask.owner)
+    root = b"" if shared else cache_root(ask.owner)
+    bare, blob = t.prompt.without_features(), t.prompt.features
+    if ask.spoken is None and len(blob) > PIECE:
+        await t.pipeline.send_features(("thinker",), t.id, blob)
+        blob = b""
     for stages in t.pipeline.hosts_of(t.stages):
-        meta, blob = pack_prompt(t.prompt, features="thinker" in stages and ask.spoken is None)
+        encodes = "thinker" in stages and ask.spoken is None
         message = Admit(
             request=t.id,
-            prompt=meta,
+            prompt=t.prompt.meta if encodes else bare.meta,
             speak=ask.speak,
             voice=ask.voice,
             text=text,
@@ -103,15 +108,20 @@ def announce(t: Ticket, ask: Ask, shared: bool) -> None:
             want_codes=p.want_codes,
             logit_bias=tuple(p.logit_bias.items()),
             spoken=ask.spoken,
-            media=media,
+            media=t.prompt.media,
             cache_root=root,
         )
-        t.pipeline.send(stages[:1], message, blob)
+        t.pipeline.send(stages[:1], message, blob if encodes else b"")
+    t.prompt = bare  # nobody needs the features any more
 
 
 def cache_root(owner: str) -> bytes:
     """What sets an owner's prompts apart in the prefix caches. A digest: hosts need not know who it is."""
-    return blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").digest() if owner else b""
+    return (
+        blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").digest()
+        if owner
+        else b""
+    )
 
 
 def _sampling(p: Params, seed: int) -> tuple[Sampling, Sampling, Sampling]:

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import Invalid
+from stretto.prompt.jobs import Conversation, Outlined
+from stretto.prompt.spool import Spool
 from stretto.types import RequestId
 
 Modality = Literal["text", "audio"]
@@ -174,7 +176,7 @@ class Engine(Protocol):
 
     def generate(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Conversation,
         *,
         modalities: Sequence[Modality] = ("text", "audio"),
         voice: str | None = None,
@@ -196,6 +198,11 @@ class Engine(Protocol):
         owner: str = "",
     ) -> AsyncIterator[Event]:
         """Read a text aloud: the talker is given the text instead of an answer of the thinker's."""
+        ...
+
+    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+        """Cut a JSON object that is too large for the event loop into its short fields and the `long` ones, in
+        another process. The caller closes the file that comes back."""
         ...
 
     def metrics(self) -> Mapping[str, float]:

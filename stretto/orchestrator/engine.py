@@ -3,7 +3,8 @@
 It builds the prompt, chooses a pipeline, mints the one request id, announces the request to every stage that it needs
 at once (text-only requests never touch talker or code2wav), and passes on what the stages report. Tensors never come
 here, and neither does a chunk: text goes from thinker to talker, and frames from talker to code2wav, over their own
-links. All on the event loop, but for the prompt, which is built in a thread."""
+links. All on the event loop, but for the prompt: what came over the network is decoded and built by the prompt worker,
+a process of its own; what a caller of this process gave, in a thread."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,12 @@ from stretto.orchestrator.routing import Router
 from stretto.orchestrator.settings import EngineConfig
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
+from stretto.prompt.packed import Packed
+from stretto.prompt.pool import PromptPool
+from stretto.prompt.spool import Spool
 from stretto.prompt.template import TextStream
+from stretto.prompt.threads import InThreads, Prompts
 from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -57,6 +63,8 @@ class PipelineEngine:
         self.config = config
         self.model = OmniConfig.read(model)
         self._builder = PromptBuilder.open(model, self.model)
+        self._threads = InThreads(self._builder)
+        self._prompts: Prompts = PromptPool(model, config.prompts) if config.prompts else self._threads
         t = self.model.talker
         self._info = ModelInfo(
             name=model.name,
@@ -93,7 +101,7 @@ class PipelineEngine:
     async def start(self) -> None:
         """Start all hosts and wait until they are ready."""
         try:
-            await asyncio.gather(*(p.start() for p in self._pipelines))
+            await asyncio.gather(self._prompts.start(), *(p.start() for p in self._pipelines))
         except StrettoError as e:
             self._error = str(e)
             raise
@@ -126,6 +134,7 @@ class PipelineEngine:
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
         values["stretto_engine_running"] = self._accepted
+        values |= self._prompts.metrics()
         for p in self._pipelines:
             own = p.metrics()
             values |= own if len(self._pipelines) == 1 else {labelled(k, "replica", p.name): v for k, v in own.items()}
@@ -135,7 +144,7 @@ class PipelineEngine:
 
     def generate(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Conversation,
         *,
         modalities: Sequence[Modality] = ("text", "audio"),
         voice: str | None = None,
@@ -149,10 +158,11 @@ class PipelineEngine:
     ) -> AsyncIterator[Event]:
         speak = self._check(modalities, voice)
 
-        def build() -> Prompt:
-            given = [dict(m) for m in messages]
-            declared = [dict(t) for t in tools] if tools else None
-            return self._builder.build(given, declared, use_audio_in_video, allow_paths=allow_paths)
+        def build() -> Awaitable[BuiltPrompt]:
+            if isinstance(messages, Conversation):
+                return self._prompts.build(messages, use_audio_in_video)
+            given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
+            return self._threads.build_local(*given, allow_paths=allow_paths)
 
         return self._run(build, Ask(speak, voice, params or Params(), request_id, session=session, owner=owner))
 
@@ -168,12 +178,8 @@ class PipelineEngine:
         self._check(("audio",), voice)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
-        spoken = tuple(self._builder.tokenizer.encode(text))
-
-        def build() -> Prompt:
-            return self._builder.build([{"role": "user", "content": text}])
-
-        return self._run(build, Ask(True, voice, params or Params(), request_id, spoken, owner=owner))
+        ask = Ask(True, voice, params or Params(), request_id, owner=owner)
+        return self._run(lambda: self._prompts.read(text, owner), ask)
 
     def _check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
         unknown = set(modalities) - {"text", "audio"}
@@ -185,12 +191,18 @@ class PipelineEngine:
             raise Busy("the server is shutting down")
         return "audio" in modalities
 
-    async def _run(self, build: Callable[[], Prompt], ask: Ask) -> AsyncIterator[Event]:
+    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+        return await self._prompts.outline(body, long, most, sender)
+
+    async def _run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
         with self._place():
             arrived = time.monotonic()
-            prompt = await asyncio.to_thread(build)
-            ticket = self._admit(prompt, ask, arrived)
+            prompt = await build()
+            ask = replace(ask, spoken=prompt.spoken)
+            ticket = self._admit(prompt.packed, ask, arrived)
+            del prompt  # its features go as soon as they are sent
             try:
+                await announce(ticket, ask, self.config.share_prefix_cache)
                 while not ticket.over:
                     event = await ticket.events.get()
                     if isinstance(event, StrettoError):
@@ -220,7 +232,7 @@ class PipelineEngine:
             if not self._accepted:
                 self._idle.set()
 
-    def _admit(self, prompt: Prompt, ask: Ask, arrived: float) -> Ticket:
+    def _admit(self, prompt: Packed, ask: Ask, arrived: float) -> Ticket:
         if self._closed:
             raise errors.Gone("the engine was closed")
         params = fitted(ask, len(prompt.ids), self._info.max_positions, self.model.thinker.text.vocab_size)
@@ -233,7 +245,6 @@ class PipelineEngine:
         self._tickets[id] = ticket
         self._counts["requests"] += 1
         pipeline.active += 1
-        announce(ticket, ask, self.config.share_prefix_cache)
         return ticket
 
     def _choose(self, speak: bool, session: str | None = None) -> Pipeline:
@@ -339,7 +350,7 @@ class PipelineEngine:
             await asyncio.gather(self._watcher, return_exceptions=True)
         for t in list(self._tickets.values()):
             t.events.put_nowait(errors.Gone("the engine was closed"))
-        await asyncio.gather(*(p.close() for p in self._pipelines))
+        await asyncio.gather(self._prompts.close(), *(p.close() for p in self._pipelines))
 
     @property
     def pids(self) -> list[int | None]:

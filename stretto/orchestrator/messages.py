@@ -99,6 +99,14 @@ class Admit(Wire, frozen=True, tag="admit"):
     cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
 
 
+class Features(Wire, frozen=True, tag="features"):
+    """A piece of the features of a request that will be announced, behind this message. Pieces come in order; large
+    features come so, and not behind `Admit`, so that other messages can go between them."""
+
+    request: RequestId
+    size: Positive  # of all pieces
+
+
 class Cancel(Wire, frozen=True, tag="cancel"):
     request: RequestId
 
@@ -124,7 +132,7 @@ class Quit(Wire, frozen=True, tag="quit"):
     pass
 
 
-ToHost = Configure | Listen | Connect | Unlink | Admit | Cancel | StopText | Throttle | Ping | Quit
+ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Cancel | StopText | Throttle | Ping | Quit
 
 
 # -- host to orchestrator
@@ -219,7 +227,7 @@ _to_host = msgspec.msgpack.Decoder(ToHost)
 _from_host = msgspec.msgpack.Decoder(FromHost)
 
 
-def encode(message: ToHost | FromHost, blob: bytes = b"") -> bytes:
+def encode(message: ToHost | FromHost, blob: Bytes = b"") -> bytes:
     """The frame of a message, up to its blob (send that right behind)."""
     header = _encoder.encode(message)
     return PREFIX.pack(len(header), len(blob)) + header

@@ -17,6 +17,7 @@ from stretto.orchestrator.messages import (
     Broken,
     Configure,
     Connect,
+    Features,
     FromHost,
     LinkDown,
     Linked,
@@ -30,10 +31,13 @@ from stretto.orchestrator.messages import (
 )
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import LINKS, STAGES, EngineConfig
+from stretto.prompt.packed import Bytes
+from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
 
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
+PIECE = 256 << 10  # bytes of features in one message
 LINK_DELAYS = (0.05, 0.2, 0.5, 1.0)
 """Pauses between tries to make a link."""
 
@@ -90,10 +94,18 @@ class Pipeline:
             return False
         return not speak or (all(h.state == "ready" for h in self._hosts) and all(self._links.values()))
 
-    def send(self, stages: Sequence[str], message: ToHost, blob: bytes = b"") -> None:
+    def send(self, stages: Sequence[str], message: ToHost, blob: Bytes = b"") -> None:
         """To each host that holds one of the stages, once."""
         for i in sorted({self._stages[s] for s in stages}):
             self._hosts[i].send(message, blob)
+
+    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes) -> None:
+        """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
+        for i in sorted({self._stages[s] for s in stages}):
+            host = self._hosts[i]
+            for at in range(0, len(features), PIECE):
+                await host.writable()
+                host.send(Features(request, len(features)), features[at : at + PIECE])
 
     def hosts_of(self, stages: Sequence[str]) -> list[tuple[str, ...]]:
         return [self.config.placement[i] for i in sorted({self._stages[s] for s in stages})]

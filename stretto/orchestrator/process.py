@@ -14,6 +14,7 @@ from typing import Literal
 
 from stretto.errors import StageDead, StrettoError
 from stretto.orchestrator.messages import PREFIX, FromHost, Ping, Quit, ToHost, decode_from_host, encode, lengths
+from stretto.prompt.packed import Bytes
 
 State = Literal["starting", "ready", "dead"]
 
@@ -36,6 +37,8 @@ class HostProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
         self._heard = bytearray()  # of a message that is not complete yet
+        self._writable = asyncio.Event()  # the channel takes more without growing its buffer
+        self._writable.set()
 
     @property
     def pid(self) -> int | None:
@@ -57,7 +60,17 @@ class HostProcess:
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)
 
-    def send(self, message: ToHost, blob: bytes = b"") -> None:
+    async def writable(self) -> None:
+        """Until what was sent has left, all but a little. A host that dies frees whoever waits for it."""
+        await self._writable.wait()
+
+    def pause(self, on: bool) -> None:
+        if on and self.state != "dead":
+            self._writable.clear()
+        else:
+            self._writable.set()
+
+    def send(self, message: ToHost, blob: Bytes = b"") -> None:
         """Queue a message. A dead host swallows it: its death is told by `on_death`, once."""
         if self._transport is None or self.state == "dead":
             return
@@ -125,6 +138,7 @@ class HostProcess:
         """The channel is gone, and so is the host, whatever its process still does."""
         if self.state != "dead":
             self.state = "dead"
+            self._writable.set()
             self.kill()
             if self._transport is not None:
                 self._transport.close()  # else its descriptor would stay until this object is collected
@@ -143,6 +157,12 @@ class _Ear(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.host.take(data)
+
+    def pause_writing(self) -> None:
+        self.host.pause(True)
+
+    def resume_writing(self) -> None:
+        self.host.pause(False)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.host.lost()

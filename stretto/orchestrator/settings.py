@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
+from stretto.prompt.pool import PoolSettings
 from stretto.types import ExpertWeights
 
 STAGES = ("thinker", "talker", "code2wav")
@@ -74,6 +75,7 @@ class EngineConfig:
     min_pace: float = 0.0  # refuse new speech while a running stream is made slower than this times real time
     share_prefix_cache: bool = False  # between owners of requests, who could then guess each other's prompts
     max_buffered_s: float = 20.0  # sound that a slow listener may leave waiting before its request is throttled
+    prompts: PoolSettings | None = None  # None: no prompt worker; prompts are built in threads of this process
     host: HostSettings = field(default_factory=HostSettings)
 
     def __post_init__(self) -> None:

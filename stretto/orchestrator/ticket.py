@@ -18,7 +18,7 @@ from stretto.orchestrator.api import AudioChunk, Event, Finished, FinishReason, 
 from stretto.orchestrator.messages import Cancel, Ended, StopText, Throttle
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.timeline import timeline
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.packed import Packed
 from stretto.prompt.template import TextStream
 from stretto.types import RequestId
 
@@ -33,7 +33,7 @@ class Ticket:
     given: RequestId | None  # by the caller
     pipeline: Pipeline
     stages: tuple[str, ...]
-    prompt: Prompt
+    prompt: Packed
     params: Params
     seed: int
     words: TextStream

@@ -82,7 +82,7 @@ class Built(Wire, frozen=True, tag="built"):
 class Head(Wire, frozen=True):
     meta: PromptMeta
     media: bytes
-    spoken: tuple[int, ...] = ()
+    spoken: tuple[int, ...] | None = None
 
 
 class Outlined(Wire, frozen=True, tag="outlined"):
@@ -164,7 +164,7 @@ class BuiltPrompt:
     """A prompt from a worker; `spoken` are the tokens to be read aloud, if that was asked for."""
 
     packed: Packed
-    spoken: tuple[int, ...] = ()
+    spoken: tuple[int, ...] | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode

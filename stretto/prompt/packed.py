@@ -128,8 +128,8 @@ def media_digest(prompt: Prompt) -> bytes:
 
 
 def unpack_prompt(meta: PromptMeta, features: Bytes) -> Prompt:
-    """The arrays are views of `features`, where that is a bytearray: torch wants memory that it may write to."""
-    memory = features if isinstance(features, bytearray) else bytearray(features)
+    """The arrays are views of `features`, unless these are read-only: torch wants memory that it may write to."""
+    memory = bytearray(features) if memoryview(features).readonly else features
 
     def get(a: ArrayMeta | None) -> npt.NDArray[np.float32]:
         if a is None:

@@ -181,10 +181,10 @@ def do(
         case Read():
             return pack(*work.read_aloud(builder, _text(_part(data, job.text))))
         case Outline():
-            return _outline(data, job)
+            return do_outline(data, job.long, job.most)
 
 
-def pack(prompt: Prompt, spoken: tuple[int, ...] = ()) -> tuple[Built, Spool]:
+def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
     meta, arrays = lay_out(prompt)
     head = encode(Head(meta, media_digest(prompt), spoken))
     gap = b"\0" * (-len(head) % 4)  # floats lie where they should
@@ -192,14 +192,14 @@ def pack(prompt: Prompt, spoken: tuple[int, ...] = ()) -> tuple[Built, Spool]:
     return Built(len(head), len(head) + len(gap)), file
 
 
-def _outline(data: memoryview, job: Outline) -> tuple[Outlined, Spool]:
-    short, long = work.outline(data, job.long, job.most)
+def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, Spool]:
+    short, found = work.outline(data, long, most)
     spans, at = {}, len(short)
-    for name, value in long.items():
+    for name, value in found.items():
         spans[name] = (at, at + len(value))
         at += len(value)
-    found = references(long["messages"]) if "messages" in long else ()
-    return Outlined(len(short), spans, found), _sealed(short, *long.values())
+    ids = tuple({i: None for value in found.values() for i in references(value)})
+    return Outlined(len(short), spans, ids), _sealed(short, *found.values())
 
 
 def _sealed(*parts: Any) -> Spool:

@@ -7,7 +7,6 @@ closes, the host is over: it exits, whatever it was doing."""
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stretto.child import die_with_parent
 from stretto.connector.switches import OverlapSwitches
 from stretto.errors import Bug, Busy, Gone, StrettoError
 from stretto.orchestrator.messages import (
@@ -28,6 +28,7 @@ from stretto.orchestrator.messages import (
     Cancel,
     Configure,
     Connect,
+    Features,
     LinkDown,
     Listen,
     Ping,
@@ -40,7 +41,7 @@ from stretto.orchestrator.messages import (
     Unlink,
 )
 from stretto.orchestrator.settings import HostSettings
-from stretto.prompt.packed import unpack_prompt
+from stretto.prompt.packed import Bytes, unpack_prompt
 from stretto.stage.build import Builder
 from stretto.stage.channel import Channel
 from stretto.stage.ends import LinkEnds
@@ -94,7 +95,7 @@ class Host:
 
     # -- messages, on the loop thread
 
-    def handle(self, message: ToHost, blob: bytes) -> None:
+    def handle(self, message: ToHost, blob: Bytes) -> None:
         match message:
             case Admit():
                 self._admit(message, blob)
@@ -118,7 +119,7 @@ class Host:
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
-    def _admit(self, a: Admit, blob: bytes) -> None:
+    def _admit(self, a: Admit, blob: Bytes) -> None:
         """Announce a request to all stages here, the last one first, so that its inputs find it ready."""
         try:
             prompt = unpack_prompt(a.prompt, blob)
@@ -175,6 +176,8 @@ def serve(sock: socket.socket) -> int:
     host.loop.start()
     while (item := channel.read()) is not None:
         message, blob = item
+        if isinstance(message, Features):
+            continue  # gathered by the channel until its request is announced
         if isinstance(message, Quit) or host.loop.failure is not None:
             break
         try:
@@ -200,7 +203,7 @@ def settle_down() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-def _post(host: Host, channel: Channel, message: ToHost, blob: bytes) -> None:
+def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
     """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any other message: one that
     is lost would leave a request or a link behind for good, so the host cannot go on."""
 
@@ -223,16 +226,11 @@ def _post(host: Host, channel: Channel, message: ToHost, blob: bytes) -> None:
         channel.send(failed(message.request, "host", e))
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to end this process when the one that started it ends, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-
-
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--fd", type=int, required=True)
     args = p.parse_args()
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the orchestrator's to handle
     logging.basicConfig(level=os.environ.get("STRETTO_LOG", "WARNING"))
     sock = socket.socket(fileno=args.fd)
