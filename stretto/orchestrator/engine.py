@@ -158,11 +158,14 @@ class PipelineEngine:
     ) -> AsyncIterator[Event]:
         speak = self._check(modalities, voice)
 
-        def build() -> Awaitable[BuiltPrompt]:
+        async def build() -> BuiltPrompt:
             if isinstance(messages, Conversation):
-                return self._prompts.build(messages, use_audio_in_video)
+                try:
+                    return await self._prompts.build(messages, use_audio_in_video)
+                finally:
+                    messages.close()
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
-            return self._threads.build_local(*given, allow_paths=allow_paths)
+            return await self._threads.build_local(*given, allow_paths=allow_paths)
 
         return self._run(build, Ask(speak, voice, params or Params(), request_id, session=session, owner=owner))
 

@@ -7,6 +7,7 @@ datagram, with a memory file if there is more to say; then the socket is closed.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,26 +128,25 @@ class Ready(Wire, frozen=True, tag="ready"):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversation:
-    """Messages and tools as JSON that nobody has decoded yet; `body` holds both."""
+    """Messages and tools as JSON that nobody has decoded yet; `body` holds both. Good for one prompt: `close` is called
+    when that is built."""
 
     body: bytes | Spool
     messages: Span
     tools: Span | None = None
     recalled: dict[str, str] = field(default_factory=dict)  # texts of earlier answers, by the id they are referred to
     sender: str = ""  # whose turn it is when many ask at once
+    close: Callable[[], None] = lambda: None  # gives the body's memory back
 
     @classmethod
     def of(cls, messages: bytes, tools: bytes | None = None, **more: Any) -> Conversation:
         a, b = len(messages), len(messages) + len(tools or b"")
         return cls(messages + (tools or b""), (0, a), (a, b) if tools is not None else None, **more)
 
-    @property
-    def size(self) -> int:
-        return self.body.size if isinstance(self.body, Spool) else len(self.body)
-
-    def close(self) -> None:
-        if isinstance(self.body, Spool):
-            self.body.close()
+    def parts(self) -> tuple[memoryview, memoryview | None]:
+        """Messages and tools."""
+        data = self.body.view() if isinstance(self.body, Spool) else memoryview(self.body)
+        return data[slice(*self.messages)], data[slice(*self.tools)] if self.tools is not None else None
 
 
 def references(data: bytes | memoryview) -> tuple[str, ...]:

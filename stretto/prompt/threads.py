@@ -49,11 +49,9 @@ class InThreads:
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
         def run() -> BuiltPrompt:
-            data = talk.body.view() if isinstance(talk.body, Spool) else memoryview(talk.body)
-            messages = work.decode(data[slice(*talk.messages)], "messages")
-            tools = data[slice(*talk.tools)] if talk.tools is not None else None
-            prompt = work.build_conversation(self._builder, messages, tools, talk.recalled, audio_in_video)
-            return BuiltPrompt(pack(prompt))
+            messages, tools = talk.parts()
+            given = work.decode(messages, "messages"), tools, talk.recalled, audio_in_video
+            return BuiltPrompt(pack(work.build_conversation(self._builder, *given)))
 
         return await asyncio.to_thread(run)
 

@@ -72,12 +72,17 @@ class Admission:
     def __post_init__(self) -> None:
         self.idle.set()
 
-    @contextmanager
-    def slot(self, owner: str) -> Iterator[None]:
+    def check(self, owner: str) -> None:
+        """Refuses whom there is no slot for now."""
         if self.running >= self.limit:
             raise self._full(f"the server answers {self.limit} requests at once, and does", "server_busy")
         if self.limit_per_owner and self._by_owner[owner] >= self.limit_per_owner:
             raise self._full(f"{self.limit_per_owner} requests of this API key run already", "rate_limit_exceeded")
+
+    @contextmanager
+    def slot(self, owner: str) -> Iterator[None]:
+        """One of the slots, from when the request is there to when all work for it has ended."""
+        self.check(owner)
         self.running += 1
         self.idle.clear()
         self._by_owner[owner] += 1

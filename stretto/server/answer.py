@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.errors import Bug, Gone
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
-from stretto.server.exchange import Exchange, Left, Visit, decode
+from stretto.server.body import Body
+from stretto.server.exchange import Exchange, Left, Visit
 from stretto.server.schema import Report, Span
 from stretto.server.service import Service
 
@@ -23,13 +24,18 @@ MAX_PIECE = 6 << 16  # bytes of audio in one event: clients take messages of up 
 
 
 class Endpoint(Generic[R]):
-    """One POST route that generates."""
+    """One POST route that generates: `decode` makes a request of a body, `work` answers it."""
 
     def __init__(
-        self, service: Service, route: str, request: type[R], work: Callable[[Service, R, Exchange], Awaitable[None]]
+        self,
+        service: Service,
+        route: str,
+        max_bytes: int,
+        decode: Callable[[Service, Body, Visit], Awaitable[R]],
+        work: Callable[[Service, R, Exchange], Awaitable[None]],
     ) -> None:
-        self.service, self.route, self.work = service, route, work
-        self.decoder = msgspec.json.Decoder(request)
+        self.service, self.route, self.max_bytes = service, route, max_bytes
+        self.decode, self.work = decode, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.service.config)
@@ -37,17 +43,21 @@ class Endpoint(Generic[R]):
         visit.route = self.route
         try:
             self.service.engine()  # before a long body is read for nothing
-            with self.service.admission.slot(visit.owner):
-                request = decode(await exchange.body(), self.decoder)
-                await exchange.run(self._work(request, exchange), self.service.cut)
+            self.service.admission.check(visit.owner)
+            visit.sender = visit.owner if self.service.keys.digests else str((scope.get("client") or ("",))[0])
+            with Body(self.service.bodies) as body:
+                await exchange.read_body(body, self.max_bytes)
+                # From here on: clients that send slowly hold nobody else's slot.
+                with self.service.admission.slot(visit.owner):
+                    await exchange.run(self._work(body, exchange), self.service.cut)
         except Left:
             visit.ended, visit.status = "left", 499  # nobody listens: there is nothing to say
         except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
             visit.ended = type(e).__name__
             await exchange.fail(e)
 
-    async def _work(self, request: R, exchange: Exchange) -> None:
-        await self.work(self.service, request, exchange)
+    async def _work(self, body: Body, exchange: Exchange) -> None:
+        await self.work(self.service, await self.decode(self.service, body, exchange.visit), exchange)
 
 
 def note(event: Event, visit: Visit) -> None:

@@ -23,7 +23,8 @@ from starlette.types import ASGIApp
 from stretto import __version__
 from stretto.orchestrator.api import Engine
 from stretto.server.answer import Endpoint
-from stretto.server.chat import answer_chat
+from stretto.server.body import ON_THE_LOOP
+from stretto.server.chat import answer_chat, read_chat
 from stretto.server.config import ServerConfig
 from stretto.server.door import Door
 from stretto.server.exchange import VISIT, Visit
@@ -31,9 +32,9 @@ from stretto.server.failures import Refused, respond
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.openapi import document
 from stretto.server.pages import WEB, Pages
-from stretto.server.schema import ChatRequest, Health, ModelCard, ModelList, SpeechRequest, Version
+from stretto.server.schema import Health, ModelCard, ModelList, Version
 from stretto.server.service import OpenEngine, Service
-from stretto.server.speech import answer_speech
+from stretto.server.speech import answer_speech, read_speech
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -77,8 +78,9 @@ class Routes:
         self.loaded_at = int(time.time())
 
     def table(self) -> list[Route]:
-        chat = Endpoint(self.service, "chat", ChatRequest, answer_chat)
-        speech = Endpoint(self.service, "speech", SpeechRequest, answer_speech)
+        largest = self.service.config.max_body_bytes
+        chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
+        speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
         posts: list[ASGIApp] = [chat, speech]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from stretto.errors import Invalid
 from stretto.orchestrator.api import AudioChunk, Event, Finished, ModelInfo, Params, TextDelta, Usage
+from stretto.prompt.jobs import Conversation, references
 from stretto.server import codecs
 from stretto.server.answer import closing, drop_none, finish_reason, note, report, slices, unfinished
-from stretto.server.exchange import Exchange
+from stretto.server.body import ON_THE_LOOP, Body
+from stretto.server.exchange import Exchange, Visit, decode
 from stretto.server.schema import (
+    ABSENT,
     Audio,
     AudioDelta,
     CalledFunction,
@@ -40,6 +43,11 @@ from stretto.server.schema import (
 from stretto.server.service import Service
 from stretto.server.tools import Call, ToolParser
 from stretto.server.voices import find_voice
+
+LONG = ("messages", "tools")  # fields that may be long
+MOST_SHORT = ON_THE_LOOP  # bytes of all others
+_NONE, _AUTO, _EMPTY = Raw(b'"none"'), Raw(b'"auto"'), Raw(b"[]")
+_decoder = msgspec.json.Decoder(ChatRequest)
 
 
 @dataclass(slots=True)
@@ -76,12 +84,51 @@ class Answer:
         return self.service.memory.keep(self.audio_id, self.exchange.visit.owner, transcript)
 
 
-async def answer_chat(service: Service, request: ChatRequest, exchange: Exchange) -> None:
-    engine, visit = service.engine(), exchange.visit
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: its short fields, and its messages and tools as they came."""
+
+    request: ChatRequest
+    talk: Conversation
+
+
+async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
+    """Cuts a body into its fields: on the event loop if it is small, else in another process."""
+    if body.spool is None:
+        request = decode(body.data, _decoder)
+        if request.messages is ABSENT:
+            raise _no_messages()
+        messages, tools = bytes(request.messages), bytes(request.tools)
+        used = tools if calls_functions(request, tools) else None
+        recalled = service.memory.recall(references(messages), visit.owner)
+        return Asked(request, Conversation.of(messages, used, recalled=recalled, sender=visit.sender, close=body.close))
+    outlined, file = await service.engine().outline(body.spool, LONG, MOST_SHORT, visit.sender)
+    body.replace(file)
+    view = file.view()
+    request = decode(bytes(view[: outlined.short]), _decoder)
+    if "messages" not in outlined.long:
+        raise _no_messages()
+    span = outlined.long.get("tools")
+    if span is None or not calls_functions(request, bytes(view[span[0] : min(span[1], span[0] + 5)])):
+        span = None
+    recalled = service.memory.recall(outlined.references, visit.owner)
+    talk = Conversation(file, outlined.long["messages"], span, recalled, visit.sender, body.close)
+    return Asked(request, talk)
+
+
+def calls_functions(request: ChatRequest, tools: bytes) -> bool:
+    return tools.strip() not in (b"null", b"[]") and request.tool_choice != _NONE
+
+
+def _no_messages() -> Invalid:
+    return Invalid("messages: missing required field messages", "messages")
+
+
+async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> None:
+    engine, visit, request = service.engine(), exchange.visit, asked.request
     model = service.check_model(request.model, engine)
     refuse_unsupported(request)
     spoken, stream = "audio" in (request.modalities or ()), bool(request.stream)
-    tools = request.tools if request.tool_choice != "none" else None
     answer = Answer(
         request=request,
         service=service,
@@ -89,15 +136,14 @@ async def answer_chat(service: Service, request: ChatRequest, exchange: Exchange
         model=model,
         info=engine.info,
         format=audio_format(request, stream) if spoken else None,
-        tools=ToolParser() if tools else None,
+        tools=ToolParser() if asked.talk.tools is not None else None,
     )
     visit.sample_rate = engine.info.sample_rate
     events = engine.generate(
-        service.memory.recall(request.messages, visit.owner),
+        asked.talk,
         modalities=("text", "audio") if spoken else ("text",),
         voice=find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice"),
         params=to_params(request),
-        tools=[msgspec.to_builtins(t) for t in tools] if tools else None,
         request_id=visit.request_id,
         owner=visit.owner,
     )
@@ -118,12 +164,12 @@ def refuse_unsupported(request: ChatRequest) -> None:
         ("presence_penalty", bool(r.presence_penalty), "only 0 is supported; see repetition_penalty"),
         ("logprobs", bool(r.logprobs), "log probabilities are not reported"),
         ("top_logprobs", bool(r.top_logprobs), "log probabilities are not reported"),
-        ("functions", bool(r.functions), "use tools"),
-        ("function_call", r.function_call not in (None, "none", "auto"), "use tools"),
-        ("prediction", r.prediction is not None, "predicted output is not supported"),
-        ("web_search_options", r.web_search_options is not None, "there is no web search"),
-        ("moderation", r.moderation is not None, "there is no moderation"),
-        ("tool_choice", r.tool_choice not in (None, "none", "auto"), "only auto and none are supported"),
+        ("functions", r.functions not in (ABSENT, _EMPTY), "use tools"),
+        ("function_call", r.function_call not in (ABSENT, _NONE, _AUTO), "use tools"),
+        ("prediction", r.prediction != ABSENT, "predicted output is not supported"),
+        ("web_search_options", r.web_search_options != ABSENT, "there is no web search"),
+        ("moderation", r.moderation != ABSENT, "there is no moderation"),
+        ("tool_choice", r.tool_choice not in (ABSENT, _NONE, _AUTO), "only auto and none are supported"),
         ("stream_options", bool(r.stream_options) and not r.stream, "only allowed when stream is true"),
     ]
     for name, bad, why in refused:

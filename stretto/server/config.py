@@ -37,6 +37,11 @@ class ServerConfig:
     max_concurrent: int = setting(64, "limits", "requests answered at once; more are told to come back (429)", "N")
     max_concurrent_per_key: int = setting(0, "limits", "the same for each API key; 0: no limit", "N")
     max_body_mb: float = setting(64.0, "limits", "largest request, in MiB", "MIB")
+    max_bodies_mb: float = setting(512.0, "limits", "of all requests that are being read or prepared, in MiB", "MIB")
+    min_body_kb_s: float = setting(
+        16.0, "limits", "a request must arrive at least so fast, in KiB a second; 0: at any rate", "KIB"
+    )
+    body_grace: float = setting(5.0, "limits", "before its rate counts, a request has so long", "SECONDS")
     send_timeout: float = setting(30.0, "limits", "a client that takes no data for so long is dropped", "SECONDS")
     body_timeout: float = setting(60.0, "limits", "a request must have arrived within so long", "SECONDS")
     drain_timeout: float = setting(30.0, "limits", "how long running requests may take after SIGTERM", "SECONDS")
@@ -53,6 +58,9 @@ class ServerConfig:
             "max_concurrent": self.max_concurrent >= 1,
             "max_concurrent_per_key": self.max_concurrent_per_key >= 0,
             "max_body_mb": 0 < self.max_body_mb <= 4096,
+            "max_bodies_mb": self.max_bodies_mb >= self.max_body_mb,
+            "min_body_kb_s": self.min_body_kb_s >= 0,
+            "body_grace": self.body_grace > 0,
             "send_timeout": self.send_timeout > 0,
             "body_timeout": self.body_timeout > 0,
             "drain_timeout": self.drain_timeout >= 0,
@@ -75,6 +83,10 @@ class ServerConfig:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * (1 << 20))
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        return int(self.max_bodies_mb * (1 << 20))
 
     @property
     def url(self) -> str:

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from stretto.errors import Gone, Invalid
+from stretto.server.body import Body
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused, describe, respond
 from stretto.types import RequestId
@@ -40,6 +41,7 @@ class Visit:
     arrived: float  # time.perf_counter()
     route: str = "other"
     owner: str = ""  # which API key, never the key
+    sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
     status: int = 0
     ended: str = ""
     first_text: float | None = None
@@ -95,26 +97,28 @@ class Exchange:
 
     # ---- in
 
-    async def body(self) -> bytes:
-        """All of the request's body. Refuses while reading, not after: a header may lie about the length."""
-        headers, limit = Headers(scope=self.scope), self.config.max_body_bytes
+    async def read_body(self, body: Body, limit: int) -> None:
+        """All of the request's body. Refuses while reading, not after: a header may lie about the length, and a client
+        that sends a byte a second would hold what it has sent for as long as it likes."""
+        headers = Headers(scope=self.scope)
         stated = headers.get("content-length", "")
         if stated.isascii() and stated.isdigit() and int(stated) > limit:
             if "expect" not in headers and int(stated) <= LINGER_FACTOR * limit:
-                await self._linger(0)
-            raise self._too_large()
-        parts, size = [], 0
+                await self._linger(0, limit)
+            raise self._too_large(limit)
+        start, rate = asyncio.get_running_loop().time(), self.config.min_body_kb_s * 1024
         try:
-            async with asyncio.timeout(self.config.body_timeout):
-                while True:
+            async with asyncio.timeout(self.config.body_timeout) as deadline:
+                more = True
+                while more:
+                    # The time for so much at the lowest rate allowed, and a start-up time.
+                    slowest = self.config.body_grace + body.size / rate if rate else float("inf")
+                    deadline.reschedule(start + min(self.config.body_timeout, slowest))
                     part, more = await self._part()
-                    size += len(part)
-                    if size > limit:
-                        await self._linger(size)
-                        raise self._too_large()
-                    parts.append(part)
-                    if not more:
-                        return b"".join(parts)
+                    if body.size + len(part) > limit:
+                        await self._linger(body.size + len(part), limit)
+                        raise self._too_large(limit)
+                    body.add(part)
         except TimeoutError:
             raise Refused(408, "the request took too long to arrive", code="timeout", headers=CLOSE) from None
 
@@ -124,17 +128,18 @@ class Exchange:
             raise Left("the client left while sending")
         return message.get("body", b""), message.get("more_body", False)
 
-    async def _linger(self, size: int) -> None:
+    async def _linger(self, size: int, limit: int) -> None:
         """Let a client that sends too much finish, within reason: while it sends, most do not look for an answer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 more = True
-                while more and size <= LINGER_FACTOR * self.config.max_body_bytes:
+                while more and size <= LINGER_FACTOR * limit:
                     part, more = await self._part()
                     size += len(part)
 
-    def _too_large(self) -> Refused:
-        message = f"the request is too large; at most {self.config.max_body_mb:g} MiB are allowed"
+    @staticmethod
+    def _too_large(limit: int) -> Refused:
+        message = f"the request is too large; at most {limit / (1 << 20):g} MiB are allowed"
         return Refused(413, message, code="request_too_large", headers=CLOSE)
 
     async def run(self, work: Coroutine[None, None, None], cut: asyncio.Future[None]) -> None:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-from stretto.errors import Invalid
 
 MAX_CHARS = 64 << 20
 
@@ -39,23 +36,11 @@ class AudioMemory:
         self._trim()
         return int(expires)
 
-    def recall(self, messages: list[dict[str, Any]], owner: str) -> list[dict[str, Any]]:
-        """The messages with every reference to an earlier answer replaced by its words."""
+    def recall(self, ids: Iterable[str], owner: str) -> dict[str, str]:
+        """The words of those answers that this owner may refer to."""
         self._trim()
-        return [self._resolve(m, owner, f"messages[{i}].audio") for i, m in enumerate(messages)]
-
-    def _resolve(self, message: dict[str, Any], owner: str, at: str) -> dict[str, Any]:
-        if message.get("role") != "assistant" or message.get("audio") is None:
-            return message
-        reference = message["audio"]
-        audio_id = reference.get("id") if isinstance(reference, Mapping) else None
-        if not isinstance(audio_id, str):
-            raise Invalid(f"{at} must be an object with the id of an earlier answer", at)
-        kept = self._kept.get(audio_id)
-        if kept is None or kept.owner != owner:
-            raise Invalid(f"{at}.id: there is no answer {audio_id[:80]!r} (any more); send its words as content", at)
-        rest = {k: v for k, v in message.items() if k != "audio"}
-        return {**rest, "content": kept.transcript or rest.get("content") or ""}
+        found = {i: self._kept[i] for i in ids if i in self._kept}
+        return {i: kept.transcript for i, kept in found.items() if kept.owner == owner}
 
     def _trim(self) -> None:
         now = self.clock()

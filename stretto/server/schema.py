@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**20)]
 Length = Annotated[int, Meta(ge=1, le=2**20)]
 ChatFormat = Literal["pcm16", "wav", "mp3", "flac", "opus", "aac"]
+ABSENT = Raw(b"null")
 SpeechFormat = Literal["pcm", "wav", "mp3", "flac", "opus", "aac"]
 
 
@@ -52,7 +53,10 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+    """Fields without a bound of their own are `Raw`: the decoder skips them, so that nothing is made of them on the
+    event loop. Messages and tools are decoded and checked where prompts are built."""
+
+    messages: Raw = ABSENT
     model: Name | None = None
     modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=2)] | None = None
     audio: AudioOptions | None = None
@@ -70,8 +74,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=256)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: Raw = ABSENT
+    tool_choice: Raw = ABSENT
 
     # Ours.
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
@@ -90,20 +94,20 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     presence_penalty: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
+    functions: Raw = ABSENT
+    function_call: Raw = ABSENT
+    prediction: Raw = ABSENT
+    web_search_options: Raw = ABSENT
+    moderation: Raw = ABSENT
 
     # Stock clients send these; they have no effect here.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Raw = ABSENT
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: Raw = ABSENT
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from stretto.errors import StrettoError
 from stretto.orchestrator.api import Engine, Progress
 from stretto.server.access import Admission, Keys
+from stretto.server.body import BodyBudget
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
 from stretto.server.memory import AudioMemory
@@ -31,6 +32,7 @@ class Service:
     admission: Admission
     memory: AudioMemory
     metrics: Metrics
+    bodies: BodyBudget
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be
@@ -47,6 +49,7 @@ class Service:
             admission=Admission(config.max_concurrent, config.max_concurrent_per_key),
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
             metrics=Metrics(),
+            bodies=BodyBudget(config.max_bodies_bytes),
         )
 
     @property

@@ -5,15 +5,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from stretto.errors import Invalid
 from stretto.orchestrator.api import AudioChunk, Event, Finished, Params
 from stretto.server import codecs
 from stretto.server.answer import closing, drop_none, note, report, slices, unfinished
+from stretto.server.body import Body
 from stretto.server.chat import check_lengths
-from stretto.server.exchange import Exchange
+from stretto.server.exchange import Exchange, Visit, decode
 from stretto.server.schema import SpeechDelta, SpeechDone, SpeechRequest, SpeechUsage
 from stretto.server.service import Service
 from stretto.server.voices import find_voice
+
+_decoder = msgspec.json.Decoder(SpeechRequest)
+
+
+async def read_speech(service: Service, body: Body, visit: Visit) -> SpeechRequest:
+    return decode(body.data, _decoder)
 
 
 async def answer_speech(service: Service, request: SpeechRequest, exchange: Exchange) -> None:

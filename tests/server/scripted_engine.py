@@ -22,7 +22,10 @@ from stretto.orchestrator.api import (
     Usage,
 )
 from stretto.prompt.build import PromptBuilder
-from tests.server.solo_engine import Ledger
+from stretto.prompt.jobs import Conversation, Outlined
+from stretto.prompt.spool import Spool
+from stretto.prompt.worker import do_outline
+from tests.server.solo_engine import Ledger, decoded
 
 
 @dataclass(slots=True)
@@ -67,9 +70,14 @@ class ScriptedEngine:
     async def close(self) -> None:
         self.closed = True
 
-    def generate(self, messages: Sequence[Message], **given: Any) -> AsyncIterator[Event]:
-        self.calls.append({"messages": messages, **given})
-        return self._events(messages, "audio" in given["modalities"], given)
+    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+        return do_outline(body.view(), long, most)
+
+    def generate(self, messages: Sequence[Message] | Conversation, **given: Any) -> AsyncIterator[Event]:
+        plain, tools = decoded(messages)
+        given["tools"] = tools
+        self.calls.append({"messages": plain, **given})
+        return self._events(plain, "audio" in given["modalities"], given)
 
     def speak(self, text: str, **given: Any) -> AsyncIterator[Event]:
         self.calls.append({"text": text, **given})

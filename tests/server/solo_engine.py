@@ -31,10 +31,14 @@ from stretto.orchestrator.api import (
     TimelineSpan,
     Usage,
 )
+from stretto.prompt import work
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.media import MediaLimits
 from stretto.prompt.prompt import Prompt
+from stretto.prompt.spool import Spool
 from stretto.prompt.template import TextStream
+from stretto.prompt.threads import InThreads
 from stretto.types import RequestId
 
 
@@ -80,6 +84,15 @@ def usage_of(prompt: Prompt, config: OmniConfig, tokens: int, frames: int, sampl
     )
 
 
+def decoded(messages: Any, tools: Any = None) -> tuple[Any, Any]:
+    """Messages and tools as plain data, however the server passed them on."""
+    if not isinstance(messages, Conversation):
+        return messages, list(tools) if tools else None
+    given, declared = messages.parts()
+    tools = work.decode(declared, "tools") if declared is not None else None
+    return work.recall(work.decode(given, "messages"), messages.recalled), tools
+
+
 class SoloEngine:
     """The real tiny model. Requests take turns on one worker thread, an event at a time."""
 
@@ -123,7 +136,7 @@ class SoloEngine:
 
     def generate(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Conversation,
         *,
         modalities: Sequence[Modality] = ("text", "audio"),
         voice: str | None = None,
@@ -137,11 +150,15 @@ class SoloEngine:
         params = self._check(params)
 
         def start() -> tuple[Prompt, Iterator[Any]]:
-            prompt = self.builder.build(messages, list(tools) if tools else None)
+            given, declared = decoded(messages, tools)
+            prompt = self.builder.build(given, declared)
             solo = Solo(held(self.models, params))
             return prompt, solo.run(prompt, self._options(params, voice, "audio" in modalities))
 
         return self._events(start, params, str(request_id))
+
+    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+        return await InThreads(self.builder).outline(body, long, most)
 
     def speak(
         self,
