@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from stretto.prompt.tools import Tools
+
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**20)]
@@ -35,18 +37,6 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # without effect: nothing is padded here
 
 
-class Function(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["function"]
-    function: Function
-
-
 class ResponseFormat(Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
 
@@ -70,7 +60,7 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=256)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
 
     # Ours.
