@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from stretto.errors import CheckpointError, Invalid, TooLong
+from stretto.errors import CheckpointError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.prompt.images import PatchRule, fit_video, image_patches, video_patches
-from stretto.prompt.media import MediaLimits
+from stretto.prompt.media import Budget, MediaLimits
 from stretto.prompt.mel import mel
 from stretto.prompt.messages import Medium, Reader
 from stretto.prompt.prompt import Array, AudioClip, Patches, Prompt
@@ -78,16 +78,15 @@ class PromptBuilder:
         for callers who could read them anyway."""
         media = _Media(self)
         reader = Reader(
-            limits=self.limits,
+            budget=Budget(self.limits),
             allow_paths=allow_paths,
             sound_in_video=use_audio_in_video,
             fit=lambda height, width, frames: fit_video(height, width, frames, self.rule),
             found=media.add,
         )
+        declared = reader.read_tools(tools)
         turns = reader.read(messages)
-        if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(t, dict) for t in tools)):
-            raise Invalid("tools must be a list of objects", "tools")
-        ids = encode_rendered(self.template.render(turns, list(tools) if tools else None), self.tokenizer)
+        ids = encode_rendered(self.template.render(turns, declared), self.tokenizer)
         expanded = media.expand(ids)
         self.check_length(len(expanded))
         return Prompt(

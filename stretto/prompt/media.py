@@ -1,8 +1,9 @@
 """Decodes bytes nobody vouches for: audio to mono 16 kHz samples, images to RGB, videos to frames and sound.
 
-Called by the prompt builder, on whatever thread builds prompts. Sizes are checked against `MediaLimits` before
-anything is allocated for them and again while reading, because headers lie. Whatever goes wrong is a `MediaError`;
-the caller adds which part of which message it was."""
+Called by the reader of messages, which keeps one `Budget` per request: a hundred small files must not cost what one
+large one may not. Sizes are checked against `MediaLimits` before anything is allocated for them and again while
+reading, because headers lie. Whatever goes wrong is a `MediaError`; the caller adds which part of which message it
+was."""
 
 from __future__ import annotations
 
@@ -49,18 +50,68 @@ BROKEN: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """The most a request may hold: text in all, and media in one part of a message."""
+    """The most one request may hold. Where nothing else is said, all of it together."""
 
-    text_chars: int = 1_000_000  # encoding a million takes a second or two
+    text_chars: int = (
+        1_000_000  # every string the template may read, keys too; encoding a million takes a second or two
+    )
+    values: int = 100_000  # in tools, tool_calls and the like: items of lists and of objects, strings or not
+    depth: int = 64  # of the same
+    messages: int = 4096
+    parts: int = 4096  # of the content of all messages
+    media: int = 64
 
-    file_bytes: int = 64 << 20
+    file_bytes: int = 64 << 20  # one file
     audio_seconds: float = 2400.0
     audio_values: int = 1 << 29  # samples times channels, before resampling: bounds the decoding time
-    audio_channels: int = 8
-    image_pixels: int = 64_000_000  # also of one frame of a video
-    video_seconds: float = 600.0
-    video_input_frames: int = 36_000  # in the file: bounds the decoding time
-    video_frames: int = 768  # kept; a longer video is sampled more thinly
+    audio_channels: int = 8  # one clip
+    image_pixels: int = 64_000_000  # one picture, or one frame of a video
+    video_seconds: float = 600.0  # one video
+    video_input_frames: int = 36_000  # in the files: each costs something however small it is
+    video_frames: int = 768  # kept of one video; a longer one is sampled more thinly
+    decode_seconds: float = 30.0  # of one core, for pictures and videos, as estimated below
+
+
+# What decoding costs one core, in seconds, measured on an EPYC (2.0 to 3.5 GHz). What a frame takes goes with its raw
+# size over all codecs on our list, chroma formats and depths: 0.7 to 1.3 ns a byte. Ten minutes of 1280x720 at 25 a
+# second, of which 768 frames are kept, come to 27 s.
+COST_PER_FRAME_BYTE = 1.0e-9
+COST_PER_KEPT_PIXEL = 9.0e-9  # to RGB and to the size that is kept
+COST_PER_PICTURE_PIXEL = 60.0e-9  # the slowest: a transparent WebP or PNG
+
+
+@dataclass(slots=True)
+class Budget:
+    """What the media of one request have used of its limits so far."""
+
+    limits: MediaLimits
+    media: int = 0
+    audio_seconds: float = 0.0
+    audio_values: int = 0
+    video_input_frames: int = 0
+    decode_seconds: float = 0.0
+
+    def check_decoding(self, seconds: float) -> None:
+        """Refuses what would cost so much more than was spent."""
+        if self.decode_seconds + seconds > self.limits.decode_seconds:
+            raise MediaError(
+                "pictures and videos are too large: decoding all of this request's would take over "
+                f"{self.limits.decode_seconds:g} s; send smaller, shorter or fewer ones"
+            )
+
+    def spend_decoding(self, seconds: float) -> None:
+        self.check_decoding(seconds)
+        self.decode_seconds += seconds
+
+    def add_medium(self) -> None:
+        self.media += 1
+        if self.media > self.limits.media:
+            raise MediaError(f"too many media: at most {self.limits.media} are allowed in a request")
+
+    def add_input_frame(self) -> None:
+        self.video_input_frames += 1
+        if self.video_input_frames > self.limits.video_input_frames:
+            raise MediaError(f"video has too many frames: over {self.limits.video_input_frames:,} in the request")
 
 
 def check_bytes(size: int, limits: MediaLimits) -> None:
@@ -90,28 +141,32 @@ def _reason(error: Exception) -> str:
 class Mixer:
     """Collects blocks of decoded audio as mono samples at 16 kHz, within the limits. One per clip."""
 
-    def __init__(self, rate: int, channels: int, limits: MediaLimits) -> None:
+    def __init__(self, rate: int, channels: int, budget: Budget) -> None:
         if not 1_000 <= rate <= 384_000:
             raise MediaError(f"a sample rate of {rate} Hz is not supported")
-        if not 1 <= channels <= limits.audio_channels:
-            raise MediaError(f"audio with {channels} channels is not supported, at most {limits.audio_channels} are")
-        self.rate, self.channels, self.limits = rate, channels, limits
+        most = budget.limits.audio_channels
+        if not 1 <= channels <= most:
+            raise MediaError(f"audio with {channels} channels is not supported, at most {most} are")
+        self.rate, self.channels, self.budget = rate, channels, budget
         self.num_samples = 0
+        self._before = budget.audio_seconds, budget.audio_values  # used by other clips
         self._resampler = None if rate == SAMPLE_RATE else soxr.ResampleStream(rate, SAMPLE_RATE, 1, quality="HQ")
         self._blocks: list[Array] = []
 
-    def check(self, num_samples: int) -> None:
-        """Refuses a clip of so many samples."""
-        seconds = num_samples / self.rate
-        if seconds > self.limits.audio_seconds:
-            raise MediaError(f"audio is too long: over {self.limits.audio_seconds:g} s")
-        if num_samples * self.channels > self.limits.audio_values:
-            raise MediaError(f"audio is too large: over {self.limits.audio_values:,} sample values")
+    def check(self, num_samples: int) -> tuple[float, int]:
+        """Refuses a clip of so many samples; else says how much audio the request then holds."""
+        limits = self.budget.limits
+        seconds, values = self._before[0] + num_samples / self.rate, self._before[1] + num_samples * self.channels
+        if seconds > limits.audio_seconds:
+            raise MediaError(f"audio is too long: over {limits.audio_seconds:g} s in the request")
+        if values > limits.audio_values:
+            raise MediaError(f"audio is too large: over {limits.audio_values:,} sample values in the request")
+        return seconds, values
 
     def add(self, block: npt.NDArray[np.float32]) -> None:
         """One block, [samples, channels]."""
         self.num_samples += len(block)
-        self.check(self.num_samples)
+        self.budget.audio_seconds, self.budget.audio_values = self.check(self.num_samples)
         mono = block[:, 0] if self.channels == 1 else block.mean(axis=1, dtype=np.float32)
         self._blocks.append(self._resampler.resample_chunk(mono) if self._resampler else mono.copy())
 
@@ -130,27 +185,27 @@ class Mixer:
         return samples
 
 
-def decode_audio(data: bytes, limits: MediaLimits) -> Array:
+def decode_audio(data: bytes, budget: Budget) -> Array:
     """Mono samples at 16 kHz of a wav, flac, ogg or mp3 file, or of whatever else PyAV knows."""
-    check_bytes(len(data), limits)
+    check_bytes(len(data), budget.limits)
     if _for_soundfile(data):
-        return _read_sound(data, limits)
+        return _read_sound(data, budget)
     from stretto.prompt.video import decode_sound  # imports PyAV; only rarer formats need it
 
-    return decode_sound(data, limits)
+    return decode_sound(data, budget)
 
 
-def decode_pcm16(data: bytes, limits: MediaLimits, rate: int = PCM_RATES[0]) -> Array:
+def decode_pcm16(data: bytes, budget: Budget, rate: int = PCM_RATES[0]) -> Array:
     """Mono samples at 16 kHz of raw little-endian 16-bit mono samples."""
-    check_bytes(len(data), limits)
+    check_bytes(len(data), budget.limits)
     if rate not in PCM_RATES:
         raise MediaError(f"pcm16 must be at {' or '.join(map(str, PCM_RATES))} Hz, got {rate}")
     if len(data) % 2:
         raise MediaError(f"pcm16 needs two bytes a sample, got {len(data)} bytes")
-    return mix(np.frombuffer(data, "<i2"), rate, limits)
+    return mix(np.frombuffer(data, "<i2"), rate, budget)
 
 
-def mix(samples: npt.NDArray[np.generic], rate: int, limits: MediaLimits) -> Array:
+def mix(samples: npt.NDArray[np.generic], rate: int, budget: Budget) -> Array:
     """Mono samples at 16 kHz of an array [samples] or [samples, channels], of floats or 16-bit integers."""
     if samples.ndim not in (1, 2):
         raise MediaError(f"audio must be an array of one or two dimensions, got {samples.ndim}")
@@ -161,7 +216,7 @@ def mix(samples: npt.NDArray[np.generic], rate: int, limits: MediaLimits) -> Arr
     else:
         raise MediaError(f"audio must be an array of floats or 16-bit integers, got {samples.dtype}")
     columns = samples.reshape(len(samples), -1)
-    mixer = Mixer(rate, columns.shape[1], limits)
+    mixer = Mixer(rate, columns.shape[1], budget)
     mixer.check(len(columns))
     for i in range(0, len(columns), _BLOCK):
         mixer.add(columns[i : i + _BLOCK].astype(np.float32) * np.float32(scale))
@@ -176,9 +231,9 @@ def _for_soundfile(data: bytes) -> bool:
     return data[:4] in (b"fLaC", b"OggS") or mp3
 
 
-def _read_sound(data: bytes, limits: MediaLimits) -> Array:
+def _read_sound(data: bytes, budget: Budget) -> Array:
     with decoding("audio"), soundfile.SoundFile(io.BytesIO(data)) as f:
-        mixer = Mixer(f.samplerate, f.channels, limits)
+        mixer = Mixer(f.samplerate, f.channels, budget)
         if f.frames < _UNKNOWN:
             mixer.check(f.frames)
         size = max(1, _BLOCK // f.channels)
@@ -187,12 +242,13 @@ def _read_sound(data: bytes, limits: MediaLimits) -> Array:
         return mixer.finish()
 
 
-def decode_image(data: bytes, limits: MediaLimits) -> Image.Image:
+def decode_image(data: bytes, budget: Budget) -> Image.Image:
     """An upright RGB image; transparent parts become white. Of an animation, the first frame."""
-    check_bytes(len(data), limits)
+    check_bytes(len(data), budget.limits)
     with decoding("image", Image.DecompressionBombError, Image.DecompressionBombWarning):
         image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
-        check_pixels(image.width, image.height, limits)
+        check_pixels(image.width, image.height, budget.limits)
+        budget.spend_decoding(image.width * image.height * COST_PER_PICTURE_PIXEL)
         image.load()
         return to_rgb(ImageOps.exif_transpose(image))
 

@@ -1,4 +1,5 @@
-"""Reads chat messages as clients send them: checks every field, decodes the media, leaves plain turns to render.
+"""Reads chat messages and tools as clients send them: checks every field, decodes the media, leaves plain turns to
+render.
 
 Called by the prompt builder only. Messages are plain dictionaries in OpenAI's chat format, straight from JSON or
 from a local caller (who may also pass arrays and, if allowed, file paths). A bad field is an `Invalid` whose
@@ -6,8 +7,8 @@ from a local caller (who may also pass arrays and, if allowed, file paths). A ba
 
 from __future__ import annotations
 
-import base64
 import binascii
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from PIL import Image
 from stretto.errors import Invalid, MediaError, TooLong
 from stretto.prompt.media import (
     PCM_RATES,
+    Budget,
     MediaLimits,
-    check_bytes,
     check_pixels,
     decode_audio,
     decode_image,
@@ -33,10 +34,13 @@ from stretto.prompt.media import (
 )
 from stretto.prompt.mel import SAMPLE_RATE
 from stretto.prompt.prompt import Array
+from stretto.prompt.tools import check_tools
 from stretto.prompt.video import SAMPLE_FPS, Fit, Video, decode_video
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _PASSED = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # fields templates may read, besides content
+
+_DATA_HEAD = 1024  # where the content of a data URI begins at the latest
 
 Medium = Array | Image.Image | Video
 Kind = Literal["audio", "image", "video"]
@@ -55,12 +59,25 @@ _MEDIA: dict[str, Kind] = {
 class Reader:
     """Reads the messages of one prompt. `found` is told of each medium, in order."""
 
-    limits: MediaLimits
+    budget: Budget
     allow_paths: bool
     sound_in_video: bool
     fit: Fit
     found: Callable[[Medium], None]
     _chars: int = 0
+    _values: int = 0
+    _parts: int = 0
+
+    @property
+    def limits(self) -> MediaLimits:
+        return self.budget.limits
+
+    def read_tools(self, tools: object) -> list[dict[str, Any]] | None:
+        """Tools for the chat template; None if there are none."""
+        if tools is None:
+            return None
+        self._count(tools, "tools")
+        return check_tools(tools) or None
 
     def read(self, messages: object) -> list[dict[str, Any]]:
         """Turns for the chat template: text and, where a medium was, {"type": its kind}."""
@@ -68,6 +85,8 @@ class Reader:
             raise Invalid(f"messages must be a list, got {_kind(messages)}", "messages")
         if not messages:
             raise Invalid("messages is empty: at least one message is needed", "messages")
+        if len(messages) > self.limits.messages:
+            raise Invalid(f"messages: at most {self.limits.messages:,} are allowed, got {len(messages):,}", "messages")
         return [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
     def _message(self, message: object, at: str) -> dict[str, Any]:
@@ -75,9 +94,12 @@ class Reader:
             raise Invalid(f"{at} must be an object, got {_kind(message)}", at)
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise Invalid(f"{at}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{at}.role")
+            raise Invalid(f"{at}.role must be one of {', '.join(ROLES)}, got {reprlib.repr(role)}", f"{at}.role")
         turn: dict[str, Any] = {"role": ROLES[role]}
-        turn |= {k: message[k] for k in _PASSED if message.get(k) is not None}
+        for name in _PASSED:
+            if (value := message.get(name)) is not None:
+                self._count(value, f"{at}.{name}")
+                turn[name] = value
         calls = turn.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
             raise Invalid(f"{at}.tool_calls must be a list of objects", f"{at}.tool_calls")
@@ -97,6 +119,9 @@ class Reader:
             raise Invalid(f"{at} must be a string or a list of parts, got {_kind(content)}", at)
         if not content:
             raise Invalid(f"{at} is empty", at)
+        self._parts += len(content)
+        if self._parts > self.limits.parts:
+            raise Invalid(f"{at}: at most {self.limits.parts:,} parts are allowed in all messages", at)
         parts = [self._part(p, role, f"{at}[{i}]") for i, p in enumerate(content)]
         # Templates differ in where they accept a list; joined text means the same everywhere.
         return "".join(p["text"] for p in parts) if all(p["type"] == "text" for p in parts) else parts
@@ -112,19 +137,45 @@ class Reader:
             return {"type": "text", "text": self._text(text, f"{at}.text")}
         kind = _MEDIA.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise Invalid(f"{at}.type must be one of text, {', '.join(_MEDIA)}, got {name!r}", f"{at}.type")
+            raise Invalid(f"{at}.type must be one of text, {', '.join(_MEDIA)}, got {reprlib.repr(name)}", f"{at}.type")
         if role != "user":
             # The talker looks for media in user turns only.
             raise Invalid(f"{at}: {kind} is only allowed in user messages, not in a {role} message", at)
         with _blaming(at):
+            self.budget.add_medium()
             self.found(self._medium(kind, part, at))
         return {"type": kind}
 
     def _text(self, text: str, at: str) -> str:
-        self._chars += len(text)
-        if self._chars > self.limits.text_chars:
-            raise TooLong(f"the messages have over {self.limits.text_chars:,} characters of text", at)
+        self._add_chars(len(text), at)
         return text
+
+    def _add_chars(self, count: int, at: str) -> None:
+        self._chars += count
+        if self._chars > self.limits.text_chars:
+            raise TooLong(f"{at}: the request has over {self.limits.text_chars:,} characters of text", at)
+
+    def _count(self, value: object, at: str) -> None:
+        """Holds a field that is passed on as it came to the limits, layer by layer: no deep or wide one is walked
+        further than the limits go."""
+        layer, depth = [value], 0
+        while layer:
+            if depth > self.limits.depth:
+                raise Invalid(f"{at} is nested more than {self.limits.depth} levels deep", at)
+            below: list[object] = []
+            for v in layer:
+                if isinstance(v, str):
+                    self._text(v, at)
+                elif isinstance(v, int):
+                    self._add_chars(v.bit_length() // 3, at)  # JSON's numbers may have thousands of digits
+                elif isinstance(v, dict | list | tuple):
+                    self._values += len(v)
+                    if self._values > self.limits.values:
+                        raise Invalid(f"{at}: the request has over {self.limits.values:,} nested values", at)
+                    below.extend(v)
+                    if isinstance(v, dict):
+                        below.extend(v.values())
+            layer, depth = below, depth + 1
 
     def _medium(self, kind: Kind, part: Mapping[str, Any], at: str) -> Medium:
         match part["type"]:
@@ -143,10 +194,10 @@ class Reader:
 
     def _decode(self, kind: Kind, data: bytes) -> Medium:
         if kind == "audio":
-            return decode_audio(data, self.limits)
+            return decode_audio(data, self.budget)
         if kind == "image":
-            return decode_image(data, self.limits)
-        return decode_video(data, self.limits, self.fit, sound=self.sound_in_video)
+            return decode_image(data, self.budget)
+        return decode_video(data, self.budget, self.fit, sound=self.sound_in_video)
 
     def _input_audio(self, value: object, at: str) -> Array:
         if not isinstance(value, Mapping):
@@ -159,13 +210,13 @@ class Reader:
         data = self._base64(text, f"{at}.data")
         if format == "pcm16":  # no header: the only format whose name matters
             rate = _integer(value.get("sample_rate", PCM_RATES[0]), f"{at}.sample_rate")
-            return decode_pcm16(data, self.limits, rate)
-        return decode_audio(data, self.limits)
+            return decode_pcm16(data, self.budget, rate)
+        return decode_audio(data, self.budget)
 
     def _from_memory(self, kind: Kind, data: object, part: Mapping[str, Any], at: str) -> Medium:
         """What a local caller passes: samples, a picture, or frames."""
         if kind == "audio" and isinstance(data, np.ndarray):
-            return mix(data, _integer(part.get("sample_rate", SAMPLE_RATE), f"{at}.sample_rate"), self.limits)
+            return mix(data, _integer(part.get("sample_rate", SAMPLE_RATE), f"{at}.sample_rate"), self.budget)
         if kind == "image" and isinstance(data, np.ndarray | Image.Image):
             return self._picture(data)
         if kind == "video" and isinstance(data, np.ndarray | list | tuple):
@@ -196,7 +247,7 @@ class Reader:
         if self.sound_in_video:
             if not isinstance(sound, np.ndarray):
                 raise MediaError("the video has no sound track, which use_audio_in_video asks for")
-            track = mix(sound, SAMPLE_RATE, self.limits)
+            track = mix(sound, SAMPLE_RATE, self.budget)
         resized = [p.resize((width, height), Image.Resampling.BICUBIC) for p in pictures]
         return Video(resized, fps, track)
 
@@ -208,10 +259,10 @@ class Reader:
         at = f"{at}.url"
         scheme = url[:16].partition(":")[0].lower()
         if scheme == "data":
-            head, comma, text = url.partition(",")
-            if not comma or not head.lower().endswith(";base64"):
+            comma = url.find(",", 0, _DATA_HEAD)
+            if comma < 0 or not url[:comma].lower().endswith(";base64"):
                 raise Invalid(f"{at} must be a data URI in base64: data:<type>;base64,<content>", at)
-            return self._base64(text, at)
+            return self._base64(url[comma + 1 :], at)
         if scheme in ("http", "https"):
             raise Invalid(f"{at}: remote files are not fetched; send the content as a data URI", at)
         return self._open(unquote(url.partition("://")[2]) if scheme == "file" else url, at)
@@ -222,16 +273,14 @@ class Reader:
         try:
             if not Path(path).is_file():  # a pipe or a device would never end
                 raise Invalid(f"{at}: no such file: {path}", at)
-            check_bytes(Path(path).stat().st_size, self.limits)
             with open(path, "rb") as f:
-                return f.read(self.limits.file_bytes + 1)  # checked again when decoded: it may have grown
+                return f.read(self.limits.file_bytes + 1)  # one too many is refused when it is decoded
         except (OSError, ValueError) as e:
             raise Invalid(f"{at}: the file cannot be read ({e})", at) from None
 
     def _base64(self, text: str, at: str) -> bytes:
-        check_bytes(max(1, len(text) // 4 * 3 - 2), self.limits)  # before the copy is made
         try:
-            return base64.b64decode(text, validate=True)
+            return binascii.a2b_base64(text, strict_mode=True)  # straight from the string, without a copy in between
         except (binascii.Error, ValueError) as e:
             raise Invalid(f"{at} is not valid base64 ({e})", at) from None
 

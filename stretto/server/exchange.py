@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from stretto.errors import Gone, Invalid
+from stretto.fields import wrong_field
 from stretto.server.body import Body
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused, describe, respond
@@ -224,23 +224,6 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as e:
-        words, _, path = str(e).partition(" - at ")
-        param = _path(path, words)
-        raise Invalid(f"{param}: {_plain(words)}" if param else _plain(words), param) from None
+        raise wrong_field(e) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise Invalid(f"the request is not valid JSON: {str(e).removeprefix('JSON is malformed: ')}") from None
-
-
-def _path(path: str, words: str) -> str | None:
-    """From msgspec's `$.audio[...]` and its message to `audio.format`."""
-    steps = re.sub(r"\[\.\.\.\]", "", path.strip("`")).removeprefix("$").strip(".")
-    if field := re.search(r"(?:unknown|required) field `([^`]*)`", words):
-        steps = f"{steps}.{field[1]}" if steps else field[1]
-    return steps or None
-
-
-def _plain(words: str) -> str:
-    unknown = re.search(r"unknown field `([^`]*)`", words)
-    if unknown:
-        return f"unknown field {unknown[1]!r}"
-    return words.replace("Object missing", "missing").replace("`", "")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from stretto import __version__
+from stretto.prompt.tools import Tool
 from stretto.server.failures import Failure
 from stretto.server.schema import (
     ChatChunk,
@@ -36,9 +37,10 @@ _ERRORS = {
 
 
 def document() -> dict[str, Any]:
-    types = [ChatRequest, ChatResponse, ChatChunk, SpeechRequest, SpeechDelta, SpeechDone, ModelCard, ModelList]
+    types = [ChatRequest, Tool, ChatResponse, ChatChunk, SpeechRequest, SpeechDelta, SpeechDone, ModelCard, ModelList]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
-    parts["ChatRequest"]["properties"]["messages"]["items"] = {"$ref": _REF.format(name="ChatMessage")}
+    parts["ChatRequest"]["properties"] |= _undecoded()
+    parts["ChatRequest"]["required"] = ["messages"]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Stretto", "version": __version__},
@@ -91,6 +93,19 @@ def _event(*names: str) -> dict[str, Any]:
     content = {"anyOf": [{"$ref": _REF.format(name=n)} for n in names]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
+
+
+def _undecoded() -> dict[str, Any]:
+    """Fields of a chat that the server passes on or skips without decoding them."""
+    messages = {"type": "array", "minItems": 1, "maxItems": 4096, "items": {"$ref": _REF.format(name="ChatMessage")}}
+    tools = {"type": "array", "maxItems": 256, "items": {"$ref": _REF.format(name="Tool")}}
+    nothing = {"type": "null"}
+    return {
+        "messages": messages,
+        "tools": {"anyOf": [tools, nothing]},
+        "tool_choice": {"enum": ["none", "auto", None]},
+        "metadata": {"anyOf": [{"type": "object"}, nothing]},
+    }
 
 
 def _messages() -> dict[str, Any]:

@@ -6,7 +6,7 @@ and the published schema both see them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -34,18 +34,6 @@ class AudioOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # without effect: nothing is padded here
-
-
-class Function(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["function"]
-    function: Function
 
 
 class ResponseFormat(Struct, frozen=True):

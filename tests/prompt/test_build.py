@@ -18,7 +18,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from stretto.errors import CheckpointError, Invalid, MediaError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.prompt.build import PromptBuilder
-from stretto.prompt.media import MediaLimits, decode_image, decode_pcm16
+from stretto.prompt.media import Budget, MediaLimits, decode_image, decode_pcm16
 from stretto.prompt.mel import mel
 from stretto.prompt.prompt import Prompt
 from tests.prompt.samples import FIXED, b64, data_uri, image_file, picture, sound_file, tone, video_file
@@ -216,7 +216,7 @@ def test_same_audio_in_other_clothes(builder: PromptBuilder, tmp_path: Path) -> 
         {"type": "audio_url", "audio_url": {"url": str(tmp_path / "a b.wav")}},
         {"type": "audio_url", "audio_url": {"url": (tmp_path / "a b.wav").as_uri()}},
     ]
-    expected = mel(decode_pcm16(raw.tobytes(), MediaLimits()))
+    expected = mel(decode_pcm16(raw.tobytes(), Budget(MediaLimits())))
     for part in parts:
         assert np.array_equal(builder.build([user(part)], allow_paths=True).audios[0].mel, expected), part
     for part in parts[-3:]:
@@ -275,7 +275,7 @@ def test_pads_in_text_are_text(builder: PromptBuilder) -> None:
 def test_half_a_surrogate_pair(builder: PromptBuilder) -> None:
     broken = [{"role": "user", "content": "cut \ud83d"}]
     assert builder.build(broken).ids == builder.build([{"role": "user", "content": "cut \ufffd"}]).ids
-    tools = [{"name": "\udc00"}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "\udc00"}}]
     assert builder.build(broken, tools).ids
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from stretto.errors import MediaError
 from stretto.prompt.media import (
+    Budget,
     MediaLimits,
     decode_audio,
     decode_image,
@@ -44,7 +45,7 @@ def same_size(height: int, width: int, frames: int) -> tuple[int, int]:
 @pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "FLOAT", "PCM_U8"])
 def test_wav_at_16_khz_is_untouched(subtype: str) -> None:
     samples = tone(0.5)
-    ours = decode_audio(sound_file(samples, subtype=subtype), LIMITS)
+    ours = decode_audio(sound_file(samples, subtype=subtype), Budget(LIMITS))
     assert ours.dtype == np.float32
     assert len(ours) == len(samples)
     assert np.abs(ours - samples).max() <= {"PCM_16": 4e-5, "PCM_24": 2e-7, "FLOAT": 0, "PCM_U8": 1e-2}[subtype]
@@ -53,20 +54,20 @@ def test_wav_at_16_khz_is_untouched(subtype: str) -> None:
 @pytest.mark.parametrize("rate", [8_000, 22_050, 24_000, 44_100, 48_000])
 def test_resampled_like_soxr_hq(rate: int) -> None:
     samples = tone(6.0, rate)  # several blocks
-    ours = decode_audio(sound_file(samples, rate, subtype="FLOAT"), LIMITS)
+    ours = decode_audio(sound_file(samples, rate, subtype="FLOAT"), Budget(LIMITS))
     assert np.array_equal(ours, soxr.resample(samples, rate, 16_000, quality="HQ"))
 
 
 def test_channels_are_averaged() -> None:
     left, right = tone(0.3, hz=300), tone(0.3, hz=700)
-    ours = decode_audio(sound_file(np.stack([left, right], 1), subtype="FLOAT"), LIMITS)
+    ours = decode_audio(sound_file(np.stack([left, right], 1), subtype="FLOAT"), Budget(LIMITS))
     assert np.allclose(ours, (left + right) / 2, atol=1e-7)
 
 
 @pytest.mark.parametrize("format", ["FLAC", "OGG", "MP3"])
 def test_compressed(format: str) -> None:
     samples = tone(1.0, 24_000)
-    ours = decode_audio(sound_file(samples, 24_000, format), LIMITS)
+    ours = decode_audio(sound_file(samples, 24_000, format), Budget(LIMITS))
     assert abs(len(ours) - 16_000) < 1_600
     spectrum = np.abs(np.fft.rfft(ours[4_000:12_000]))
     assert spectrum.argmax() * 2 == pytest.approx(440, abs=3)
@@ -75,29 +76,31 @@ def test_compressed(format: str) -> None:
 @pytest.mark.parametrize("format", ["AIFF", "AU"])
 def test_rarer_formats_through_pyav(format: str) -> None:
     samples = tone(0.5)
-    ours = decode_audio(sound_file(samples, format=format, subtype="PCM_16"), LIMITS)
+    ours = decode_audio(sound_file(samples, format=format, subtype="PCM_16"), Budget(LIMITS))
     assert np.abs(ours - samples).max() < 4e-5
 
 
 def test_pcm16() -> None:
     raw = (tone(0.5, 24_000) * 32767).astype("<i2")
     expected = soxr.resample(raw.astype(np.float32) / np.float32(32768), 24_000, 16_000, quality="HQ")
-    assert np.array_equal(decode_pcm16(raw.tobytes(), LIMITS), expected)
-    assert np.array_equal(decode_pcm16(raw.tobytes(), LIMITS, 16_000), raw.astype(np.float32) / np.float32(32768))
+    assert np.array_equal(decode_pcm16(raw.tobytes(), Budget(LIMITS)), expected)
+    assert np.array_equal(
+        decode_pcm16(raw.tobytes(), Budget(LIMITS), 16_000), raw.astype(np.float32) / np.float32(32768)
+    )
     with pytest.raises(MediaError, match="two bytes"):
-        decode_pcm16(raw.tobytes()[:-1], LIMITS)
+        decode_pcm16(raw.tobytes()[:-1], Budget(LIMITS))
     with pytest.raises(MediaError, match="24000 or 16000"):
-        decode_pcm16(raw.tobytes(), LIMITS, 8_000)
+        decode_pcm16(raw.tobytes(), Budget(LIMITS), 8_000)
 
 
 def test_arrays() -> None:
     samples = tone(0.1)
-    assert np.array_equal(mix(samples, 16_000, LIMITS), samples)
-    assert np.array_equal(mix(samples.astype(np.float64), 16_000, LIMITS), samples)
-    assert np.array_equal(mix(np.stack([samples, samples], 1), 16_000, LIMITS), samples)
+    assert np.array_equal(mix(samples, 16_000, Budget(LIMITS)), samples)
+    assert np.array_equal(mix(samples.astype(np.float64), 16_000, Budget(LIMITS)), samples)
+    assert np.array_equal(mix(np.stack([samples, samples], 1), 16_000, Budget(LIMITS)), samples)
     for bad in (samples.astype(np.int64), samples.reshape(1, 2, -1), np.array(["a"] * 500)):
         with pytest.raises(MediaError):
-            mix(bad, 16_000, LIMITS)
+            mix(bad, 16_000, Budget(LIMITS))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_arrays() -> None:
 )
 def test_bad_audio(data: bytes, limits: MediaLimits, message: str) -> None:
     with pytest.raises(MediaError, match=message) as e:
-        decode_audio(data, limits)
+        decode_audio(data, Budget(limits))
     assert "object at" not in str(e.value), "addresses do not belong into messages"
 
 
@@ -130,7 +133,7 @@ def test_wav_of_unstated_length() -> None:
     samples = tone(0.5)
     data = bytearray(sound_file(samples))
     data[4:8] = data[40:44] = b"\xff\xff\xff\xff"
-    assert len(decode_audio(bytes(data), LIMITS)) == len(samples)
+    assert len(decode_audio(bytes(data), Budget(LIMITS))) == len(samples)
 
 
 def test_flac_that_lies_about_its_length() -> None:
@@ -139,10 +142,10 @@ def test_flac_that_lies_about_its_length() -> None:
     head = int.from_bytes(data[18:26], "big")
     data[18:26] = (head & ~((1 << 36) - 1) | 1_000).to_bytes(8, "big")
     with pytest.raises(MediaError):  # refused for either reason: too long, or not what it says
-        decode_audio(bytes(data), MediaLimits(audio_seconds=0.05))
+        decode_audio(bytes(data), Budget(MediaLimits(audio_seconds=0.05)))
     data[18:26] = (head | (1 << 36) - 1).to_bytes(8, "big")
     with pytest.raises(MediaError, match="too long"):
-        decode_audio(bytes(data), LIMITS)
+        decode_audio(bytes(data), Budget(LIMITS))
 
 
 # Images
@@ -151,14 +154,14 @@ def test_flac_that_lies_about_its_length() -> None:
 @pytest.mark.parametrize("format", ["PNG", "BMP", "WEBP"])
 def test_lossless_images(format: str) -> None:
     image = picture()
-    ours = decode_image(image_file(image, format, lossless=True), LIMITS)
+    ours = decode_image(image_file(image, format, lossless=True), Budget(LIMITS))
     assert np.array_equal(np.asarray(ours), np.asarray(image))
 
 
 @pytest.mark.parametrize("format", ["JPEG", "GIF"])
 def test_lossy_images(format: str) -> None:
     image = picture()
-    ours = decode_image(image_file(image, format), LIMITS)
+    ours = decode_image(image_file(image, format), Budget(LIMITS))
     assert ours.mode == "RGB"
     assert np.abs(np.asarray(ours).astype(int) - np.asarray(image)).mean() < 12
 
@@ -176,26 +179,26 @@ def test_transparent_is_white(mode: str, colour: tuple[int, ...]) -> None:
 def test_palette_with_transparency() -> None:
     image = Image.new("P", (40, 40), 1)
     image.putpalette([0, 0, 0, 200, 10, 10])
-    assert decode_image(image_file(image, transparency=1), LIMITS).getpixel((0, 0)) == (255, 255, 255)
-    assert decode_image(image_file(image), LIMITS).getpixel((0, 0)) == (200, 10, 10)
+    assert decode_image(image_file(image, transparency=1), Budget(LIMITS)).getpixel((0, 0)) == (255, 255, 255)
+    assert decode_image(image_file(image), Budget(LIMITS)).getpixel((0, 0)) == (200, 10, 10)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "CMYK"])
 def test_other_modes(mode: str) -> None:
     image = picture().convert(mode)
-    assert decode_image(image_file(image, "JPEG" if mode == "CMYK" else "PNG"), LIMITS).mode == "RGB"
+    assert decode_image(image_file(image, "JPEG" if mode == "CMYK" else "PNG"), Budget(LIMITS)).mode == "RGB"
 
 
 def test_16_bit_greys_are_scaled() -> None:
     greys = np.array([[0, 256 * 128], [256 * 200, 65_535]], np.uint16)
-    ours = np.asarray(decode_image(image_file(Image.fromarray(greys)), LIMITS))
+    ours = np.asarray(decode_image(image_file(Image.fromarray(greys)), Budget(LIMITS)))
     assert ours[:, :, 0].tolist() == [[0, 128], [200, 255]]
 
 
 def test_exif_orientation() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned
-    ours = decode_image(image_file(picture(80, 60), "JPEG", exif=exif), LIMITS)
+    ours = decode_image(image_file(picture(80, 60), "JPEG", exif=exif), Budget(LIMITS))
     assert ours.size == (60, 80)
 
 
@@ -220,7 +223,7 @@ def png_header(width: int, height: int) -> bytes:
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_bad_images(data: bytes, message: str) -> None:
     with pytest.raises(MediaError, match=message) as e:
-        decode_image(data, LIMITS)
+        decode_image(data, Budget(LIMITS))
     assert "object at" not in str(e.value)
 
 
@@ -251,7 +254,7 @@ def brightness(frames: list[Image.Image]) -> list[int]:
     ],
 )
 def test_sampled_at_two_a_second(num_frames: int, fps: int, shown: list[int]) -> None:
-    ours = decode_video(video_file(num_frames, fps), LIMITS, same_size)
+    ours = decode_video(video_file(num_frames, fps), Budget(LIMITS), same_size)
     assert brightness(ours.frames) == shown
     assert ours.fps == 2.0
     assert ours.sound is None
@@ -259,7 +262,12 @@ def test_sampled_at_two_a_second(num_frames: int, fps: int, shown: list[int]) ->
 
 @pytest.mark.parametrize("format", ["avi", "matroska", "mov", "mpegts"])
 def test_containers(format: str) -> None:
-    assert brightness(decode_video(video_file(20, 10, format=format), LIMITS, same_size).frames) == [0, 5, 10, 15]
+    assert brightness(decode_video(video_file(20, 10, format=format), Budget(LIMITS), same_size).frames) == [
+        0,
+        5,
+        10,
+        15,
+    ]
 
 
 @pytest.mark.parametrize("codec", ["libx264", "libvpx-vp9"])
@@ -267,7 +275,7 @@ def test_codecs(codec: str) -> None:
     if codec not in av.codecs_available:
         pytest.skip(f"PyAV was built without {codec}")
     data = video_file(20, 10, format="matroska", codec=codec)
-    assert brightness(decode_video(data, LIMITS, same_size).frames) == [0, 5, 10, 15]
+    assert brightness(decode_video(data, Budget(LIMITS), same_size).frames) == [0, 5, 10, 15]
 
 
 def test_videos_of_a_turned_camera() -> None:
@@ -275,14 +283,14 @@ def test_videos_of_a_turned_camera() -> None:
     upright = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
     turned = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     head, tail = video_file(2, 10, (96, 64), left_black=True).rsplit(upright, 1)
-    frame = np.asarray(decode_video(head + turned + tail, LIMITS, same_size).frames[0])
+    frame = np.asarray(decode_video(head + turned + tail, Budget(LIMITS), same_size).frames[0])
     assert frame.shape == (96, 64, 3)
     assert frame[:40].mean() < 10
     assert frame[56:].mean() > 240
 
 
 def test_long_videos_are_sampled_thinly() -> None:
-    ours = decode_video(video_file(24, 10), MediaLimits(video_frames=5), same_size)
+    ours = decode_video(video_file(24, 10), Budget(MediaLimits(video_frames=5)), same_size)
     assert brightness(ours.frames) == [0, 6, 12, 18]
     assert ours.fps == pytest.approx(4 / 2.4)
 
@@ -294,13 +302,13 @@ def test_frames_are_resized_as_told() -> None:
         asked.append((height, width, frames))
         return 32, 64
 
-    ours = decode_video(video_file(20, 10, (96, 64)), LIMITS, fit)
+    ours = decode_video(video_file(20, 10, (96, 64)), Budget(LIMITS), fit)
     assert asked == [(64, 96, 4)]
     assert {f.size for f in ours.frames} == {(64, 32)}
 
 
 def test_sound_track() -> None:
-    ours = decode_video(video_file(sound_seconds=1.5), LIMITS, same_size, sound=True)
+    ours = decode_video(video_file(sound_seconds=1.5), Budget(LIMITS), same_size, sound=True)
     assert ours.sound is not None
     assert 24_000 <= len(ours.sound) < 26_000
     assert np.abs(np.fft.rfft(ours.sound[4_000:12_000])).argmax() * 2 == pytest.approx(440, abs=3)
@@ -318,7 +326,7 @@ def test_sound_track() -> None:
 )
 def test_video_limits(limits: MediaLimits, message: str) -> None:
     with pytest.raises(MediaError, match=message):
-        decode_video(video_file(sound_seconds=1.5), limits, same_size, sound=True)
+        decode_video(video_file(sound_seconds=1.5), Budget(limits), same_size, sound=True)
 
 
 def test_bad_videos() -> None:
@@ -326,19 +334,19 @@ def test_bad_videos() -> None:
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://localhost/a.ts\n#EXT-X-ENDLIST\n"
     for bad in (b"", b"no video", whole[:500], playlist, b"ffconcat version 1.0\nfile /etc/hostname\n"):
         with pytest.raises(MediaError):
-            decode_video(bad, LIMITS, same_size)
+            decode_video(bad, Budget(LIMITS), same_size)
     with pytest.raises(MediaError, match="no video stream"):
-        decode_video(sound_file(tone(0.5)), LIMITS, same_size)
+        decode_video(sound_file(tone(0.5)), Budget(LIMITS), same_size)
     with pytest.raises(MediaError, match="no audio stream"):
-        decode_video(whole, LIMITS, same_size, sound=True)
+        decode_video(whole, Budget(LIMITS), same_size, sound=True)
 
 
 def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MediaError, match=r"stretto\[video\]"):
-        decode_video(b"anything", LIMITS, same_size)
+        decode_video(b"anything", Budget(LIMITS), same_size)
     with pytest.raises(MediaError, match=r"stretto\[video\]"):
-        decode_audio(b"anything", LIMITS)
+        decode_audio(b"anything", Budget(LIMITS))
 
 
 # Bytes that are not what they claim to be
@@ -364,21 +372,21 @@ def decode_any(data: bytes) -> None:
     """Each decoder gives something sane or a MediaError; anything else fails the test."""
     for decoder in (decode_audio, decode_sound):
         try:
-            samples = decoder(data, SMALL)
+            samples = decoder(data, Budget(SMALL))
         except MediaError as e:
             assert str(e)  # noqa: PT017
         else:
             assert 200 < len(samples) <= 16_000 * SMALL.audio_seconds + 1
             assert np.isfinite(samples).all()
     try:
-        image = decode_image(data, SMALL)
+        image = decode_image(data, Budget(SMALL))
     except MediaError as e:
         assert str(e)  # noqa: PT017
     else:
         assert image.mode == "RGB"
         assert image.width * image.height <= SMALL.image_pixels
     try:
-        clip = decode_video(data, SMALL, same_size)
+        clip = decode_video(data, Budget(SMALL), same_size)
     except MediaError as e:
         assert str(e)  # noqa: PT017
     else:
