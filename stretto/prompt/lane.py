@@ -31,9 +31,9 @@ class Lane:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled():
                 self.leave(sender)  # the place came at the same moment
-            else:
+            elif turn in self._waiting.get(sender, ()):
                 self._forget(sender, turn)
             raise
 
@@ -54,13 +54,15 @@ class Lane:
 
     def _next(self) -> None:
         for sender in list(self._waiting):
-            if self._free(sender):
-                turns = self._waiting.pop(sender)
-                turn = turns.popleft()
-                if turns:
-                    self._waiting[sender] = turns  # behind the others
+            turns = self._waiting[sender]
+            while turns and turns[0].cancelled():  # who waited has left, and has not been told yet
+                turns.popleft()
+            if turns and self._free(sender):
                 self._take(sender)
-                turn.set_result(None)
+                turns.popleft().set_result(None)
+                self._waiting[sender] = self._waiting.pop(sender)  # behind the others
+            if not turns:
+                del self._waiting[sender]
 
     def _forget(self, sender: str, turn: asyncio.Future[None]) -> None:
         turns = self._waiting[sender]

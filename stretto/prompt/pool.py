@@ -107,6 +107,8 @@ class PromptPool:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        for call in list(self._calls.values()):  # their processes ended with the worker
+            self._end_call(call)
 
     async def _keep(self) -> None:
         """Keep one worker running."""
@@ -302,12 +304,7 @@ class PromptPool:
         except OSError:
             data, fds = b"", []
         if not data:
-            asyncio.get_running_loop().remove_reader(call.sock)
-            call.sock.close()
-            del self._calls[call.number]
-            if not call.answer.done():
-                call.answer.set_exception(StageDead("the prompt worker died"))
-            call.over()
+            self._end_call(call)
             return
         try:
             file = Spool.received(fds[0]) if fds else None
@@ -319,6 +316,15 @@ class PromptPool:
                 file.close()
         else:
             call.answer.set_result((answer, file))
+
+    def _end_call(self, call: _Call) -> None:
+        """Nothing of it runs any more."""
+        asyncio.get_running_loop().remove_reader(call.sock)
+        call.sock.close()
+        del self._calls[call.number]
+        if not call.answer.done():
+            call.answer.set_exception(StageDead("the prompt worker died"))
+        call.over()
 
     def _checked(self, answer: FromWorker) -> FromWorker:
         """The answer, unless it is an error."""

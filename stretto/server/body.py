@@ -22,10 +22,8 @@ class BodyBudget:
 
     def take(self, size: int) -> None:
         if self.held + size > self.limit:
-            raise Refused(
-                503, "the server holds as much of other requests as it can; try again soon",
-                kind="server_error", code="server_busy",
-            )  # fmt: skip
+            message = "the server holds as many bytes of requests as it can; try again soon"
+            raise Refused(429, message, kind="rate_limit_error", code="server_busy", headers={"connection": "close"})
         self.held += size
 
     def give_back(self, size: int) -> None:

@@ -77,12 +77,16 @@ class ModelConfig:
     thinker_blocks: int | None = setting(None, "model", "size of the thinker's cache, in blocks of 16 tokens", "N")
     talker_blocks: int | None = setting(None, "model", "size of the talker's cache, in blocks of 16 frames", "N")
     threads: int | None = setting(None, "model", "of arithmetic on a CPU, for each process", "N")
+    prompt_workers: int = setting(2, "model", "processes that prepare large requests and media, at most", "N")
+    prompt_cpu_s: int = setting(30, "model", "CPU time that preparing one request may take", "SECONDS")
+    prompt_memory_mb: int = setting(2048, "model", "memory that preparing one request may take, in MiB", "MIB")
     share_prefix_cache: bool = setting(
         False, "model", "prompts of one API key speed up those of others, who can then guess at them"
     )
 
     def engine(self, max_requests: int) -> EngineConfig:
         from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
+        from stretto.prompt.pool import PoolSettings
 
         host = HostSettings()
         host = replace(
@@ -102,6 +106,7 @@ class ModelConfig:
             replicas=self.replicas,
             max_requests=max_requests,
             share_prefix_cache=self.share_prefix_cache,
+            prompts=PoolSettings(self.prompt_workers, self.prompt_cpu_s, self.prompt_memory_mb),
             host=host,
         )
 

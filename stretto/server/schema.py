@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -44,7 +44,7 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Fields without a bound of their own are `Raw`: the decoder skips them, so that nothing is made of them on the
     event loop. Messages and tools are decoded and checked where prompts are built."""
 
-    messages: Raw = ABSENT
+    messages: Raw = field(default_factory=lambda: ABSENT)
     model: Name | None = None
     modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=2)] | None = None
     audio: AudioOptions | None = None
@@ -62,8 +62,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
-    tools: Raw = ABSENT
-    tool_choice: Raw = ABSENT
+    tools: Raw = field(default_factory=lambda: ABSENT)
+    tool_choice: Raw = field(default_factory=lambda: ABSENT)
 
     # Ours.
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
@@ -82,20 +82,20 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     presence_penalty: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    functions: Raw = ABSENT
-    function_call: Raw = ABSENT
-    prediction: Raw = ABSENT
-    web_search_options: Raw = ABSENT
-    moderation: Raw = ABSENT
+    functions: Raw = field(default_factory=lambda: ABSENT)
+    function_call: Raw = field(default_factory=lambda: ABSENT)
+    prediction: Raw = field(default_factory=lambda: ABSENT)
+    web_search_options: Raw = field(default_factory=lambda: ABSENT)
+    moderation: Raw = field(default_factory=lambda: ABSENT)
 
     # Stock clients send these; they have no effect here.
     user: str | None = None
-    metadata: Raw = ABSENT
+    metadata: Raw = field(default_factory=lambda: ABSENT)
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: Raw = ABSENT
+    prompt_cache_options: Raw = field(default_factory=lambda: ABSENT)
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -21,9 +21,9 @@ from stretto.orchestrator.api import (
     TimelineSpan,
     Usage,
 )
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.spool import Spool
+from stretto.prompt.threads import Prompts
 from stretto.prompt.worker import do_outline
 from tests.server.solo_engine import Ledger, decoded
 
@@ -32,12 +32,12 @@ from tests.server.solo_engine import Ledger, decoded
 class ScriptedEngine:
     """Says `pieces` and plays `packets`, in turn; `gate`, if given, is awaited before each event.
 
-    With a checkpoint's `builder`, prompts are built for real before anything is said."""
+    With `prompts`, prompts are built for real before anything is said."""
 
     pieces: Sequence[str] = ("Hello", " there", ".")
     packets: Sequence[np.ndarray] = ()
     gate: Callable[[int], Any] | None = None
-    builder: PromptBuilder | None = None
+    prompts: Prompts | None = None
     fail_at: int | None = None  # the event at which `error` is raised
     error: Exception | None = None
     timeline: tuple[TimelineSpan, ...] = ()
@@ -69,31 +69,32 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.closed = True
+        if self.prompts is not None:
+            await self.prompts.close()
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+        if self.prompts is not None:
+            return await self.prompts.outline(body, long, most, sender)
         return do_outline(body.view(), long, most)
 
     def generate(self, messages: Sequence[Message] | Conversation, **given: Any) -> AsyncIterator[Event]:
-        plain, tools = decoded(messages)
-        given["tools"] = tools
-        self.calls.append({"messages": plain, **given})
-        return self._events(plain, "audio" in given["modalities"], given)
+        if self.prompts is None:
+            plain, tools = decoded(messages)
+            self.calls.append({"messages": plain, **given, "tools": tools})
+        return self._events(messages, "audio" in given["modalities"], given)
 
     def speak(self, text: str, **given: Any) -> AsyncIterator[Event]:
         self.calls.append({"text": text, **given})
-        return self._events([{"role": "user", "content": text}], True, given)
+        return self._events(text, True, given)
 
-    async def _events(
-        self, messages: Sequence[Message], spoken: bool, given: Mapping[str, Any]
-    ) -> AsyncIterator[Event]:
+    async def _events(self, talk: Any, spoken: bool, given: Mapping[str, Any]) -> AsyncIterator[Event]:
         name, params = str(given["request_id"]), given["params"]
         self.ledger.open(name)
         try:
             length = 7
-            if self.builder is not None:
-                tools = given.get("tools")
-                prompt = await asyncio.to_thread(self.builder.build, messages, list(tools) if tools else None)
-                length = len(prompt.ids)
+            if self.prompts is not None:
+                build = self.prompts.build(talk) if isinstance(talk, Conversation) else self.prompts.read(talk)
+                length = len((await build).packed.ids)
             events = self._script(spoken)
             for i, event in enumerate(events):
                 if self.gate is not None:

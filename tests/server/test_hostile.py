@@ -24,10 +24,9 @@ import soundfile
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.build import PromptBuilder
+from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.server.openapi import document
-from tests.server.conftest import Reply, Running, serve
+from tests.server.conftest import Reply, Running
 from tests.server.scripted_engine import ScriptedEngine
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
@@ -36,10 +35,17 @@ EXAMPLES = int(os.environ.get("STRETTO_FUZZ_EXAMPLES", "25"))
 
 @pytest.fixture(scope="module")
 def running(tiny_dir: Path) -> Iterator[Running]:
-    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
-    engine = ScriptedEngine(builder=builder, packets=[np.zeros(1920, np.float32)] * 2)
-    with serve(engine, max_body_mb=2.0) as running:
+    engine = ScriptedEngine(packets=[np.zeros(1920, np.float32)] * 2)
+
+    async def open_engine() -> ScriptedEngine:
+        engine.prompts = PromptPool(tiny_dir, PoolSettings())
+        await engine.prompts.start()
+        return engine
+
+    with Running(open_engine, max_body_mb=2.0) as running:
         yield running
+        assert isinstance(engine.prompts, PromptPool)
+        assert not engine.prompts.lane.running
         assert not engine.ledger.running
         assert engine.ledger.opened == engine.ledger.closed
 

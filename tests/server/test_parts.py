@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 
 from stretto.errors import Invalid
 from stretto.orchestrator.settings import HostSettings
+from stretto.prompt.work import recall
 from stretto.server import codecs
 from stretto.server.access import NOBODY, Admission, Keys
 from stretto.server.command import OTHER_VARIABLES, ModelConfig, add_env_parser, add_serve_parser, describe, settle
@@ -145,26 +146,28 @@ def test_memory_is_bounded_and_forgets() -> None:
     memory = AudioMemory(3, 10.0, clock=lambda: now[0])
     assert [memory.keep(f"a{i}", "me", f"words {i}") for i in range(4)] == [110] * 4
 
-    def recall(i: int, owner: str = "me") -> Any:
-        return memory.recall([{"role": "assistant", "audio": {"id": f"a{i}"}}], owner)[0]["content"]
-
-    with pytest.raises(Invalid):  # the fourth pushed the first out
-        recall(0)
-    assert recall(1) == "words 1"
-    with pytest.raises(Invalid):
-        recall(1, "someone else")
+    # The fourth pushed the first out.
+    assert memory.recall(["a0", "a1", "a3", "a9"], "me") == {"a1": "words 1", "a3": "words 3"}
+    assert memory.recall(["a1"], "someone else") == {}
     now[0] = 110.0
-    with pytest.raises(Invalid):
-        recall(3)
+    assert memory.recall(["a1", "a2", "a3"], "me") == {}
+
+
+def test_references_become_words() -> None:
+    said: dict[str, Any] = {"role": "assistant", "audio": {"id": "a"}}
+    assert recall([said], {"a": "words"}) == [{"role": "assistant", "content": "words"}]
+    with pytest.raises(Invalid, match="no answer 'a'"):
+        recall([said], {})
     for bad in ({}, {"id": 3}, "a1", [1]):
         with pytest.raises(Invalid) as caught:
-            memory.recall([{"role": "user"}, {"role": "assistant", "audio": bad}], "me")
+            recall([{"role": "user"}, {"role": "assistant", "audio": bad}], {"a": "words"})
         assert caught.value.param == "messages[1].audio"
-    untouched: list[dict[str, Any]] = [
+    untouched: list[Any] = [
         {"role": "user", "audio": {"id": "x"}},
         {"role": "assistant", "content": "y", "audio": None},
+        7,
     ]
-    assert memory.recall(untouched, "me") == untouched
+    assert recall(untouched, {"x": "words"}) == untouched
 
 
 # ---- access

@@ -1,0 +1,366 @@
+"""The prompt worker: the same prompts as in this process, within limits, and nothing left when a caller goes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stretto.errors import Busy, CheckpointError, Invalid, MediaError, StageDead, TooLong, WireError
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.prompt import pool as pool_module
+from stretto.prompt.build import PromptBuilder
+from stretto.prompt.jobs import Conversation, Failed, encode
+from stretto.prompt.lane import Lane
+from stretto.prompt.packed import Packed, PromptMeta
+from stretto.prompt.pool import PoolSettings, PromptPool
+from stretto.prompt.spool import Spool
+from stretto.prompt.threads import InThreads
+from tests.prompt.samples import sound_file, tone, video_file
+
+T = TypeVar("T")
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def with_pool(directory: Path, test: Callable[[PromptPool], Coroutine[Any, Any, T]], **settings: Any) -> T:
+    async def run() -> T:
+        pool = PromptPool(directory, PoolSettings(**settings))
+        await pool.start()
+        try:
+            return await test(pool)
+        finally:
+            await pool.close()
+            assert not pool.lane.running
+            assert not pool.lane.waiting
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def picture(side: int) -> dict[str, Any]:
+    """A small file of a large white picture."""
+    file = io.BytesIO()
+    Image.new("L", (side, side), 255).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def sound() -> dict[str, Any]:
+    data = base64.b64encode(sound_file(tone(3.0))).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+def film() -> dict[str, Any]:
+    url = "data:video/mp4;base64," + base64.b64encode(video_file()).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def talk(messages: Any, tools: Any = None, **more: Any) -> Conversation:
+    return Conversation.of(json.dumps(messages).encode(), json.dumps(tools).encode() if tools else None, **more)
+
+
+def heavy(count: int = 8, **more: Any) -> Conversation:
+    """Seconds of work: pictures of 36 million pixels."""
+    return talk([{"role": "user", "content": [picture(6000)] * count}], **more)
+
+
+def same(a: Packed, b: Packed) -> None:
+    assert a.meta == b.meta
+    assert a.media == b.media
+    assert bytes(a.features) == bytes(b.features)
+
+
+def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
+    threads = InThreads(PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)))
+    said = {"role": "assistant", "audio": {"id": "audio_1"}}
+    recalled = {"audio_1": "Good day."}
+    asked = [
+        talk(HELLO),
+        talk(HELLO, TOOLS),
+        talk([*HELLO, said, *HELLO], recalled=recalled),
+        talk([{"role": "user", "content": "long " * 4000}], TOOLS),  # too long to be done at once
+        talk([{"role": "user", "content": "word " * 4000}, said, *HELLO], recalled=recalled),
+        talk([{"role": "user", "content": [picture(64), {"type": "text", "text": "?"}]}]),
+        talk([{"role": "user", "content": [sound(), picture(90), film(), {"type": "text", "text": "?"}]}]),
+    ]  # fmt: skip
+    assert len(asked) > 6
+
+    async def test(pool: PromptPool) -> None:
+        built = await asyncio.gather(*(pool.build(a) for a in asked))
+        for a, b in zip(asked, built, strict=True):
+            same(b.packed, (await threads.build(a)).packed)
+            assert b.spoken is None
+        for text in ("Read me.", "word " * 4000):  # the second is too long to be done at once
+            ours, theirs = await threads.read(text), await pool.read(text)
+            same(theirs.packed, ours.packed)
+            assert theirs.spoken == ours.spoken
+            assert ours.spoken
+
+    with_pool(tiny_dir, test)
+
+
+def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
+    body = {"model": "m", "messages": HELLO * 800, "stream": True, "tools": TOOLS, "x": {"y": [1, None]}}
+
+    async def test(pool: PromptPool) -> None:
+        spool = Spool.of(json.dumps(body).encode())
+        outlined, file = await pool.outline(spool, ("messages", "tools"), 1000)
+        view = file.view()
+        assert json.loads(bytes(view[: outlined.short])) == {k: body[k] for k in ("model", "stream", "x")}
+        for name, (a, b) in outlined.long.items():
+            assert json.loads(bytes(view[a:b])) == body[name]
+        built = await pool.build(Conversation(file, outlined.long["messages"], outlined.long["tools"]))
+        same(built.packed, (await pool.build(talk(body["messages"], TOOLS))).packed)
+        file.close()
+        with pytest.raises(Invalid, match="stream is too large") as caught:
+            await pool.outline(spool, ("messages", "tools"), 12)
+        assert caught.value.param == "stream"
+        for bad in (b"[1]", b'{"messages":', b"\xff", b"[" * 100_000):
+            with pytest.raises(Invalid):
+                await pool.outline(Spool.of(bad), ("messages",), 1000)
+        ids = [f"audio_{i:032x}" for i in range(3)]
+        with_ids = Spool.of(json.dumps({"messages": [{"role": "assistant", "audio": {"id": i}} for i in ids]}).encode())
+        assert list((await pool.outline(with_ids, ("messages",), 1000))[0].references) == ids
+
+    with_pool(tiny_dir, test)
+
+
+def test_errors_are_the_workers_own(tiny_dir: Path) -> None:
+    bad_picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ([{"role": "user"}], Invalid, "messages[0].content"),
+        ([{"role": "user", "content": [bad_picture]}], MediaError, "messages[0].content[0]"),
+        ([{"role": "user", "content": "word " * 190_000}], TooLong, "messages"),
+        ([{"role": "assistant", "audio": {"id": "gone"}}], Invalid, "messages[0].audio"),
+        ([{"role": "user", "content": [{"type": "image", "path": str(tiny_dir / "config.json")}]}], Invalid,
+         "messages[0].content[0].path"),
+    ]  # fmt: skip
+
+    async def test(pool: PromptPool) -> None:
+        for messages, kind, param in cases:
+            with pytest.raises(kind) as caught:
+                await pool.build(talk(messages))
+            assert type(caught.value) is kind
+            assert caught.value.param == param  # type: ignore[attr-defined]
+        for broken in (b"[", b"\xff\xff", b"[" * 3000):
+            with pytest.raises(Invalid, match="not valid JSON"):
+                await pool.build(Conversation.of(broken))
+        assert pool.metrics()["stretto_prompt_worker_restarts_total"] == 0
+
+    with_pool(tiny_dir, test)
+
+
+def test_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    async def test(pool: PromptPool) -> None:
+        pass
+
+    with pytest.raises(CheckpointError):
+        with_pool(tmp_path, test)
+
+
+def test_limits_of_time_and_memory(tiny_dir: Path) -> None:
+    async def time(pool: PromptPool) -> None:
+        with pytest.raises(Invalid, match="1 s of CPU time"):
+            await pool.build(heavy())
+        assert len((await pool.build(talk(HELLO))).packed.ids) > 3
+        assert pool.metrics()["stretto_prompts_over_limit_total"] == 1
+
+    async def memory(pool: PromptPool) -> None:
+        with pytest.raises(MediaError, match=r"[Mm]emory"):
+            await pool.build(heavy(1))
+        assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).packed.meta.images
+
+    with_pool(tiny_dir, time, cpu_s=1)
+    with_pool(tiny_dir, memory, memory_mb=40)
+
+
+def test_a_caller_that_leaves_ends_its_process(tiny_dir: Path) -> None:
+    async def test(pool: PromptPool) -> None:
+        running = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "abcd"]
+        await until(lambda: pool.lane.running == 2 and pool.lane.waiting == 2)
+        await until(lambda: len(processes(pool)) == 2)
+        children = processes(pool)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await until(lambda: not pool.lane.running)  # and that is not before the processes are gone
+        assert not pool.lane.waiting
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert pool.metrics()["stretto_prompts_killed_total"] == 2
+        assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).packed.meta.images
+
+    with_pool(tiny_dir, test)
+
+
+def processes(pool: PromptPool) -> list[int]:
+    """Children of the worker."""
+    assert pool._process is not None
+    pid = pool._process.pid
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_short_texts_do_not_wait_for_long_work(tiny_dir: Path) -> None:
+    async def test(pool: PromptPool) -> None:
+        long = [asyncio.create_task(pool.build(heavy(sender="a"))) for _ in range(4)]
+        await until(lambda: pool.lane.running == 1 and pool.lane.waiting == 3)
+        for _ in range(5):
+            await pool.build(talk(HELLO, sender="a"))
+        # Nor does somebody else's picture: one sender never has all places.
+        await pool.build(talk([{"role": "user", "content": [picture(64)]}], sender="b"))
+        assert not any(t.done() for t in long)
+        for t in long:
+            t.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+        await until(lambda: not pool.lane.running)
+
+    with_pool(tiny_dir, test)
+
+
+def test_a_worker_that_dies_comes_back(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(pool: PromptPool) -> None:
+        long = asyncio.create_task(pool.build(heavy()))
+        await until(lambda: pool.lane.running == 1)
+        await until(lambda: len(processes(pool)) == 1)
+        [child] = processes(pool)
+        assert pool._process is not None
+        first = pool._process.pid
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(StageDead):
+            await long
+        await until(lambda: not Path(f"/proc/{child}").exists())
+        await until(lambda: not pool.lane.running)
+        assert len((await pool.build(talk(HELLO))).packed.ids) > 3
+        assert pool._process.pid != first
+        # One that is stopped does not answer: it is ended, and the next one does.
+        monkeypatch.setattr(pool_module, "PATIENCE_S", 0.05)
+        os.kill(pool._process.pid, signal.SIGSTOP)
+        with pytest.raises(Busy):
+            await pool.build(talk(HELLO))
+        monkeypatch.setattr(pool_module, "PATIENCE_S", 60.0)
+        await until(lambda: pool.metrics()["stretto_prompt_worker_restarts_total"] == 2)
+        assert len((await pool.build(talk(HELLO))).packed.ids) > 3
+
+    with_pool(tiny_dir, test)
+
+
+def test_what_a_worker_says_is_checked(tiny_dir: Path) -> None:
+    """It decodes what strangers send, so it may not be itself any more."""
+    with pytest.raises(WireError, match="can still change"):
+        Spool.received(Spool.of(b"soft").fd)
+    sealed = Spool.of(b"hard")
+    sealed.seal()
+    assert bytes(Spool.received(os.dup(sealed.fd)).view()) == b"hard"
+    with pytest.raises(OSError, match="not permitted"):
+        sealed.append(b"!")
+    meta = PromptMeta((1,), (pool_array(4, 0),))
+    Packed(meta, b"", bytes(16)).check()
+    for shape, offset in ((5, 0), (4, 4), (4, -4), (-1, 0), (2, 2)):
+        with pytest.raises(WireError):
+            Packed(PromptMeta((1,), (pool_array(shape, offset),)), b"", bytes(16)).check()
+    assert encode(Failed("Invalid", "x"))
+
+
+def pool_array(count: int, offset: int) -> Any:
+    from stretto.prompt.packed import ArrayMeta
+
+    return ArrayMeta((count,), offset)
+
+
+# ---- places
+
+
+def test_senders_take_turns() -> None:
+    async def run() -> None:
+        lane, order = Lane(2), []
+
+        async def work(sender: str, i: int) -> None:
+            await lane.enter(sender)
+            order.append(f"{sender}{i}")
+
+        tasks = [asyncio.create_task(work("a", i)) for i in range(4)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(work("b", i)) for i in range(2)]
+        await asyncio.sleep(0)
+        assert order == ["a0", "b0"]  # a has one place of two
+        lane.leave("a")
+        await asyncio.sleep(0)
+        lane.leave("b")
+        await asyncio.sleep(0)
+        assert order == ["a0", "b0", "a1", "b1"]
+        tasks[2].cancel()
+        await asyncio.gather(tasks[2], return_exceptions=True)
+        lane.leave("a")
+        await asyncio.sleep(0)
+        assert order[-1] == "a3"  # a2 has left
+        lane.leave("a")
+        lane.leave("b")
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (lane.running, lane.waiting) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_place_that_comes_as_its_owner_leaves_is_passed_on() -> None:
+    async def run() -> None:
+        lane = Lane(1)
+        await lane.enter("a")
+        second, third = (asyncio.create_task(lane.enter(s)) for s in "bc")
+        await asyncio.sleep(0)
+        lane.leave("a")  # b's turn
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await third
+        lane.leave("c")
+        assert (lane.running, lane.waiting) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_many_at_random() -> None:
+    """Never more than there are places, and everybody gets one, whoever leaves meanwhile."""
+
+    async def run(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        lane = Lane(int(rng.integers(1, 4)))
+        inside: list[str] = []
+
+        async def work(sender: str, turns: int) -> None:
+            await lane.enter(sender)
+            inside.append(sender)
+            try:
+                assert len(inside) == lane.running <= lane.places
+                assert inside.count(sender) <= max(1, lane.places - 1)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            finally:
+                inside.remove(sender)
+                lane.leave(sender)
+
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(60):
+            tasks.append(asyncio.create_task(work("abc"[rng.integers(3)], int(rng.integers(5)))))
+            if rng.integers(4) == 0:
+                tasks[rng.integers(len(tasks))].cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (lane.running, lane.waiting) == (0, 0)
+
+    for seed in range(20):
+        asyncio.run(asyncio.wait_for(run(seed), 30))

@@ -1,0 +1,205 @@
+"""What clients send, while it arrives and while it is prepared: nobody's body holds up anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.prompt.pool import PoolSettings, PromptPool
+from stretto.server.body import ON_THE_LOOP, Body, BodyBudget
+from stretto.server.failures import Refused
+from tests.prompt.test_pool import picture, sound
+from tests.server.conftest import Running
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_http import ASK, CHAT, SPEECH
+
+HEAVY = {"messages": [{"role": "user", "content": [picture(6000)] * 8}]}  # seconds of work
+
+
+class Front:
+    """A server with a real prompt worker and an engine that says what it is told to."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.engine = ScriptedEngine(packets=[np.zeros(1920, np.float32)])
+        self.directory = directory
+        self.running = Running(self.open, **settings)
+
+    async def open(self) -> ScriptedEngine:
+        self.pool = PromptPool(self.directory, PoolSettings())
+        await self.pool.start()
+        self.engine.prompts = self.pool
+        return self.engine
+
+    def __enter__(self) -> Front:
+        self.running.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.worker, signal.SIGCONT)
+        self.running.__exit__()
+
+    @property
+    def worker(self) -> int:
+        assert self.pool._process is not None
+        return self.pool._process.pid
+
+    @property
+    def service(self) -> Any:
+        return self.running.server.service
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        async def wait() -> None:
+            while not condition():
+                await asyncio.sleep(0.001)
+
+        self.running.do(wait())
+
+    def post(self, body: bytes, length: int | None = None) -> socket.socket:
+        """Sends a request, or the beginning of one, on a connection of its own."""
+        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=60)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        s.sendall(f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+        return s
+
+    def nothing_is_held(self) -> None:
+        self.until(lambda: not (self.service.admission.running or self.service.bodies.held or self.pool.lane.running))
+        assert not self.engine.ledger.running
+
+
+@pytest.fixture(scope="module")
+def front(tiny_dir: Path) -> Iterator[Front]:
+    with Front(tiny_dir, max_concurrent=2) as front:
+        yield front
+        front.nothing_is_held()
+
+
+def test_bad_messages_and_tools_are_named(front: Front) -> None:
+    tool = {"type": "function", "function": {"name": "a b"}}
+    for change, param in (
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [1]}, "messages[0]"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "audio_" + "0" * 32}}]}, "messages[0].audio"),
+        ({"tools": [tool]}, "tools[0].function.name"),
+    ):
+        reply = front.running.ask(CHAT, {**ASK, **change})
+        assert reply.status == 400
+        assert reply.error["param"] == param
+        assert param.rpartition(".")[2] in reply.error["message"]
+        padded = {**ASK, **change, "stop": "x" * 200}
+        large = json.dumps(padded).encode() + b" " * ON_THE_LOOP  # the same when it is cut elsewhere
+        assert front.running.ask(CHAT, large).error["param"] == param
+    missing = front.running.ask(CHAT, {"stream": False})
+    assert (missing.status, missing.error["param"]) == (400, "messages")
+    assert front.running.ask(CHAT, b'{"model": null}' + b" " * ON_THE_LOOP).error["param"] == "messages"
+    assert front.running.ask(CHAT, b'{"modle": 1}' + b" " * ON_THE_LOOP).error["param"] == "modle"
+
+
+def test_a_large_body_is_the_same_request(front: Front) -> None:
+    content = [sound(), {"type": "text", "text": "What is it?"}]
+    small = {"messages": [{"role": "user", "content": content}], "max_tokens": 5}
+    large = json.dumps(small).encode() + b"\n" * ON_THE_LOOP
+    replies = [front.running.ask(CHAT, body).json for body in (small, large)]
+    assert replies[0]["usage"] == replies[1]["usage"]
+    assert replies[0]["usage"]["prompt_tokens"] > 30
+    speech = front.running.ask(SPEECH, b'{"input": "Hi"}' + b" " * ON_THE_LOOP)
+    assert speech.status == 413  # nothing that can be read aloud is so long
+
+
+def test_earlier_answers_are_recalled_in_small_and_large_bodies(front: Front) -> None:
+    aloud = {**ASK, "modalities": ["text", "audio"]}
+    said = front.running.ask(CHAT, aloud).json["choices"][0]["message"]["audio"]["id"]
+    body = json.dumps({"messages": [*ASK["messages"], {"role": "assistant", "audio": {"id": said}}, *ASK["messages"]]})
+    replies = [front.running.ask(CHAT, body.encode() + pad) for pad in (b"", b" " * ON_THE_LOOP)]
+    assert [r.status for r in replies] == [200, 200]
+    assert replies[0].json["usage"] == replies[1].json["usage"]
+
+
+def test_the_loop_decodes_nothing_large(front: Front) -> None:
+    """While the worker stands still, so does a large request, and nothing else."""
+    os.kill(front.worker, signal.SIGSTOP)
+    nested = b'{"messages":[' + b"[{}]," * (3 << 20) + b"0]}"
+    s = front.post(nested)
+    front.until(lambda: front.pool.lane.running == 1)
+    assert front.running.ask("/live").status == 200
+    assert front.running.ask("/health").status == 200
+    os.kill(front.worker, signal.SIGCONT)
+    with s:
+        assert s.recv(4096).startswith(b"HTTP/1.1 400 ")
+    front.nothing_is_held()
+
+
+def test_leaving_while_the_prompt_is_prepared(front: Front) -> None:
+    body = json.dumps(HEAVY).encode()
+    for sent in (body, body + b" " * ON_THE_LOOP):
+        s = front.post(sent)
+        front.until(lambda: front.pool.lane.running == 1 and front.service.admission.running == 1)
+        s.close()
+        front.nothing_is_held()
+    # In the queue, behind others of the same sender: they leave too, the last one first.
+    sockets = [front.post(body) for _ in range(2)]
+    front.until(lambda: front.pool.lane.waiting == 1)
+    for s in reversed(sockets):
+        s.close()
+    front.nothing_is_held()
+    assert front.running.ask(CHAT, ASK).status == 200
+
+
+def test_bodies_on_their_way_hold_no_slot(front: Front) -> None:
+    slow = [front.post(b'{"messages"', 1000) for _ in range(8)]  # of which there are two
+    front.until(lambda: front.service.bodies.held == 8 * 11)
+    assert front.service.admission.running == 0
+    assert front.running.ask(CHAT, ASK).status == 200
+    for s in slow:
+        s.close()
+    front.nothing_is_held()
+
+
+def test_all_bodies_together_are_bounded(tiny_dir: Path) -> None:
+    with Front(tiny_dir, max_body_mb=1.0, max_bodies_mb=1.5) as front:
+        first = front.post(b" " * 1_000_000, 1_048_576)
+        front.until(lambda: front.service.bodies.held == 1_000_000)
+        second = front.running.ask(CHAT, b" " * 1_000_000)
+        assert second.status == 429
+        assert second.error["code"] == "server_busy"
+        assert int(second.headers["retry-after"]) >= 1
+        assert front.running.ask(CHAT, ASK).status == 200  # small ones still fit
+        first.close()
+        front.nothing_is_held()
+
+
+def test_a_body_must_keep_a_rate(tiny_dir: Path) -> None:
+    """What came counts: the deadline moves with it, so the last byte of a fast body is not late."""
+    with Front(tiny_dir, body_grace=0.2, min_body_kb_s=1000.0, body_timeout=60.0) as front:
+        with front.post(b'{"messages"', 1000) as s:
+            assert s.recv(4096).startswith(b"HTTP/1.1 408 ")
+        large = json.dumps(ASK).encode() + b" " * (8 << 20)
+        assert front.running.ask(CHAT, large).status == 200
+        front.nothing_is_held()
+
+
+def test_a_body_gives_back_what_it_held() -> None:
+    budget = BodyBudget(1 << 20)
+    with Body(budget) as body:
+        body.add(b"a" * 1000)
+        assert body.data == b"a" * 1000
+        body.add(b"b" * ON_THE_LOOP)
+        assert body.spool is not None
+        assert bytes(body.spool.view()) == b"a" * 1000 + b"b" * ON_THE_LOOP
+        assert budget.held == body.size == 1000 + ON_THE_LOOP
+        with pytest.raises(Refused):
+            body.add(b"c" * (1 << 20))
+    assert budget.held == 0
+    body.close()
+    assert budget.held == 0
