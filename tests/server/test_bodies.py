@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from stretto.prompt.pool import PoolSettings, PromptPool
+from stretto.server import chat, exchange
 from stretto.server.body import ON_THE_LOOP, Body, BodyBudget
 from stretto.server.failures import Refused
 from tests.prompt.test_pool import picture, sound
@@ -67,7 +68,7 @@ class Front:
 
     def post(self, body: bytes, length: int | None = None) -> socket.socket:
         """Sends a request, or the beginning of one, on a connection of its own."""
-        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=60)
+        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=20)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         s.sendall(f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
         return s
@@ -126,8 +127,15 @@ def test_earlier_answers_are_recalled_in_small_and_large_bodies(front: Front) ->
     assert replies[0].json["usage"] == replies[1].json["usage"]
 
 
-def test_the_loop_decodes_nothing_large(front: Front) -> None:
+def test_the_loop_decodes_nothing_large(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the worker stands still, so does a large request, and nothing else."""
+    decoded: list[int] = []
+
+    def decode(data: bytes, decoder: Any) -> Any:
+        decoded.append(len(data))
+        return exchange.decode(data, decoder)
+
+    monkeypatch.setattr(chat, "decode", decode)
     os.kill(front.worker, signal.SIGSTOP)
     nested = b'{"messages":[' + b"[{}]," * (3 << 20) + b"0]}"
     s = front.post(nested)
@@ -138,6 +146,8 @@ def test_the_loop_decodes_nothing_large(front: Front) -> None:
     with s:
         assert s.recv(4096).startswith(b"HTTP/1.1 400 ")
     front.nothing_is_held()
+    assert len(decoded) == 1
+    assert decoded[0] < 100
 
 
 def test_leaving_while_the_prompt_is_prepared(front: Front) -> None:
@@ -181,7 +191,7 @@ def test_all_bodies_together_are_bounded(tiny_dir: Path) -> None:
 
 def test_a_body_must_keep_a_rate(tiny_dir: Path) -> None:
     """What came counts: the deadline moves with it, so the last byte of a fast body is not late."""
-    with Front(tiny_dir, body_grace=0.2, min_body_kb_s=1000.0, body_timeout=60.0) as front:
+    with Front(tiny_dir, body_grace=0.2, min_body_kb_s=1000.0, body_timeout=600.0) as front:
         with front.post(b'{"messages"', 1000) as s:
             assert s.recv(4096).startswith(b"HTTP/1.1 408 ")
         large = json.dumps(ASK).encode() + b" " * (8 << 20)

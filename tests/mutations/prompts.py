@@ -1,0 +1,92 @@
+"""Guards of the prompt worker, bodies and slots."""
+
+POOL, BODIES = "tests/prompt/test_pool.py", "tests/server/test_bodies.py"
+WORKER = "stretto/prompt/worker.py"
+
+MUTATIONS = [
+    (
+        "CPU time of a job is limited",
+        WORKER,
+        "    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # SIGXCPU, then SIGKILL\n",
+        "",
+        [f"{POOL}::test_limits_of_time_and_memory"],
+    ),
+    (
+        "memory of a job is limited",
+        WORKER,
+        "    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))\n",
+        "",
+        [f"{POOL}::test_limits_of_time_and_memory"],
+    ),
+    (
+        "a caller that leaves ends its process",
+        "stretto/prompt/pool.py",
+        "            self._tell(Stop(call.number))\n",
+        "",
+        [f"{POOL}::test_a_caller_that_leaves_ends_its_process"],
+    ),
+    (
+        "jobs die with the worker",
+        WORKER,
+        "            die_with_parent()\n",
+        "",
+        [f"{POOL}::test_a_worker_that_dies_comes_back"],
+    ),
+    (
+        "media are not decoded by the worker itself",
+        WORKER,
+        "            if only_text and work.has_media(messages):\n                return Apart(), None\n",
+        "",
+        [f"{POOL}::test_media_are_decoded_apart_however_small_their_file"],
+    ),
+    (
+        "one sender never has all places",
+        "stretto/prompt/lane.py",
+        "share = max(1, self.places - 1)",
+        "share = self.places",
+        [f"{POOL}::test_senders_take_turns"],
+    ),
+    (
+        "a memory file from the worker is sealed",
+        "stretto/prompt/spool.py",
+        "if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:",
+        "if False:",
+        [f"{POOL}::test_what_a_worker_says_is_checked"],
+    ),
+    (
+        "arrays lie within the features",
+        "stretto/prompt/packed.py",
+        "    if a.offset < 0 or a.offset % 4 or a.offset + 4 * count > size:",
+        "    if False:",
+        [f"{POOL}::test_what_a_worker_says_is_checked"],
+    ),
+    (
+        "a slot is taken when the body is there",
+        "stretto/server/answer.py",
+        "            with Body(self.service.bodies) as body:\n",
+        "            with self.service.admission.slot(visit.owner), Body(self.service.bodies) as body:\n",
+        [f"{BODIES}::test_bodies_on_their_way_hold_no_slot"],
+    ),
+    (
+        "all bodies together are bounded",
+        "stretto/server/body.py",
+        "        if self.held + size > self.limit:",
+        "        if False:",
+        [f"{BODIES}::test_all_bodies_together_are_bounded"],
+    ),
+    (
+        "a body keeps a rate",
+        "stretto/server/exchange.py",
+        "                    deadline.reschedule(start + min(self.config.body_timeout, slowest))\n",
+        "",
+        [f"{BODIES}::test_a_body_must_keep_a_rate"],
+    ),
+    (
+        "large bodies are not decoded on the event loop",
+        "stretto/server/chat.py",
+        "    if body.spool is None:\n        request = decode(body.data, _decoder)\n",
+        "    if True:\n        data = body.data if body.spool is None else bytes(body.spool.view())\n"
+        "        request = decode(data, _decoder)\n",
+        [f"{BODIES}::test_the_loop_decodes_nothing_large"],
+    ),
+]
