@@ -135,7 +135,8 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         engine = self.service.maybe_engine
-        body = self.service.metrics.render(self.service.admission.running, engine.metrics() if engine else {})
+        numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": self.service.bodies.held}
+        body = self.service.metrics.render(self.service.admission.running, numbers)
         return Response(body, headers={"content-type": CONTENT_TYPE})
 
     async def page(self, request: Request) -> Response:
