@@ -16,12 +16,13 @@ import numpy.typing as npt
 
 from stretto.errors import WireError
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
-from stretto.types import RequestId, SamplingParams
+from stretto.types import SECRET_BYTES, RequestId, SamplingParams
 
 PREFIX = struct.Struct("<II")
 MAX_HEADER = 64 << 20
 MAX_BLOB = 1 << 30
 
+Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = bytes | memoryview
 
@@ -142,8 +143,7 @@ class Listen(Wire, frozen=True, tag="listen"):
     link: str
     connector: str
     generation: int
-    secret: bytes = b""
-    host: str = "127.0.0.1"
+    secret: Secret
 
 
 class Connect(Wire, frozen=True, tag="connect"):
@@ -151,7 +151,7 @@ class Connect(Wire, frozen=True, tag="connect"):
     connector: str
     endpoint: bytes  # as the listening host gave it: the orchestrator only passes it on
     generation: int
-    secret: bytes = b""
+    secret: Secret  # as the listening host was given
 
 
 class Unlink(Wire, frozen=True, tag="unlink"):
