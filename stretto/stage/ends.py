@@ -62,7 +62,7 @@ class LinkEnds:
         connector = self.registry.get(m.connector)
         try:
             receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m.generation, m.secret))
-        except OSError as e:  # no descriptor to be had, say: it is tried again, and the stages here live on
+        except OSError as e:  # no descriptor to be had, say: it is tried again, and the stages here live
             raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.receiver = receiver
