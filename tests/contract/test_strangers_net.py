@@ -170,6 +170,20 @@ def test_a_plaintext_peer_is_refused_whatever_it_says(receiver: SlotReceiver, st
     check_invited(KIT, receiver)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_peer_of_an_older_protocol_is_refused(receiver: SlotReceiver, street: Street, version: int) -> None:
+    """ZeroMQ would still speak its first two versions, which know neither keys nor encryption."""
+    note, digest = hello(receiver.endpoint)
+    caller = street.caller(receiver.endpoint)
+    if version == 1:  # frames: length with the flags, flags, data; the first is a name, of no length
+        caller.sendall(b"\x01\x00" + b"\x21\x01" + note + b"\x21\x00" + digest)
+    else:  # a signature, the version, a dealer; frames: flags, length, data
+        caller.sendall(b"\xff" + bytes(8) + b"\x7f\x01\x05" + b"\x00\x00" + b"\x01\x20" + note + b"\x00\x20" + digest)
+    eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
+    assert not bell_of(receiver)._peer
+    check_invited(KIT, receiver)
+
+
 def test_who_never_says_hello_is_let_go_after_a_while(
     receiver: SlotReceiver, street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
