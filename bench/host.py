@@ -19,6 +19,7 @@ import cProfile
 import io
 import json
 import pstats
+import secrets
 import socket
 import subprocess
 import sys
@@ -57,7 +58,7 @@ from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.runner.lane import Captured
 from stretto.stage.runner.step import Step
 from stretto.stage.stage import StageStats
-from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
+from stretto.types import CODE0, RESIDUAL, SECRET_BYTES, RequestId, SamplingParams, stage_seed
 
 
 class Stopwatch:
@@ -152,8 +153,9 @@ class Bench:
         self.host.load()
         self.load_s = time.perf_counter() - start
         for link in reversed(LINKS):
-            self.host.handle(Listen(link, "local", 1), b"")
-            self.host.handle(Connect(link, "local", self.endpoint, 1), b"")
+            secret = secrets.token_bytes(SECRET_BYTES)
+            self.host.handle(Listen(link, "local", 1, secret), b"")
+            self.host.handle(Connect(link, "local", self.endpoint, 1, secret), b"")
         self._instrument(stub)
 
     def _push(self) -> None:

@@ -4,8 +4,8 @@
 
 Starts `stretto serve` on the tiny model. Eight listeners ask for speech and read it as a player would, while a probe
 asks /live all the time: first alone (quiet), then beside attackers, each kind of attack alone and in the end all
-together for 60 s, then alone again. Printed and kept: the waits of a player that starts at the first packet, the time to
-the first packet, the latency of /live, what the attackers were answered, and what the server still held at the end.
+together for 60 s, then alone again. Printed and kept: the waits of a player that starts at the first packet, the time
+to the first packet, the latency of /live, what the attackers were answered, and what the server still held at the end.
 Fails if a listener waited longer than in the quiet runs beyond their noise, if /live took 50 ms more at worst, if
 anything was held, or if anybody was answered with a 5xx.
 

@@ -18,10 +18,10 @@ from stretto.connector.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
 from stretto.connector.notes import Kind, Note
 from stretto.connector.registry import connectors
 from stretto.connector.shm import ShmInward, ShmOutward
-from stretto.types import Mark, RequestId, Span
+from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 SLOT_BYTES = (8 << 20) + (1 << 16)
-OPTIONS = LinkOptions(slots=4, slot_bytes=SLOT_BYTES)
+OPTIONS = LinkOptions(slots=4, slot_bytes=SLOT_BYTES, secret=bytes(SECRET_BYTES))  # the same in both processes
 WAIT_S = 60.0
 LOOK_US = 100
 _LENGTH = struct.Struct("<Q")

@@ -23,6 +23,7 @@ import multiprocessing
 import statistics
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,14 @@ from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
 from stretto.stage.payload.copies import DeviceToHost, HostToDevice, adopt
 from stretto.stage.payload.ring import Ring
 from stretto.stage.payload.schema import ThinkerRows, unpack
-from stretto.types import RequestId, Span
+from stretto.types import SECRET_BYTES, RequestId, Span
 
 ROWS = (1, 64, 2500, 10000)
 HIDDEN = 2048
 SLOT_BYTES = 48 << 20
 SLOTS = 8
 MOST = 4000  # chunks in a run
-DEFAULT = LinkOptions()
+DEFAULT = LinkOptions(secret=bytes(SECRET_BYTES))  # the same in both processes
 
 
 class Report(msgspec.Struct):
@@ -64,7 +65,7 @@ def receive(pipe: Connection, upload: bool) -> None:
     device = torch.device("cuda" if upload else "cpu")
     if upload:
         torch.cuda.init()
-    receiver = connectors.get("shm").listen("bench", LinkOptions(slots=SLOTS, slot_bytes=SLOT_BYTES))
+    receiver = connectors.get("shm").listen("bench", replace(DEFAULT, slots=SLOTS, slot_bytes=SLOT_BYTES))
     pipe.send_bytes(msgspec.msgpack.encode(receiver.endpoint))
     woken = threading.Semaphore(0)
     uploader = HostToDevice(device, OverlapSwitches(), ThinkerRows.HOST) if upload else None
@@ -107,7 +108,7 @@ class Sending:
         self.other = make(target=receive, args=(theirs, upload))
         self.other.start()
         endpoint = msgspec.msgpack.decode(self.pipe.recv_bytes(), type=Endpoint)
-        sender = connectors.get("shm").connect(endpoint, LinkOptions(copies=copies))
+        sender = connectors.get("shm").connect(endpoint, replace(DEFAULT, copies=copies))
         self.woken = threading.Semaphore(0)
         self.out = Outgoing(sender, "bench", self.woken.release, stream=torch.cuda.Stream(), capacity=SLOTS)
         self.down = DeviceToHost(Ring(64, 1 << 20, pin=True), torch.device("cuda"), OverlapSwitches())

@@ -13,6 +13,7 @@ lock), and prompts carry ten seconds of sound, because text alone has no rows to
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.talker import TalkerLane
-from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
+from stretto.types import CODE0, RESIDUAL, SECRET_BYTES, RequestId, SamplingParams, stage_seed
 
 Question = tuple[Admit, bytes]
 Change = Callable[["OneHost"], AbstractContextManager[Any]]
@@ -109,8 +110,9 @@ class OneHost(Bench):
         self.host.switches = switches
         self.generation += 1
         for link in reversed(LINKS):
-            self.host.handle(Listen(link, connector, self.generation), b"")
-            self.host.handle(Connect(link, connector, self.endpoint, self.generation), b"")
+            secret = secrets.token_bytes(SECRET_BYTES)
+            self.host.handle(Listen(link, connector, self.generation, secret), b"")
+            self.host.handle(Connect(link, connector, self.endpoint, self.generation, secret), b"")
 
     def runners(self) -> list[Any]:
         return [node.stage.runner for node in self.host.nodes.values() if not isinstance(node, Code2WavNode)]

@@ -17,6 +17,9 @@ Tokens = NewType("Tokens", int)
 Frames = NewType("Frames", int)
 Samples = NewType("Samples", int)
 
+SECRET_BYTES = 32
+"""Of the secret of a link between processes: random, and new for each of its generations."""
+
 ExpertWeights = Literal["full", "float8"]
 """How the thinker's experts are kept: in the model's dtype, or in 8 bits."""
 

@@ -43,6 +43,10 @@ never anything half written. Nothing stays behind: no segment, file, descriptor 
 remembers which request each of its chunks in flight belongs to, and reports a `Refused` that names it from
 `refusals()`. The link itself lives on. What can never be sent (larger than a slot) is `PutFailed`, at once.
 
+**Strangers.** A link between processes has a secret (`options.secret`), fresh for every generation, without which
+neither end is opened (`Invalid`). Who cannot prove that it holds the secret is not listened to: nothing that it sends
+is kept, its connection is closed, and the invited sender gets in beside it and after it.
+
 **Names.** Nothing that a client chose appears in an address, a file name or a segment name.
 """
 
@@ -183,7 +187,7 @@ class LinkOptions:
     zero_copy: bool = True  # off: encode into a bytes object first, then copy it (an oracle; same bytes)
     connect_timeout_s: float = 5.0
     host: str = "127.0.0.1"  # interface that a network connector binds
-    secret: bytes | None = field(default=None, repr=False)  # shared by the machines; None: loopback only
+    secret: bytes | None = field(default=None, repr=False)  # known to both ends alone; needed between processes
     details: Mapping[str, str] = field(default_factory=dict)  # the connector's own settings, from the config
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ class MooncakeConnector:
 
     def listen(self, link: str, options: LinkOptions) -> SlotReceiver:
         check_options(link, options)
-        bell = NetListener(options, most_bytes=0)
+        bell = NetListener(link, options, most_bytes=0)
         nonce = new_nonce()
         address = bell.bind(nonce)
         try:

@@ -8,11 +8,11 @@ interpreter on one side is not taken for a death by the other.
 process died), after `heartbeat_s` without an answer when the machine or the network is gone. A CLOSE note precedes
 the end of a connection that is closed in good order.
 
-**Who may talk.** With a shared secret (needed for any host but loopback) the connection is CURVE: encrypted and
-authenticated. The receiver's key pair is derived from the secret and the endpoint's nonce, so only the invited
-listener can answer; and the sender's first note carries a keyed digest of the endpoint, so that only a holder of
-the secret is listened to. Without one (loopback) the digest's key is the nonce, which only the control plane
-knows. Nothing of a peer is used before its hello was checked, and nothing larger than a slot is received at all.
+**Who may talk.** The connection is CURVE: encrypted and authenticated. The receiver's key pair is derived from the
+link's secret and the endpoint's nonce, so only the invited listener can answer, and a stranger does not get through
+the handshake, in which nothing larger than one message is held of it. The sender's first note then carries the
+endpoint's hello. Whoever has not said it stays a guest (`guests`): few at a time, shut when it says anything else or
+nothing for too long, or when the peer is there.
 
 **Threads.** A ZeroMQ socket is not for two threads at once, but `release` comes from any thread while the courier
 waits. So every call on the socket is short and under a lock, and the courier waits outside of it on descriptors.
@@ -21,7 +21,6 @@ Those are edge-triggered: whoever else touches the socket may swallow the edge, 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import os
 import select
@@ -31,12 +30,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 import zmq
 from zmq.utils import z85
 
 from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
+from stretto.connector.endpoint import hello_of, secret_of
+from stretto.connector.guests import Guests
 from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
 
 log = logging.getLogger(__name__)
@@ -199,18 +199,14 @@ class NetDialer(_NetBell):
     """The sender's side: connects, says hello, then rings and reads what comes back."""
 
     def __init__(self, endpoint: Endpoint, options: LinkOptions) -> None:
-        _check_host(endpoint.address.rpartition(":")[0], options)
+        secret = secret_of(endpoint.link, options)
         super().__init__(zmq.DEALER, endpoint.slots, _SLACK_BYTES, options)
         self._generation = endpoint.generation
         try:
-            if options.secret is not None:
-                server = _secret_key(options.secret, endpoint.nonce, "receiver")
-                self._socket.curve_serverkey = zmq.curve_public(server)
-                own = _secret_key(options.secret, endpoint.nonce, "sender")
-                self._socket.curve_secretkey, self._socket.curve_publickey = own, zmq.curve_public(own)
+            _encrypt(self._socket, _key_of(secret, endpoint.nonce))
             self._socket.connect(f"tcp://{endpoint.address}")
             self._await_handshake(endpoint, options.connect_timeout_s)
-            self._send([pack_note(Kind.HELLO, 0, 0, 0, self._generation), _digest(endpoint, options.secret)])
+            self._send([pack_note(Kind.HELLO, 0, 0, 0, self._generation), hello_of(endpoint, secret)])
         except (zmq.ZMQError, Hangup) as error:
             self._lost = str(error)
             self.close()
@@ -248,8 +244,6 @@ class NetDialer(_NetBell):
         if len(frames) != 1 or len(frames[0]) != NOTE_BYTES:
             raise Hangup("the peer sent something that is not a note")
         note = unpack_note(frames[0].buffer)
-        if note[0] == Kind.REJECT:
-            raise Hangup("the listener does not know this link's hello")
         if note[0] == Kind.CLOSE:
             self._lost = "the listener closed"
         return note
@@ -269,13 +263,13 @@ class NetDialer(_NetBell):
 class NetListener(_NetBell):
     """The receiver's side: binds, waits for the invited sender's hello, then reads its notes and blobs."""
 
-    def __init__(self, options: LinkOptions, most_bytes: int) -> None:
-        _check_host(options.host, options)
+    def __init__(self, link: str, options: LinkOptions, most_bytes: int) -> None:
+        self._secret = secret_of(link, options)
         super().__init__(zmq.ROUTER, options.slots, most_bytes + _SLACK_BYTES, options)
         self._options = options
         self._bound = ""
         self._hello: list[bytes] = []
-        self._guests: set[int] = set()  # connections, by their descriptor
+        self._guests = Guests()
         self._peer = b""
         self._peer_fd = -1
 
@@ -284,9 +278,7 @@ class NetListener(_NetBell):
         host = self._options.host
         try:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that left is an error, not a loss
-            if self._options.secret is not None:
-                self._socket.curve_server = True
-                self._socket.curve_secretkey = _secret_key(self._options.secret, nonce, "receiver")
+            _encrypt(self._socket, _key_of(self._secret, nonce), listens=True)
             self._socket.ipv6 = ":" in host
             self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -300,7 +292,7 @@ class NetListener(_NetBell):
     def expect(self, endpoint: Endpoint) -> None:
         """Whose hello is awaited. Called once, before anything is received."""
         self._generation = endpoint.generation
-        self._hello = [pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation), _digest(endpoint, self._options.secret)]
+        self._hello = [pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation), hello_of(endpoint, self._secret)]
 
     def arrivals(self, timeout: float) -> list[tuple[Note, zmq.Frame | None]]:
         self._raise_if_lost()
@@ -311,26 +303,38 @@ class NetListener(_NetBell):
 
     def _look(self, timeout: float) -> list[list[zmq.Frame]]:
         """The peer's messages; a guest's hello may make it the peer."""
-        messages, events = self._receive(timeout)
+        messages, events = self._receive(min(timeout, self._guests.patience()))
+        of_peer = [frames for frames in messages if self._is_peer(frames)]
+        # After the messages: the peer may have said hello and left since the last look.
+        self._note_events(events)
+        self._guests.dismiss(everyone=bool(self._peer))
+        return of_peer
+
+    def _note_events(self, events: Sequence[tuple[int, int]]) -> None:
+        left = False
         for event, fd in events:
             if event == zmq.EVENT_ACCEPTED:
-                self._guests.add(fd)
-            elif event & (_GONE | _REFUSED):
-                self._guests.discard(fd)
                 if fd == self._peer_fd:
-                    self._lost = "the connection ended without a good-bye"
-        return [frames for frames in messages if self._is_peer(frames)]
+                    left = False  # who left was a guest, whose descriptor the peer has now
+                else:
+                    self._guests.came(fd)
+            elif event & (_GONE | _REFUSED):
+                left = left or fd == self._peer_fd
+                self._guests.left(fd)
+        if left:
+            self._lost = "the connection ended without a good-bye"
 
     def _is_peer(self, frames: list[zmq.Frame]) -> bool:
         who = frames[0].bytes
         if self._peer:
             return who == self._peer
+        fd = frames[-1].get(zmq.SRCFD)
         said = [frame.bytes for frame in frames[1:3] if len(frame) <= _SLACK_BYTES]
         if len(frames) == 3 and len(said) == 2 and hmac.compare_digest(b"".join(said), b"".join(self._hello)):
-            self._peer, self._peer_fd = who, frames[1].get(zmq.SRCFD)
+            self._peer, self._peer_fd = who, fd
+            self._guests.left(fd)
         else:
-            with suppress(Hangup):
-                self._send([who, pack_note(Kind.REJECT, 0, 0, 0, self._generation)])
+            self._guests.refuse(fd)
         return False
 
     def _open(self, frames: list[zmq.Frame]) -> tuple[Note, zmq.Frame | None]:
@@ -388,28 +392,17 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
     return events & _POLLIN != 0
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False  # a name: where it leads is not ours to know
+def _encrypt(socket: zmq.Socket[bytes], key: bytes, *, listens: bool = False) -> None:
+    """CURVE, with the listener's secret key. A sender holds that too, and needs only its public half; the sender's own
+    key pair is nobody's business, since its hello says who it is."""
+    if listens:
+        socket.curve_server = True
+        socket.curve_secretkey = key
+    else:
+        socket.curve_serverkey = zmq.curve_public(key)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
-def _check_host(host: str, options: LinkOptions) -> None:
-    if options.secret is None and not _is_loopback(host) and options.details.get("security") != "none":
-        raise ValueError(
-            f"{host} is not loopback, so the link needs a shared secret (or details security = none, "
-            "if everyone who can reach the port may read and write the payloads)"
-        )
-
-
-def _secret_key(secret: bytes, nonce: str, role: str) -> bytes:
-    """A CURVE secret key that both ends can work out and nobody else. Any 32 bytes are one."""
-    return z85.encode(hmac.new(secret, f"stretto curve {role} {nonce}".encode(), sha256).digest())
-
-
-def _digest(endpoint: Endpoint, secret: bytes | None) -> bytes:
-    key = endpoint.nonce.encode() if secret is None else secret
-    return hmac.new(key, f"stretto hello {endpoint.details['seal']}".encode(), sha256).digest()
+def _key_of(secret: bytes, nonce: str) -> bytes:
+    """The listener's CURVE secret key, which both ends can work out and nobody else. Any 32 bytes are one."""
+    return z85.encode(hmac.digest(secret, f"stretto curve receiver {nonce}".encode(), "sha256"))

@@ -20,8 +20,7 @@ class Kind(IntEnum):
     REFUSE = 3  # receiver -> sender: not to be trusted, slot free again
     CLOSE = 4  # both ways: the last note
     HELLO = 5  # sender -> receiver, first note, where the carrier needs one
-    REJECT = 6  # receiver -> sender: your HELLO is not of this link
-    RING = 7  # receiver -> sender: look at what came back, where that is told in shared memory
+    RING = 6  # receiver -> sender: look at what came back, where that is told in shared memory
 
 
 Note = tuple[int, int, int, int, int]

@@ -19,8 +19,10 @@ A receiver may look again and again for a moment before it sleeps: see `looking`
 slot's bytes before the note on any processor, and a note is whole or absent, even if its writer is killed. The way
 back needs no wake-up and no system call as long as the sender has slots left: see `returns`.
 
-**Trust.** Only processes of the same user are accepted (SO_PEERCRED, checked by both sides), and only with the
-endpoint's nonce. The memory file's size is sealed, so that a peer cannot shrink it under us (a SIGBUS)."""
+**Trust.** Only processes of the same user are spoken to (SO_PEERCRED, checked by both sides before a word is said),
+and only the sender that says the endpoint's hello is listened to. A stranger of another user is let go at once, one of
+the same user that stays silent after `_HELLO_S`; nothing is mapped for either. The memory file's size is sealed, so
+that a peer cannot shrink it under us (a SIGBUS)."""
 
 from __future__ import annotations
 
@@ -38,7 +40,15 @@ from typing import ClassVar
 from stretto.connector import wire
 from stretto.connector.contract import Chunk, Corrupt, Endpoint, LinkOptions, PeerDead, PutFailed, VersionMismatch
 from stretto.connector.doorbell import AT_ONCE, Bell, PagedBell, bound_waits, broken, gone, shut
-from stretto.connector.endpoint import MAX_SLOTS, check_endpoint, check_options, make_endpoint, new_nonce
+from stretto.connector.endpoint import (
+    MAX_SLOTS,
+    check_endpoint,
+    check_options,
+    hello_of,
+    make_endpoint,
+    new_nonce,
+    secret_of,
+)
 from stretto.connector.looking import read_look_s
 from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, split_slots, stride_of, unpack_note
 from stretto.connector.pinned import map_shared
@@ -51,7 +61,6 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid
 _CHUNK, _RING = int(Kind.CHUNK), int(Kind.RING)
 _OPEN = State.OPEN
 _HELLO_S = 5.0  # for a guest to say hello. It is sent right after connecting, but a busy machine has been seen to pause
-_HELLO_BYTES = 63
 _ASKED = 8  # questions after which the socket is read, well before their rings fill it
 _WORDS_BYTES = stride_of(8 * (MAX_SLOTS + 1))  # of `Returns`
 
@@ -71,14 +80,16 @@ class ShmConnector:
         except OSError:
             listener.close()
             raise
-        return ShmReceiver(endpoint, ShmInward(endpoint, listener, look_s))
+        hello = hello_of(endpoint, secret_of(link, options))
+        return ShmReceiver(endpoint, ShmInward(endpoint, hello, listener, look_s))
 
     def connect(self, endpoint: Endpoint, options: LinkOptions) -> ShmSender:
         check_endpoint(self.name, endpoint, options)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(options.connect_timeout_s)
-            return ShmSender(endpoint, options, ShmOutward(endpoint, sock))
+            hello = hello_of(endpoint, secret_of(endpoint.link, options))
+            return ShmSender(endpoint, options, ShmOutward(endpoint, hello, sock))
         except OSError as error:
             sock.close()
             raise PeerDead(f"nobody listens: {error}", link=endpoint.link) from error
@@ -223,7 +234,7 @@ class ShmOutward:
 
     ship_tells = True
 
-    def __init__(self, endpoint: Endpoint, sock: socket.socket) -> None:
+    def __init__(self, endpoint: Endpoint, hello: bytes, sock: socket.socket) -> None:
         memory = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(memory, 0o600)
@@ -232,9 +243,9 @@ class ShmOutward:
             self._slots, self.returns = _map_memory(memory, endpoint)
             # Not earlier: who has connected must say hello soon.
             sock.connect("\0" + endpoint.address)
-            if _peer_uid(sock) != os.geteuid():
+            if not _is_ours(sock):
                 raise Corrupt("the listener runs as another user", link=endpoint.link)
-            _send_hello(sock, endpoint, memory)
+            _send_hello(sock, hello, memory)
         finally:
             os.close(memory)
         self._bell = Bell(sock, endpoint)
@@ -285,8 +296,9 @@ class ShmInward:
 
     Goes from listening (a listener) through greeting (a connection that has not said hello) to open (a bell)."""
 
-    def __init__(self, endpoint: Endpoint, listener: socket.socket, look_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, hello: bytes, listener: socket.socket, look_s: float) -> None:
         self._endpoint = endpoint
+        self._hello = hello
         self._look_s = look_s
         self._listener = listener
         self._guest: socket.socket | None = None
@@ -303,20 +315,21 @@ class ShmInward:
                 bound_waits(self._listener, timeout)
                 self._guest, _ = self._listener.accept()
                 self._guest_until = time.monotonic() + _HELLO_S
+                if not _is_ours(self._guest):
+                    raise ConnectionRefusedError("a stranger")
             bound_waits(self._guest, min(timeout, _HELLO_S))
             self._admit(self._guest)
         except BlockingIOError:
             if time.monotonic() >= self._guest_until:
                 self._drop_guest()
-        except OSError:  # the guest left before its hello, or `wake` shut the listener
+        except OSError:  # a stranger, or it left before its hello, or `wake` shut the listener
             self._drop_guest()
         return []
 
     def _admit(self, guest: socket.socket) -> None:
-        hello, fds = _receive_hello(guest)
+        said, fds = _receive_hello(guest, len(self._hello))
         try:
-            invited = hmac.compare_digest(hello, _hello(self._endpoint)) and _peer_uid(guest) == os.geteuid()
-            if not invited or len(fds) != 1:
+            if not hmac.compare_digest(said, self._hello) or len(fds) != 1:
                 raise ConnectionRefusedError("a stranger")
             self._slots, self._returns = _map_memory(fds[0], self._endpoint)
         finally:
@@ -370,18 +383,20 @@ class ShmInward:
         bell.close()
 
 
-def _hello(endpoint: Endpoint) -> bytes:
-    return f"stretto shm 2 {endpoint.generation:016x} {endpoint.nonce:>32.32}".encode()
-
-
-def _send_hello(sock: socket.socket, endpoint: Endpoint, memory: int) -> None:
+def _send_hello(sock: socket.socket, hello: bytes, memory: int) -> None:
     fds = array.array("i", [memory])
-    sock.sendmsg([_hello(endpoint)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    sock.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 
 
-def _receive_hello(sock: socket.socket) -> tuple[bytes, list[int]]:
-    data, fds, _flags, _ = socket.recv_fds(sock, _HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+def _receive_hello(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """What a guest says first, and the descriptors that it sends along; of those the kernel lets one through."""
+    data, fds, _flags, _ = socket.recv_fds(sock, size, 1, socket.MSG_CMSG_CLOEXEC)
     return data, fds
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether the other end is a process of our own user."""
+    return _peer_uid(sock) == os.geteuid()
 
 
 def _peer_uid(sock: socket.socket) -> int:

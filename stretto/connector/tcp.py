@@ -31,7 +31,7 @@ class TcpConnector:
 
     def listen(self, link: str, options: LinkOptions) -> SlotReceiver:
         check_options(link, options)
-        bell = NetListener(options, options.slot_bytes)
+        bell = NetListener(link, options, options.slot_bytes)
         nonce = new_nonce()
         endpoint = make_endpoint(self.name, link, options, bell.bind(nonce), nonce)
         bell.expect(endpoint)

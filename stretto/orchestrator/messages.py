@@ -13,12 +13,13 @@ import msgspec
 
 from stretto.errors import WireError
 from stretto.prompt.packed import Bytes, PromptMeta
-from stretto.types import RequestId, SamplingParams
+from stretto.types import SECRET_BYTES, RequestId, SamplingParams
 
 PREFIX = struct.Struct("<II")
 MAX_HEADER = 64 << 20
 MAX_BLOB = 1 << 30
 
+Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -56,8 +57,7 @@ class Listen(Wire, frozen=True, tag="listen"):
     link: str
     connector: str
     generation: int
-    secret: bytes = b""
-    host: str = "127.0.0.1"
+    secret: Secret
 
 
 class Connect(Wire, frozen=True, tag="connect"):
@@ -65,7 +65,7 @@ class Connect(Wire, frozen=True, tag="connect"):
     connector: str
     endpoint: bytes  # as the listening host gave it: the orchestrator only passes it on
     generation: int
-    secret: bytes = b""
+    secret: Secret  # as the listening host was given
 
 
 class Unlink(Wire, frozen=True, tag="unlink"):

@@ -1,14 +1,16 @@
 """One pipeline: the hosts that hold a set of stages, and the links between them. Keeps them up.
 
 Hosts start in parallel. A link is made by asking the receiving host to listen and handing what it answers to the
-sending host. When a host dies, or a link goes down, the requests that it touched are failed at once by the engine; the
-host is started again and its links are made anew under a higher generation. Requests that need none of it go on. A host
-that does not answer is killed, and then is a dead one."""
+sending host, both with a secret that is new each time, by which the ends know each other. When a host dies, or a link
+goes down, the requests that it touched are failed at once by the engine; the host is started again and its links are
+made anew under a higher generation. Requests that need none of it go on. A host that does not answer is killed, and
+then is a dead one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -32,7 +34,7 @@ from stretto.orchestrator.messages import (
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import LINKS, STAGES, EngineConfig
 from stretto.prompt.packed import Bytes
-from stretto.types import RequestId
+from stretto.types import SECRET_BYTES, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Pipeline:
         self._stages: dict[str, int] = {s: i for i, host in enumerate(config.placement) for s in host}
         self._links: dict[str, bool] = dict.fromkeys(LINKS, False)
         self._generations: dict[str, int] = dict.fromkeys(LINKS, 0)  # of the latest try to make each link
+        self._secrets: dict[str, bytes] = {}  # by which its two ends know each other; of that try too
         self._joining = asyncio.Lock()
         self._making: str | None = None  # the link that is being made
         self._refused: str | None = None  # why it could not be
@@ -213,7 +216,8 @@ class Pipeline:
         match message:
             case Listening(generation=generation, endpoint=endpoint):
                 a, _ = link.split(">")
-                self._hosts[self._stages[a]].send(Connect(link, self._connector(link), endpoint, generation))
+                connect = Connect(link, self._connector(link), endpoint, generation, self._secrets[link])
+                self._hosts[self._stages[a]].send(connect)
             case Linked():
                 if link == self._making:
                     self._links[link] = True
@@ -247,7 +251,8 @@ class Pipeline:
         self._making, self._refused = name, None
         for stage in (a, b):
             self._hosts[self._stages[stage]].send(Unlink(name))
-        self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generations[name]))
+        secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)
+        self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generations[name], secret))
         try:
             await self._wait(lambda: self._links[name] or self._refused is not None or not self._up(a, b))
         finally:

@@ -16,7 +16,7 @@ from stretto.connector.courier import Incoming, InLink, Outgoing, OutLink
 from stretto.connector.inline import InlineIn, InlineOut
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, WireError
 from stretto.orchestrator.messages import Connect, LinkDown, Linked, Listen, Listening
 from stretto.orchestrator.settings import LINKS, HostSettings
 from stretto.stage.nodes.code2wav import Code2WavNode
@@ -60,8 +60,10 @@ class LinkEnds:
 
     def listen(self, m: Listen, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
-        options = self._options(switches, m.generation, m.secret, m.host)
-        receiver = connector.listen(m.link.replace(">", "-"), options)
+        try:
+            receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m.generation, m.secret))
+        except OSError as e:  # no descriptor to be had, say: it is tried again, and the stages here live
+            raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.receiver = receiver
         node = self.nodes[LINKS[m.link][1]]
@@ -79,7 +81,7 @@ class LinkEnds:
 
     def connect(self, m: Connect, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
-        endpoint = msgspec.msgpack.decode(m.endpoint, type=Endpoint)
+        endpoint = _endpoint_of(m.endpoint)
         sender: Sender = connector.connect(endpoint, self._options(switches, m.generation, m.secret))
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.sender = sender
@@ -106,16 +108,13 @@ class LinkEnds:
             self.streams[end] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self.streams[end]
 
-    def _options(
-        self, switches: OverlapSwitches, generation: int, secret: bytes, host: str = "127.0.0.1"
-    ) -> LinkOptions:
+    def _options(self, switches: OverlapSwitches, generation: int, secret: bytes) -> LinkOptions:
         return LinkOptions(
             slots=self.settings.link_slots,
             slot_bytes=self.settings.link_slot_bytes,
             generation=generation,
             zero_copy=switches.zero_copy_encode,
-            secret=secret or None,
-            host=host,
+            secret=secret,
         )
 
     def unlink(self, name: str) -> None:
@@ -161,3 +160,11 @@ class LinkEnds:
             self.fail(request, name, error)
         else:
             self.report(LinkDown(name, end.generation, str(error)), b"")
+
+
+def _endpoint_of(told: bytes) -> Endpoint:
+    """What another host said of itself: nonsense there must not end this one."""
+    try:
+        return msgspec.msgpack.decode(told, type=Endpoint)
+    except msgspec.MsgspecError as e:
+        raise WireError(f"not an endpoint: {e}") from None

@@ -19,6 +19,7 @@ from stretto.connector.courier import Outgoing
 from stretto.connector.registry import Registry
 from stretto.connector.slots import SlotSender
 from stretto.types import Mark, RequestId, Span
+from tests.contract.links import SECRET
 
 PATIENCE_S = 20.0
 R = RequestId("r")
@@ -116,7 +117,10 @@ def heard(sender: SlotSender) -> bool:
 
 @pytest.fixture(params=["shm", "tcp"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    connector, options = Registry().get(request.param), LinkOptions(slots=6, slot_bytes=1 << 15, copies=3)
+    connector, options = (
+        Registry().get(request.param),
+        LinkOptions(slots=6, slot_bytes=1 << 15, secret=SECRET, copies=3),
+    )
     receiver = connector.listen("a-b", options)
     sender = connector.connect(receiver.endpoint, options)
     assert isinstance(sender, SlotSender)
@@ -320,7 +324,7 @@ def test_a_death_names_those_whose_copies_ran(ends: Ends, request: pytest.Fixtur
 
 def test_without_the_overlap_the_loop_waits_for_its_rows() -> None:
     """`async_d2h` off: rows are on the host when `offer` returns; a parcel that fails is told by the courier."""
-    connector, options = Registry().get("shm"), LinkOptions(slots=2, slot_bytes=1 << 15)
+    connector, options = Registry().get("shm"), LinkOptions(slots=2, slot_bytes=1 << 15, secret=SECRET)
     receiver = connector.listen("a-b", options)
     out = Outgoing(connector.connect(receiver.endpoint, options), "a-b", lambda: None, async_d2h=False, capacity=2)
     packed: list[int] = []

@@ -13,6 +13,7 @@ from stretto.connector.contract import Chunk, LinkClosed, LinkOptions
 from stretto.connector.notes import Note
 from stretto.connector.returns import Returns
 from stretto.types import Mark, RequestId, Span
+from tests.contract.links import SECRET
 
 
 @pytest.mark.parametrize("spin_us", ["0", "5"])
@@ -26,7 +27,7 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
         bounds.append(timeout)
         bound_waits(sock, timeout)  # type: ignore[arg-type]
 
-    options = LinkOptions(slots=2, slot_bytes=4096, details={"look_us": spin_us})
+    options = LinkOptions(slots=2, slot_bytes=4096, secret=SECRET, details={"look_us": spin_us})
     connector = shm.ShmConnector()
     receiver = connector.listen("a-b", options)
     sender = connector.connect(receiver.endpoint, options)
@@ -69,7 +70,7 @@ def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> Non
     """The sender finds a slot in three ways: the one sent last, a free one, one that comes back as it looks. In any
     mixture of them no chunk that is still held changes, and credits add up."""
     chance = random.Random(seed)
-    options = LinkOptions(slots=slots, slot_bytes=4096)
+    options = LinkOptions(slots=slots, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
     sender = shm.ShmConnector().connect(receiver.endpoint, options)
     held: list[tuple[int, Chunk]] = []
@@ -101,7 +102,7 @@ def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> Non
 
 
 def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = LinkOptions(slots=4, slot_bytes=4096)
+    options = LinkOptions(slots=4, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
     sender = shm.ShmConnector().connect(receiver.endpoint, options)
     places = set()
@@ -124,7 +125,7 @@ def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypat
 
 def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "ORDERED", False)
-    options = LinkOptions(slots=2, slot_bytes=4096)
+    options = LinkOptions(slots=2, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
     sender = shm.ShmConnector().connect(receiver.endpoint, options)
     try:
@@ -143,7 +144,7 @@ def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytes
 def test_rings_that_came_too_late_do_not_pile_up() -> None:
     """A sender that asks to be rung and then finds slots at once leaves the ring in the socket. However often that
     happens, there is room for the good-bye."""
-    options = LinkOptions(slots=2, slot_bytes=4096)
+    options = LinkOptions(slots=2, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
     sender = shm.ShmConnector().connect(receiver.endpoint, options)
     outward, inward = sender._carrier, receiver._inward

@@ -72,7 +72,7 @@ def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
     # Mooncake's engine keeps its connection to a process that died until the engine itself stops. ZeroMQ closes sockets
     # on a thread of its own, and on a busy machine now and then one is still open long after: not a leak as long as it
     # does not add up, which `test_links_one_after_the_other_leave_nothing` looks at.
-    spare = next((n for kind, n in (("mooncake", 2), ("tcp", 2), ("curve", 2)) if kind in request.node.name), 0)
+    spare = next((n for kind, n in (("mooncake", 2), ("tcp", 2)) if kind in request.node.name), 0)
     while (leaked := Footprint.now().beyond(before, spare)) and time.monotonic() < deadline:
         gc.collect()
     assert not leaked

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -15,7 +18,7 @@ from stretto.errors import Invalid
 from stretto.types import Mark, RequestId, Span
 
 LONG_S = 20.0  # for what must happen: generous, since machines are busy, and never reached when all is well
-SECRET = b"a shared secret for the tests"
+SECRET = b"a secret that the tests share..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class Kit:
 
     label: str
     name: str
-    options: LinkOptions = field(default_factory=lambda: LinkOptions(slots=4, slot_bytes=1 << 16))
+    options: LinkOptions = field(default_factory=lambda: LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET))
 
     @property
     def connector(self) -> Connector:
@@ -46,9 +49,8 @@ KITS = {
     for kit in (
         Kit("local", "local"),
         Kit("shm", "shm"),
-        Kit("looking", "shm", LinkOptions(slots=4, slot_bytes=1 << 16, details={"look_us": "100"})),
+        Kit("looking", "shm", LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET, details={"look_us": "100"})),
         Kit("tcp", "tcp"),
-        Kit("curve", "tcp", LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET)),
         Kit("mooncake", "mooncake"),
     )
 }
@@ -92,6 +94,16 @@ def take(receiver: Receiver, timeout: float = LONG_S) -> Chunk:
     return chunk
 
 
+def eventually(holds: Callable[[], bool]) -> None:
+    """For news that a network carries without anybody waiting for it."""
+    waited = threading.Event()
+    for _ in range(2000):
+        if holds():
+            return
+        waited.wait(0.01)
+    raise AssertionError("it never came true")
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """What a link may not leave behind in this process or on this machine."""
@@ -116,6 +128,22 @@ class Footprint:
         if new := self.segments - before.segments:
             found.append(f"segments {sorted(new)}")
         return ", ".join(found)
+
+
+def check_invited(kit: Kit, receiver: Receiver) -> None:
+    """The sender for which `receiver` listens gets in, and all is well."""
+    with ThreadPoolExecutor(1) as pool:  # beside the receiver, which may first have to get rid of others
+        connecting = pool.submit(kit.connector.connect, receiver.endpoint, kit.options)
+        eventually(lambda: receiver.take(0.0) is None and connecting.done())
+        sender = connecting.result()
+    try:
+        for number in range(3):
+            assert sender.put(numbered(number), LONG_S)
+            chunk = take(receiver, 5.0)
+            check_numbered(chunk, number)
+            chunk.release()
+    finally:
+        sender.close()
 
 
 def listening(address: str) -> bool:

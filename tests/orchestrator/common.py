@@ -21,9 +21,10 @@ from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
 from stretto.solo import Audio, Done, Frame, Options, Solo, TextToken
 from stretto.stage.host import Host
-from stretto.types import CODE0, RESIDUAL, SamplingParams
+from stretto.types import CODE0, RESIDUAL, SECRET_BYTES, SamplingParams
 
 T = TypeVar("T")
+SECRET = bytes(SECRET_BYTES)
 
 
 def run(work: Coroutine[Any, Any, T], limit: float = 240.0) -> T:
@@ -160,9 +161,9 @@ class HandDriven:
         self.host = Host(configure, settings, lambda message, blob: self.reports.append((message, blob)))
         self.host.load()
         for link in reversed(LINKS):
-            self.host.handle(Listen(link, "local", 1), b"")
+            self.host.handle(Listen(link, "local", 1, SECRET), b"")
             told = next(m for m, _ in reversed(self.reports) if isinstance(m, Listening))
-            self.host.handle(Connect(link, "local", told.endpoint, 1), b"")
+            self.host.handle(Connect(link, "local", told.endpoint, 1, SECRET), b"")
         for name in ("thinker", "talker"):
             self._watch(name, self.host.nodes[name].stage.runner)
 

@@ -1,5 +1,5 @@
 """Links as the orchestrator makes them, with hosts that are played by hand: what is said late of a link never touches
-its successor."""
+its successor, and each has a secret of its own."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 
+from stretto.errors import WireError
 from stretto.orchestrator import pipeline as pipelines
-from stretto.orchestrator.messages import Connect, LinkDown, Linked, Listen, Listening
+from stretto.orchestrator.messages import (
+    PREFIX,
+    Connect,
+    LinkDown,
+    Linked,
+    Listen,
+    Listening,
+    decode_to_host,
+    encode,
+)
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.settings import PROCESSES, EngineConfig
+from stretto.types import SECRET_BYTES
 from tests.orchestrator.common import run
 
 LINK = "talker>code2wav"
@@ -143,3 +154,47 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_try() -> None:
         assert p.pipeline.ready(speak=True)
 
     play(work)
+
+
+def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
+    """Both ends of a link are told the same, and nothing else is ever told the same."""
+    other, rounds = "thinker>talker", 3
+    ends = {LINK: (TALKER, VOCODER), other: (0, TALKER)}
+
+    async def work(p: Play) -> None:
+        p.pipeline._links[other] = False
+        told: list[bytes] = []
+        for count in range(1, rounds + 1):
+            for link, (sender, receiver) in ends.items():  # in the order in which they are made
+                while not (listen := [m for m in p.hosts[receiver].told if is_about(m, Listen, link)])[count - 1 :]:
+                    await asyncio.sleep(0)
+                assert listen[-1].connector == "shm"
+                p.say(receiver, Listening(link, listen[-1].generation, b"here"))
+                connect = next(m for m in reversed(p.hosts[sender].told) if is_about(m, Connect, link))
+                assert connect.secret == listen[-1].secret
+                told.append(listen[-1].secret)
+                p.say(sender, Linked(link, listen[-1].generation))
+            await p.rest()
+            assert p.pipeline.ready(speak=True)
+            if count < rounds:
+                for link in ends:
+                    p.say(VOCODER, LinkDown(link, p.pipeline._generations[link], "it broke"))
+        assert [len(secret) for secret in told] == [SECRET_BYTES] * rounds * len(ends)
+        assert len(set(told)) == len(told)
+
+    play(work)
+
+
+def is_about(message: object, kind: type[Listen] | type[Connect], link: str) -> bool:
+    return isinstance(message, kind) and message.link == link
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(SECRET_BYTES - 1), bytes(SECRET_BYTES + 1)], ids=len)
+def test_a_host_understands_no_link_without_a_secret(secret: bytes) -> None:
+    for good, bad in (
+        (Listen(LINK, "local", 1, bytes(SECRET_BYTES)), Listen(LINK, "local", 1, secret)),
+        (Connect(LINK, "shm", b"", 1, bytes(SECRET_BYTES)), Connect(LINK, "shm", b"", 1, secret)),
+    ):
+        assert decode_to_host(encode(good)[PREFIX.size :]) == good
+        with pytest.raises(WireError, match="secret"):
+            decode_to_host(encode(bad)[PREFIX.size :])

@@ -24,7 +24,7 @@ from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
 from stretto.stage.payload.copies import DeviceToHost, HostToDevice, Placed, adopt
 from stretto.stage.payload.ring import Ring
 from stretto.stage.payload.schema import CodecFrames, ThinkerRows, unpack
-from stretto.types import Mark, RequestId, Span
+from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))
 SWITCHES = [OverlapSwitches()] + [OverlapSwitches(**{field.name: False}) for field in fields(OverlapSwitches)]
@@ -38,7 +38,9 @@ class Link:
 
     def __init__(self, connector: str, switches: OverlapSwitches, keep: frozenset[str] = frozenset()) -> None:
         made = Registry().get(connector)
-        options = LinkOptions(slots=4, slot_bytes=1 << 16, zero_copy=switches.zero_copy_encode)
+        options = LinkOptions(
+            slots=4, slot_bytes=1 << 16, zero_copy=switches.zero_copy_encode, secret=bytes(SECRET_BYTES)
+        )
         receiver = made.listen("a-b", options)
         self.woken = threading.Semaphore(0)
         self.ring = Ring(6, 1 << 16, pin=DEVICE.type == "cuda")

@@ -1,0 +1,378 @@
+"""Mutations of what tells a link's peer from a stranger: each takes one check away, and names the tests that must fail.
+
+Read by the script that applies them. A tuple is: name, file, the text to replace (it occurs once), what to put in its
+place, and the tests, each of which must fail then. Where a check is tested with two users for real, as root, and with a
+user that is made up, the test that runs for everyone is named."""
+
+from __future__ import annotations
+
+SHM, ENDPOINT, NETBELL = (f"stretto/connector/{name}.py" for name in ("shm", "endpoint", "netbell"))
+GUESTS, SLOTS = (f"stretto/connector/{name}.py" for name in ("guests", "slots"))
+PIPELINE, MESSAGES = (f"stretto/orchestrator/{name}.py" for name in ("pipeline", "messages"))
+ENDS = "stretto/stage/ends.py"
+
+_SHM = "tests/contract/test_strangers_shm.py::test_"
+_NET = "tests/contract/test_strangers_net.py::test_"
+_ENDPOINT = "tests/connector/test_endpoint.py::test_"
+_GUESTS = "tests/connector/test_guests.py::test_"
+_LINKS = "tests/orchestrator/test_links.py::test_"
+_ENDS = "tests/stage/test_ends.py::test_"
+
+MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
+    # -- shm, the receiver
+    (
+        "shm: a guest of another user is let in",
+        SHM,
+        "                if not _is_ours(self._guest):\n",
+        "                if False:\n",
+        [_SHM + "another_user_is_refused_whatever_it_says"],
+    ),
+    (
+        "shm: a guest of another user is waited for, and refused only then",
+        SHM,
+        "                if not _is_ours(self._guest):\n"
+        '                    raise ConnectionRefusedError("a stranger")\n'
+        "            bound_waits(self._guest, min(timeout, _HELLO_S))\n"
+        "            self._admit(self._guest)\n",
+        "            bound_waits(self._guest, min(timeout, _HELLO_S))\n"
+        "            self._admit(self._guest)\n"
+        "            if self.bell is not None and not _is_ours(self.bell._sock):\n"
+        '                raise ConnectionRefusedError("a stranger")\n',
+        [_SHM + "another_user_that_says_nothing_is_not_waited_for"],
+    ),
+    (
+        "shm: any user is ours",
+        SHM,
+        "    return _peer_uid(sock) == os.geteuid()\n",
+        "    return True\n",
+        [
+            _SHM + "another_user_is_refused_whatever_it_says",
+            _SHM + "a_listener_of_another_user_is_not_spoken_to",
+        ],
+    ),
+    (
+        "shm: the hello is not compared",
+        SHM,
+        "if not hmac.compare_digest(said, self._hello) or len(fds) != 1:",
+        "if len(fds) != 1:",
+        [_SHM + f"a_hello_of_another_link_is_refused[{what}]" for what in ("generation", "nonce", "secret")],
+    ),
+    (
+        "shm: only the hello's beginning is compared",
+        SHM,
+        "if not hmac.compare_digest(said, self._hello) or len(fds) != 1:",
+        "if not self._hello.startswith(said) or len(fds) != 1:",
+        [_SHM + "the_beginning_of_a_hello_is_none"],
+    ),
+    (
+        "shm: a hello need not bring memory",
+        SHM,
+        "if not hmac.compare_digest(said, self._hello) or len(fds) != 1:",
+        "if not hmac.compare_digest(said, self._hello):",
+        [_SHM + "a_hello_without_memory_is_refused"],
+    ),
+    (
+        "shm: memory of any size",
+        SHM,
+        "if os.fstat(memory).st_size != size or fcntl.fcntl",
+        "if fcntl.fcntl",
+        [_SHM + "memory_that_was_not_agreed_is_refused[short]", _SHM + "memory_that_was_not_agreed_is_refused[long]"],
+    ),
+    (
+        "shm: memory that may shrink",
+        SHM,
+        " or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:",
+        ":",
+        [_SHM + "memory_that_was_not_agreed_is_refused[may shrink]"],
+    ),
+    (
+        "shm: a silent guest stays",
+        SHM,
+        "if time.monotonic() >= self._guest_until:",
+        "if False:",
+        [_SHM + "who_never_says_hello_is_let_go_after_a_while"],
+    ),
+    (
+        "shm: a refused guest's descriptors stay open",
+        SHM,
+        "            for fd in fds:\n                os.close(fd)\n",
+        "            pass\n",
+        [_SHM + "a_crowd_leaves_nothing_behind"],
+    ),
+    (
+        "shm: the listener stays when the sender is in",
+        SHM,
+        "        self.arrivals = self.bell.arrivals\n        self._listener.close()\n",
+        "        self.arrivals = self.bell.arrivals\n",
+        [_SHM + "when_the_sender_is_in_nobody_else_can_come"],
+    ),
+    (
+        "shm: a chunk of any generation, by the short way",
+        SHM,
+        "                    and generation == self._generation\n",
+        "",
+        [_SHM + "a_chunk_of_another_generation_ends_the_link[4]"],
+    ),
+    # -- shm, the sender
+    (
+        "shm: a listener of another user is spoken to",
+        SHM,
+        "            if not _is_ours(sock):\n",
+        "            if False:\n",
+        [_SHM + "a_listener_of_another_user_is_not_spoken_to"],
+    ),
+    # -- endpoints: shm, tcp and mooncake
+    (
+        "endpoint: no secret is needed",
+        ENDPOINT,
+        "    if options.secret is None or len(options.secret) < SECRET_BYTES:\n",
+        "    if options.secret is None:\n        return bytes(SECRET_BYTES)\n    if False:\n",
+        [
+            _ENDPOINT + f"nobody_{does}_without_a_secret[{name}-0.0.0.0-{secret}]"
+            for does in ("listens", "connects")
+            for name in ("shm", "tcp")
+            for secret in ("none", "short")
+        ],
+    ),
+    (
+        "endpoint: any secret will do",
+        ENDPOINT,
+        " or len(options.secret) < SECRET_BYTES:",
+        ":",
+        [_ENDPOINT + "nobody_listens_without_a_secret[tcp-0.0.0.0-empty]"],
+    ),
+    (
+        "endpoint: of any connector",
+        ENDPOINT,
+        "    if endpoint.connector != connector:\n",
+        "    if False:\n",
+        [_ENDPOINT + "an_endpoint_of_another_connector_or_secret_is_refused"],
+    ),
+    (
+        "endpoint: the seal is not compared",
+        ENDPOINT,
+        '    if not hmac.compare_digest(endpoint.details.get("seal", ""), _seal_of(endpoint, secret_of(endpoint.link, '
+        "options))):\n",
+        "    if secret_of(endpoint.link, options) is None:\n",
+        [
+            _ENDPOINT + "an_endpoint_is_taken_as_it_was_made_or_not_at_all[address]",
+            _ENDPOINT + "details_are_sealed_too[{'more': '2'}]",
+            "tests/contract/test_connectors.py::test_an_endpoint_that_was_changed_is_refused[shm-nonce]",
+        ],
+    ),
+    (
+        "endpoint: the seal is not keyed by the secret",
+        ENDPOINT,
+        'hmac.digest(secret, said, "sha256")',
+        'hmac.digest(b"", said, "sha256")',
+        [_ENDPOINT + "an_endpoint_of_another_connector_or_secret_is_refused"],
+    ),
+    (
+        "endpoint: the hello is not keyed by the secret",
+        ENDPOINT,
+        'return hmac.digest(secret, f"stretto hello',
+        'return hmac.digest(b"", f"stretto hello',
+        [_ENDPOINT + "a_hello_needs_the_secret_and_the_endpoint"],
+    ),
+    (
+        "endpoint: the hello does not depend on the endpoint",
+        ENDPOINT,
+        "stretto hello {endpoint.details['seal']}",
+        "stretto hello",
+        [_ENDPOINT + "a_hello_needs_the_secret_and_the_endpoint"],
+    ),
+    # -- networks, the receiver
+    (
+        "tcp: nothing is encrypted, at either end",
+        NETBELL,
+        "    if listens:\n        socket.curve_server = True\n",
+        "    if not listens or listens:\n        return\n    if listens:\n        socket.curve_server = True\n",
+        [
+            _NET + "a_plaintext_peer_is_refused_whatever_it_says",
+            _NET + "a_listener_that_is_not_the_invited_one_is_told_nothing[plaintext]",
+        ],
+    ),
+    (
+        "tcp: the key does not come from the secret",
+        NETBELL,
+        'hmac.digest(secret, f"stretto curve',
+        'hmac.digest(b"", f"stretto curve',
+        [
+            _NET + "another_key_is_refused",
+            _NET + "a_listener_that_is_not_the_invited_one_is_told_nothing[another key]",
+        ],
+    ),
+    (
+        "tcp: the hello is not compared",
+        NETBELL,
+        'if len(frames) == 3 and len(said) == 2 and hmac.compare_digest(b"".join(said), b"".join(self._hello)):',
+        "if len(frames) == 3 and len(said) == 2:",
+        [
+            _NET + f"who_has_the_key_but_not_the_hello_is_refused[{what}]"
+            for what in ("generation", "nonce", "secret", "a chunk")
+        ],
+    ),
+    (
+        "tcp: a hello is one whatever comes behind it",
+        NETBELL,
+        "if len(frames) == 3 and len(said) == 2 and",
+        "if len(said) == 2 and",
+        [_NET + "who_has_the_key_but_not_the_hello_is_refused[more]"],
+    ),
+    (
+        "tcp: who is refused stays connected",
+        NETBELL,
+        "            self._guests.refuse(fd)\n",
+        "            pass\n",
+        [_NET + "who_has_the_key_but_not_the_hello_is_refused[secret]"],
+    ),
+    (
+        "tcp: others than the peer are heard",
+        NETBELL,
+        "            return who == self._peer\n",
+        "            return True\n",
+        [_NET + "when_the_sender_is_in_strangers_are_neither_heard_nor_kept"],
+    ),
+    (
+        "tcp: guests stay when the sender is in",
+        NETBELL,
+        "self._guests.dismiss(everyone=bool(self._peer))",
+        "self._guests.dismiss()",
+        [_NET + "when_the_sender_is_in_strangers_are_neither_heard_nor_kept"],
+    ),
+    (
+        "tcp: nobody looks after guests while a take waits",
+        NETBELL,
+        "self._receive(min(timeout, self._guests.patience()))",
+        "self._receive(timeout)",
+        [_NET + "a_long_take_lets_the_silent_go_too"],
+    ),
+    (
+        "tcp: a stranger's end is taken for the peer's",
+        NETBELL,
+        "                    left = False  # who left was a guest, whose descriptor the peer has now\n",
+        "                    pass\n",
+        [_NET + "a_stranger_that_had_the_senders_descriptor_before_it_does_not_end_the_link"],
+    ),
+    (
+        "tcp: events are looked at before messages",
+        NETBELL,
+        "        of_peer = [frames for frames in messages if self._is_peer(frames)]\n"
+        "        # After the messages: the peer may have said hello and left since the last look.\n"
+        "        self._note_events(events)\n",
+        "        self._note_events(events)\n"
+        "        of_peer = [frames for frames in messages if self._is_peer(frames)]\n",
+        [_NET + "a_sender_that_said_hello_and_died_at_once_is_dead"],
+    ),
+    (
+        "tcp: messages of any size",
+        NETBELL,
+        "        self._socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)\n",
+        "",
+        [_NET + "a_message_larger_than_a_slot_is_refused_by_its_length"],
+    ),
+    # -- guests
+    (
+        "guests: the silent stay",
+        GUESTS,
+        "            late = self.clock() - since >= HELLO_S\n",
+        "            late = False\n",
+        [_GUESTS + "who_says_nothing_is_shut_when_its_time_is_over"],
+    ),
+    (
+        "guests: any number",
+        GUESTS,
+        " or len(self._here) > MOST or ",
+        " or ",
+        [_GUESTS + "the_oldest_make_room", _NET + "a_crowd_is_bounded_and_does_not_keep_the_sender_out"],
+    ),
+    (
+        "guests: the refused stay",
+        GUESTS,
+        " or fd in self._refused:",
+        ":",
+        [_GUESTS + "who_was_refused_is_shut_as_soon_as_it_is_known"],
+    ),
+    (
+        "guests: a refusal outlives its connection",
+        GUESTS,
+        "        self._refused.discard(fd)\n",
+        "",
+        [_GUESTS + "a_refusal_ends_with_its_connection"],
+    ),
+    (
+        "guests: a descriptor is shut whoever has it now",
+        GUESTS,
+        "                    if connection.getpeername() == address:\n",
+        "                    if address:\n",
+        [_GUESTS + "another_connection_with_the_same_descriptor_is_left_alone"],
+    ),
+    # -- notes
+    (
+        "slots: a chunk of any generation",
+        SLOTS,
+        "if seq == self._next and kind == _CHUNK and generation == self._generation and len(held) < self._slots:",
+        "if seq == self._next and kind == _CHUNK and len(held) < self._slots:",
+        [
+            _NET + "a_chunk_of_another_generation_ends_the_link",
+            _SHM + "a_chunk_of_another_generation_ends_the_link[0]",
+        ],
+    ),
+    (
+        "slots: a release of any generation",
+        SLOTS,
+        "if kind == _RELEASE and sent == seq and generation == self._generation:",
+        "if kind == _RELEASE and sent == seq:",
+        [_NET + "a_release_of_another_generation_ends_the_link"],
+    ),
+    # -- the orchestrator
+    (
+        "orchestrator: no secret",
+        PIPELINE,
+        "secrets.token_bytes(SECRET_BYTES)",
+        'b""',
+        [_LINKS + "each_generation_of_each_link_has_a_secret_of_its_own"],
+    ),
+    (
+        "orchestrator: the same secret for all",
+        PIPELINE,
+        "secrets.token_bytes(SECRET_BYTES)",
+        "bytes(SECRET_BYTES)",
+        [_LINKS + "each_generation_of_each_link_has_a_secret_of_its_own"],
+    ),
+    (
+        "orchestrator: a link keeps its secret",
+        PIPELINE,
+        "secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)",
+        "secret = self._secrets.setdefault(name, secrets.token_bytes(SECRET_BYTES))",
+        [_LINKS + "each_generation_of_each_link_has_a_secret_of_its_own"],
+    ),
+    (
+        "messages: a link without a secret",
+        MESSAGES,
+        "Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]",
+        "Secret = bytes",
+        [_LINKS + "a_host_understands_no_link_without_a_secret[0]"],
+    ),
+    (
+        "host: the secret is not handed on",
+        ENDS,
+        "            secret=secret,\n",
+        "",
+        [_ENDS + "both_ends_get_the_secret_and_the_generation_that_they_were_told"],
+    ),
+    (
+        "host: another host's nonsense ends this one",
+        ENDS,
+        "    except msgspec.MsgspecError as e:\n",
+        "    except ZeroDivisionError as e:\n",
+        [_ENDS + "nonsense_from_another_host_is_an_error_of_the_link[b'']"],
+    ),
+    (
+        "host: no descriptor for a link ends the host",
+        ENDS,
+        "        except OSError as e:  # no descriptor to be had, say: it is tried again, and the stages here live\n",
+        "        except ZeroDivisionError as e:\n",
+        [_ENDS + "a_machine_that_has_no_more_of_something_is_an_error_of_the_link"],
+    ),
+]

@@ -1,0 +1,75 @@
+"""The ends of links in a host: what the orchestrator says of a link reaches its connector, and a link that cannot be
+laid is an error of that link, never the end of the stages here."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import msgspec
+import pytest
+import torch
+
+from stretto.connector.contract import Endpoint, LinkOptions
+from stretto.connector.registry import Registry
+from stretto.connector.switches import OverlapSwitches
+from stretto.errors import StrettoError, WireError
+from stretto.orchestrator.messages import Connect, Listen
+from stretto.orchestrator.settings import HostSettings
+from stretto.stage.ends import LinkEnds
+from stretto.types import SECRET_BYTES
+
+LINK = "talker>code2wav"
+SECRET = bytes(range(SECRET_BYTES))
+
+
+class Stop(Exception):
+    pass
+
+
+class Asked:
+    """A connector that notes what it is asked for, and goes no further."""
+
+    name, inline = "asked", False
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.options: list[LinkOptions] = []
+
+    def listen(self, link: str, options: LinkOptions) -> NoReturn:
+        self.options.append(options)
+        raise self.error
+
+    def connect(self, endpoint: Endpoint, options: LinkOptions) -> NoReturn:
+        self.options.append(options)
+        raise self.error
+
+
+def ends_with(connector: Asked) -> LinkEnds:
+    def nothing(*said: Any) -> None:
+        raise AssertionError(f"said {said}")
+
+    registry = Registry()
+    registry.register("asked", lambda: connector)
+    return LinkEnds({}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
+
+
+def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> None:
+    asked = Asked(Stop())
+    ends = ends_with(asked)
+    endpoint = Endpoint("asked", "a-b", "here", 7, "", 1, 1)
+    with pytest.raises(Stop):
+        ends.listen(Listen(LINK, "asked", 7, SECRET), OverlapSwitches())
+    with pytest.raises(Stop):
+        ends.connect(Connect(LINK, "asked", msgspec.msgpack.encode(endpoint), 7, SECRET), OverlapSwitches())
+    assert [(o.secret, o.generation) for o in asked.options] == [(SECRET, 7)] * 2
+
+
+@pytest.mark.parametrize("endpoint", [b"", b"\xc1", b"\x93", b"\x81\xa1x\x01"], ids=repr)
+def test_nonsense_from_another_host_is_an_error_of_the_link(endpoint: bytes) -> None:
+    with pytest.raises(WireError, match="not an endpoint"):
+        ends_with(Asked(Stop())).connect(Connect(LINK, "asked", endpoint, 1, SECRET), OverlapSwitches())
+
+
+def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> None:
+    with pytest.raises(StrettoError, match="Too many open files"):
+        ends_with(Asked(OSError(24, "Too many open files"))).listen(Listen(LINK, "asked", 1, SECRET), OverlapSwitches())
