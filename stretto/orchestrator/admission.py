@@ -107,7 +107,11 @@ def announce(t: Ticket, ask: Ask, shared: bool) -> None:
 
 def cache_root(owner: str) -> bytes:
     """What sets an owner's prompts apart in the prefix caches. A digest: hosts need not know who it is."""
-    return blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").digest() if owner else b""
+    return (
+        blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").digest()
+        if owner
+        else b""
+    )
 
 
 def _sampling(p: Params, seed: int) -> tuple[Sampling, Sampling, Sampling]:
