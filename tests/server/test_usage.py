@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.api import Params
+from stretto.orchestrator.api import Params, Usage
 from stretto.orchestrator.messages import media_digest
 from stretto.orchestrator.settings import EngineConfig
 from stretto.prompt.build import PromptBuilder
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.template import TextStream
+from stretto.server.chat import chat_usage
+from stretto.server.schema import CompletionDetails, PromptDetails
 from tests.orchestrator.common import collect, picture, say, sound
 from tests.prompt.samples import data_uri, video_file
 from tests.server.real_engine import Served, served
@@ -26,12 +28,12 @@ from tests.server.real_engine import Served, served
 BLOCK = 16
 VIDEO = {"type": "video_url", "video_url": {"url": data_uri(video_file(8, 4), "video/mp4")}}
 CHATS: dict[str, Any] = {
-    "text": [{"role": "user", "content": "Hello, what is the weather like in the city today, and will it be so tomorrow?"}],
+    "text": [{"role": "user", "content": "Hello, what is the weather like today, and will it be so tomorrow?"}],
     "audio": [{"role": "user", "content": [sound(2.1), say("What was that, and who said it?")]}],
-    "image": [{"role": "user", "content": [say("Look at this picture:"), picture(), say("and then at this one:"), picture(seed=1)]}],
+    "image": [{"role": "user", "content": [say("Look at this:"), picture(), say("and this:"), picture(seed=1)]}],
     "video": [{"role": "user", "content": [say("What happens in here, from the beginning to the end?"), VIDEO]}],
     "all": [{"role": "user", "content": [sound(1.0, 5), picture(seed=5), VIDEO, say("All of that at once!")]}],
-}  # fmt: skip
+}
 FATHER = [{"role": "user", "content": "Hello, what is the weather like in the city?"}]
 """The tiny model's answer to this is full of the word father."""
 
@@ -68,8 +70,8 @@ class Desk:
         }
 
     def found(self, prompt: Prompt, spoken: bool) -> int:
-        """Rows in whole blocks that an earlier prompt began with too, never the last one. What the talker needs of media
-        is kept only where an answer was spoken."""
+        """Rows in whole blocks that an earlier prompt began with too, never the last one. What the talker needs of
+        media is kept only where an answer was spoken."""
         pads, digest = self.builder.config.tokens.media_pads, media_digest(prompt)
         rows = [(i, digest) if i in pads else i for i in prompt.ids]
         best = 0
@@ -92,6 +94,13 @@ def desk(tiny_dir: Path) -> Iterator[Desk]:
 
 def spoken(frames: int) -> dict[str, Any]:
     return {"modalities": ["text", "audio"], "min_audio_frames": frames, "max_audio_frames": frames}
+
+
+def test_each_number_goes_where_it_belongs() -> None:
+    usage = chat_usage(Usage(1000, 200, 30, 7, cached_tokens=16, audio_prompt_tokens=300, image_prompt_tokens=4))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (1000, 230, 1230)
+    assert usage.prompt_tokens_details == PromptDetails(696, 300, 4, 16)
+    assert usage.completion_tokens_details == CompletionDetails(200, 30)
 
 
 @pytest.mark.parametrize("kind", CHATS)
@@ -128,14 +137,14 @@ def test_the_last_token_is_never_cached(desk: Desk, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "most", "made", "reason"),
-    [(None, 8, 1, "stop"), (0, 8, 1, "stop"), (1, 8, 2, "stop"), (5, 8, 6, "stop"), (7, 8, 8, "stop"), (8, 8, 8, "length")],
-)  # fmt: skip
-def test_min_tokens_come_before_the_end(desk: Desk, least: int | None, most: int, made: int, reason: str) -> None:
+    ("least", "made", "reason"),
+    [(None, 1, "stop"), (0, 1, "stop"), (1, 2, "stop"), (5, 6, "stop"), (7, 8, "stop"), (8, 8, "length")],
+)
+def test_min_tokens_come_before_the_end(desk: Desk, least: int | None, made: int, reason: str) -> None:
     """With a bias that ends an answer as soon as it may end. As elsewhere, the end token counts as made, and not among
     those that must come before it."""
     end = str(desk.builder.config.tokens.im_end)
-    body = {"max_tokens": most, "logit_bias": {end: 100}, **({} if least is None else {"min_tokens": least})}
+    body = {"max_tokens": 8, "logit_bias": {end: 100}, **({} if least is None else {"min_tokens": least})}
     assert desk.usage(FATHER, made, 0, **body)["reason"] == reason
     got = desk.usage(FATHER, made, 0 if made == 1 else 3, **body, **spoken(3))
     assert got["reason"] == ("length" if made > 1 else reason), "what ends at once has nothing to say"
@@ -209,9 +218,8 @@ def test_a_stop_string_in_a_spoken_answer(desk: Desk, said: Said) -> None:
 
 def test_speech(desk: Desk) -> None:
     text = "Good morning, everybody."
-    reply = desk.it.post(
-        "/v1/audio/speech", input=text, stream_format="sse", response_format="pcm", min_audio_frames=4, max_audio_frames=4
-    )  # fmt: skip
+    body = {"stream_format": "sse", "response_format": "pcm", "min_audio_frames": 4, "max_audio_frames": 4}
+    reply = desk.it.post("/v1/audio/speech", input=text, **body)
     [usage] = [e["usage"] for e in reply.events if e["type"] == "speech.audio.done"]
     prompt = len(desk.builder.build([{"role": "user", "content": text}]).ids)
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (prompt, 4, prompt + 4)
