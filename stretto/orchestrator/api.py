@@ -9,7 +9,8 @@ implements it over hosts, and tests may implement it over anything that keeps th
 - Text arrives as deltas whose texts concatenate to the answer; ids are as sampled, up to the end token or the one that
   completes a stop string, which is included.
 - Audio chunks tile the stream: each starts where the last ended, in samples from 0.
-- Closing the iterator (`aclose`, cancellation of the task) cancels the request in all stages at once."""
+- Closing the iterator cancels the request in all stages at once: `aclose`, or cancellation of the task that waits in
+  it. A caller that may be cancelled elsewhere closes it on the way out (`contextlib.aclosing`)."""
 
 from __future__ import annotations
 

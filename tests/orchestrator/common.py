@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,19 @@ from PIL import Image
 
 from stretto.models.qwen3_omni.load import Models
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Params, TextDelta
-from stretto.orchestrator.messages import Admit, Configure, Connect, Ended, Failed, FromHost, Listen, Listening
+from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.messages import (
+    Admit,
+    Configure,
+    Connect,
+    Ended,
+    Failed,
+    FromHost,
+    Listen,
+    Listening,
+    Stats,
+)
+from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.build import PromptBuilder
 from stretto.solo import Audio, Done, Frame, Options, Solo, TextToken
@@ -149,6 +162,72 @@ def same(got: Answer, want: Answer, codes: bool = True) -> None:
     assert got.finish == want.finish
     assert len(got.samples) == len(want.samples)
     np.testing.assert_allclose(got.samples, want.samples, atol=1e-5)
+
+
+MINE = count(1 << 32)
+"""Numbers of pings that the engine does not use itself."""
+
+
+async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> dict[str, float]:
+    """What the hosts (all of them, or these) say of themselves, asked now. A host reads its messages in order: it has
+    taken in whatever it was sent before."""
+    pipeline = engine._pipelines[0]
+    asked = pipeline._hosts if hosts is None else [pipeline._hosts[i] for i in hosts]
+    await asyncio.gather(*(_asked(host) for host in asked))
+    return pipeline.metrics()
+
+
+async def _asked(host: HostProcess) -> None:
+    number, told, before = next(MINE), asyncio.Event(), host._on_message
+
+    def hear(host: HostProcess, message: FromHost, blob: bytes) -> None:
+        before(host, message, blob)
+        if isinstance(message, Stats) and message.number == number:
+            told.set()
+
+    host._on_message = hear
+    try:
+        host.ping(number)
+        await told.wait()
+    finally:
+        host._on_message = before
+
+
+def held(values: dict[str, float], slots: int) -> dict[str, float]:
+    """Of a pipeline's numbers, those that say that something is held: requests in a stage or before it, boxes of its
+    links, blocks of its cache, slots of the vocoder and of the links' rings."""
+    counts = ("_requests{", "_waiting{", "_outboxes{", "_inboxes{")
+    left = {k: v for k, v in values.items() if v and any(c in k for c in counts)}
+    left |= {k: v for k, v in values.items() if "_available{" in k and v != values[k.replace("_available", "")]}
+    return left | {k: v for k, v in values.items() if "_credits{" in k and v != slots}
+
+
+async def come_to(
+    engine: PipelineEngine,
+    fulfilled: Callable[[dict[str, float]], bool],
+    asks: int = 3000,
+    hosts: Sequence[int] | None = None,
+) -> dict[str, float]:
+    """Until it is so, told by the hosts' numbers, or they were asked so often."""
+    for _ in range(asks):
+        values = await stats(engine, hosts)
+        if fulfilled(values):
+            return values
+    raise AssertionError(f"it did not come to that: {values}")
+
+
+async def freed(engine: PipelineEngine, asks: int = 100) -> None:
+    """All that requests held is free after a few questions, and so after a few steps: a request that would go on for
+    thousands does not free it by itself."""
+    slots, left = engine.config.host.link_slots, {}
+    for _ in range(asks):
+        left = held(await stats(engine), slots)
+        if not left:
+            break
+    assert not left
+    assert not engine._tickets
+    assert engine._pipelines[0].active == 0
+    assert engine.metrics()["stretto_engine_running"] == 0
 
 
 class HandDriven:

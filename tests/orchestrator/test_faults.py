@@ -36,10 +36,11 @@ from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
 from stretto.prompt.packed import pack_prompt
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
-from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, run, same
+from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 LONG = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=30, max_frames=30)
+ENDLESS = replace(PARAMS, max_text_tokens=8000, ignore_eos=True, min_frames=8000, max_frames=8000)
 
 
 @pytest.fixture(scope="module")
@@ -55,34 +56,9 @@ async def until(fulfilled, turns: int = 6000) -> None:
     raise AssertionError("it did not come to that")
 
 
-async def nothing_held(engine: PipelineEngine) -> None:
-    """All stages say, asked now, that they hold no request, and all blocks and slots are free."""
-
-    pipeline = engine._pipelines[0]
-
-    def free() -> bool:
-        if not all(h.stats for h in pipeline._hosts):
-            return False
-        values = pipeline.metrics()
-        done = not any(values[k] for k in values if "_requests" in k or "_outboxes" in k or "_inboxes" in k)
-        available = [k for k in values if "_available" in k]
-        if done and all(values[k] == values[k.replace("_available", "")] for k in available):
-            return True
-        ask()
-        return False
-
-    def ask() -> None:
-        for host in pipeline._hosts:
-            host.stats = {}
-        pipeline.ping(0)
-
-    ask()
-    await until(free)
-
-
-async def speaking(engine: PipelineEngine, count: int = 2) -> list[asyncio.Task[Answer]]:
+async def speaking(engine: PipelineEngine, count: int = 2, params: Params = LONG) -> list[asyncio.Task[Answer]]:
     """Requests of which at least one is in the middle of its sound."""
-    tasks = [asyncio.create_task(collect(engine.generate(CHATS["text"], params=LONG))) for _ in range(count)]
+    tasks = [asyncio.create_task(collect(engine.generate(CHATS["text"], params=params))) for _ in range(count)]
     await until(lambda: any(t.frames for t in engine._tickets.values()))
     return tasks
 
@@ -99,7 +75,7 @@ async def back(engine: PipelineEngine, want: Answer) -> None:
         break
     else:
         raise AssertionError("it does not come back")
-    await nothing_held(engine)
+    await freed(engine)
 
 
 def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, want: Answer) -> None:
@@ -132,13 +108,13 @@ def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, 
 def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(tiny_dir: Path, want: Answer) -> None:
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES)) as engine:
-            for task in await speaking(engine, 4):
+            for task in await speaking(engine, 4, ENDLESS):
                 task.cancel()
-            gone = asyncio.create_task(collect(engine.generate(CHATS["audio"], params=LONG)))
+            gone = asyncio.create_task(collect(engine.generate(CHATS["audio"], params=ENDLESS)))
             await asyncio.sleep(0)
             gone.cancel()  # before it was admitted
             await asyncio.gather(gone, return_exceptions=True)
-            await nothing_held(engine)
+            await freed(engine)
             assert engine.metrics()["stretto_engine_cancelled_total"] == 4
 
             # An id may be used again, though stages ignore late chunks of requests that are over.

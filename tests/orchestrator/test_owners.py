@@ -1,0 +1,107 @@
+"""Whose prompts a request finds in the caches of the stages: those of its own root, with its own voice."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.orchestrator.admission import Ask, announce
+from stretto.orchestrator.api import Params
+from stretto.orchestrator.messages import Admit, Sampling, encode, media_digest, pack_prompt
+from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.orchestrator.ticket import Ticket
+from stretto.prompt.build import PromptBuilder
+from stretto.prompt.prompt import Prompt
+from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from tests.orchestrator.common import HandDriven, picture, say
+
+WORDS = "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few more than that."
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"role": "user", "content": WORDS}],
+    "image": [{"role": "user", "content": [say("Look at this:"), picture(), say(WORDS)]}],
+}
+GREEDILY = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+NUMBERS = count()
+
+
+@pytest.fixture(scope="module")
+def builder(tiny_dir: Path) -> PromptBuilder:
+    return PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+
+
+@pytest.fixture
+def driven(tiny_dir: Path) -> Iterator[HandDriven]:
+    made = HandDriven(tiny_dir, HostSettings())
+    yield made
+    made.host.close()
+
+
+def first_rows(driven: HandDriven, prompt: Prompt, root: bytes, voice: str | None = None) -> dict[str, int]:
+    """Where each stage begins to compute a request's rows."""
+    driven.launched.clear()
+    driven.reports.clear()
+    meta, blob = pack_prompt(prompt, features=True)
+    id, media = RequestId(f"r{next(NUMBERS)}"), media_digest(prompt)
+    driven.answer(Admit(id, meta, True, voice, *GREEDILY, 2, 2, media=media, cache_root=root), blob)
+    return {stage: min(start for s, start, _ in driven.launched if s == stage) for stage in STAGES[:2]}
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_each_stage_finds_rows_of_the_same_root_alone(driven: HandDriven, builder: PromptBuilder, kind: str) -> None:
+    prompt = builder.build(CHATS[kind])
+    cold, whole = {"thinker": 0, "talker": 0}, (len(prompt.ids) - 1) // 16 * 16
+    assert first_rows(driven, prompt, b"a") == cold
+    assert first_rows(driven, prompt, b"b") == cold
+    assert first_rows(driven, prompt, b"") == cold
+    again = first_rows(driven, prompt, b"a")
+    assert again["thinker"] == whole > 0
+    assert again["talker"] > 0
+    assert first_rows(driven, prompt, b"b") == again
+
+
+def test_voices_are_kept_apart_in_the_talker(driven: HandDriven, builder: PromptBuilder, tiny_dir: Path) -> None:
+    prompt = builder.build(CHATS["text"])
+    one, other, *_ = OmniConfig.read(tiny_dir).talker.speakers
+    assert first_rows(driven, prompt, b"a", one) == {"thinker": 0, "talker": 0}
+    found = first_rows(driven, prompt, b"a", other)
+    assert found["thinker"] > 0
+    assert found["talker"] == 0
+
+
+class Line:
+    """A pipeline of one host that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def hosts_of(self, stages: tuple[str, ...]) -> list[tuple[str, ...]]:
+        return [stages]
+
+    def send(self, stages: tuple[str, ...], message: object, blob: bytes = b"") -> None:
+        self.sent.append(message)
+
+
+def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None) -> Admit:
+    line, params, ask = Line(), Params(), Ask(True, None, Params(), None, spoken, owner=owner)
+    none = SimpleNamespace()
+    t = Ticket(RequestId("r"), None, line, STAGES, Prompt((1, 2)), params, 7, none, 0.0)  # type: ignore[arg-type]
+    announce(t, ask, shared)
+    [message] = line.sent
+    assert isinstance(message, Admit)
+    return message
+
+
+@pytest.mark.parametrize("spoken", [None, (3, 4)], ids=["answered", "read aloud"])
+def test_owners_have_roots_of_their_own_which_do_not_name_them(spoken: tuple[int, ...] | None) -> None:
+    owners = ["key1", "key2", "key11", "a key that should not have come here", "\udc80"]
+    roots = [told(owner, spoken=spoken).cache_root for owner in owners]
+    assert len({*roots, b""}) == len(owners) + 1
+    assert all(told(owner, spoken=spoken).cache_root == root for owner, root in zip(owners, roots, strict=True))
+    assert not any(o.encode() in encode(told(o, spoken=spoken)) for o in owners[:-1])
+    assert told("", spoken=spoken).cache_root == b"", "nobody in particular"
+    assert {told(owner, shared=True, spoken=spoken).cache_root for owner in owners} == {b""}

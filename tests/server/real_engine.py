@@ -1,0 +1,55 @@
+"""A server with the real engine and the tiny model behind it, for tests that ask over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.settings import EngineConfig
+from tests.server.conftest import Reply, Running
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Served:
+    running: Running
+    engine: PipelineEngine
+    keys: tuple[str, ...] = ()
+
+    def post(self, path: str, key: int | None = None, **body: Any) -> Reply:
+        """A request with the key of this number, from 1 on."""
+        headers = {"content-type": "application/json"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {self.keys[key - 1]}"
+        reply = self.running.ask(path, body, headers=headers)
+        assert reply.status == 200, reply.body
+        return reply
+
+    def chat(self, messages: Any, key: int | None = None, **body: Any) -> Any:
+        return self.post("/v1/chat/completions", key, messages=messages, **body).json
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """On the engine's loop, with patience."""
+        return asyncio.run_coroutine_threadsafe(work, self.running.loop).result(240)
+
+
+@contextmanager
+def served(model: Path, config: EngineConfig, **settings: Any) -> Iterator[Served]:
+    engines: list[PipelineEngine] = []
+    starts: list[asyncio.Task[None]] = []
+
+    async def open_engine() -> PipelineEngine:
+        engines.append(PipelineEngine(model, config))
+        starts.append(asyncio.create_task(engines[0].start()))
+        return engines[0]
+
+    with Running(open_engine, drain_timeout=1.0, **settings) as running:
+        it = Served(running, engines[0], settings.get("api_key", ()))
+        it.do(asyncio.wait_for(starts[0], 240))
+        yield it
