@@ -63,19 +63,19 @@ class MediaLimits:
 
     file_bytes: int = 64 << 20  # one file
     audio_seconds: float = 2400.0
-    audio_values: int = 1 << 29  # samples times channels, before resampling: bounds the decoding time
+    audio_values: int = 1 << 28  # samples times channels, before resampling, at up to 15 ns each; 40 min of CD sound fit
     audio_channels: int = 8  # one clip
     image_pixels: int = 64_000_000  # one picture, or one frame of a video
     video_seconds: float = 600.0  # one video
     video_input_frames: int = 36_000  # in the files: each costs something however small it is
     video_frames: int = 768  # kept of one video; a longer one is sampled more thinly
-    decode_seconds: float = 30.0  # of one core, for pictures and videos, as estimated below
+    decode_seconds: float = 20.0  # of one core, for pictures and videos, as estimated below
 
 
-# What decoding costs one core, in seconds, measured on an EPYC (2.0 to 3.5 GHz). What a frame takes goes with its raw
-# size over all codecs on our list, chroma formats and depths: 0.7 to 1.3 ns a byte. Ten minutes of 1280x720 at 25 a
-# second, of which 768 frames are kept, come to 27 s.
-COST_PER_FRAME_BYTE = 1.0e-9
+# What decoding costs one core, in seconds, measured on an EPYC of 2025. What a frame takes goes with its raw size over
+# all codecs on our list, chroma formats and depths: 0.7 to 1.8 ns a byte. 20 s are five minutes of 1280x720 at 25
+# frames a second or ten of 854x480, both sampled at two a second; or 333 million pixels of pictures.
+COST_PER_FRAME_BYTE = 1.25e-9
 COST_PER_KEPT_PIXEL = 9.0e-9  # to RGB and to the size that is kept
 COST_PER_PICTURE_PIXEL = 60.0e-9  # the slowest: a transparent WebP or PNG
 

@@ -74,8 +74,6 @@ class Reader:
 
     def read_tools(self, tools: object) -> list[dict[str, Any]] | None:
         """Tools for the chat template; None if there are none."""
-        if tools is None:
-            return None
         self._count(tools, "tools")
         return check_tools(tools) or None
 

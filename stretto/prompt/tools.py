@@ -28,10 +28,10 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
 Tools = Annotated[list[Tool], Meta(max_length=256)]
 
 
-def check_tools(tools: object) -> list[dict[str, Any]]:
+def check_tools(tools: object | None) -> list[dict[str, Any]]:
     """The tools as plain data for the template, without fields that say nothing."""
     try:
-        return [msgspec.to_builtins(t) for t in msgspec.convert(tools, Tools)]
+        return [msgspec.to_builtins(t) for t in msgspec.convert(tools, Tools | None) or ()]
     except msgspec.ValidationError as e:
         raise wrong_field(e, "tools") from None
     except TypeError as e:  # from a local caller, who can pass what JSON has no words for

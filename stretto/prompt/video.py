@@ -148,6 +148,9 @@ def _schedule(data: bytes, budget: Budget) -> _Plan:
     last, most = 0.0, budget.limits.video_seconds
     with _screen(data, budget) as (container, stream):
         screen = stream.codec_context
+        if not screen.width * screen.height:  # opening the file read no frame
+            known = f"its frames are broken, or have over {budget.limits.image_pixels:,} pixels"
+            raise MediaError(f"video cannot be decoded: {known}")
         check_pixels(screen.width, screen.height, budget.limits)
         rate = float(stream.average_rate or 25)
         for packet in container.demux(stream):

@@ -80,6 +80,41 @@ def video_file(
     return out.getvalue()
 
 
+def shifting_video(*runs: tuple[int, int]) -> bytes:
+    """Square frames, ten a second: runs of (side, how many), all in one stream whose header states the first size.
+
+    FFmpeg's decoder drops the last frame before each change."""
+    out, index = io.BytesIO(), 0
+    with av.open(out, "w", format="mpegts") as container:
+        stream = container.add_stream("mpeg2video", rate=25)
+        stream.width, stream.height, stream.pix_fmt = runs[0][0], runs[0][0], "yuv420p"
+        for side, count in runs:
+            encoder = av.CodecContext.create("mpeg2video", "w")
+            encoder.width, encoder.height, encoder.pix_fmt = side, side, "yuv420p"
+            encoder.framerate, encoder.time_base, encoder.gop_size = Fraction(25), Fraction(1, 25), 1
+            grey = np.full((side, side, 3), 128, np.uint8)
+            packets = []
+            for i in range(count):
+                frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+                frame.pts, frame.time_base = i, Fraction(1, 25)
+                packets += encoder.encode(frame)
+            for packet in [*packets, *encoder.encode()]:
+                packet.stream, packet.time_base = stream, Fraction(1, 10)
+                packet.pts = packet.dts = index
+                index += 1
+                container.mux(packet)
+    return out.getvalue()
+
+
+def silence_file(seconds: int, format: str, channels: int = 2) -> bytes:
+    """Silence at 48 kHz, which packs well. Second by second: libsndfile overflows its stack on a long ogg at once."""
+    out = io.BytesIO()
+    with soundfile.SoundFile(out, "w", 48_000, channels, format=format) as f:
+        for _ in range(seconds):
+            f.write(np.zeros((48_000, channels), np.float32))
+    return out.getvalue()
+
+
 def b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 

@@ -404,13 +404,6 @@ def test_no_sound_track(builder: PromptBuilder) -> None:
             builder.build([user(part)], use_audio_in_video=True)
 
 
-def test_bad_tools(builder: PromptBuilder) -> None:
-    for tools in ({}, "x", ["x"]):
-        with pytest.raises(Invalid, match="tools must be") as e:
-            builder.build([user("x")], tools)  # type: ignore[arg-type]
-        assert e.value.param == "tools"
-
-
 def test_files_that_are_none(builder: PromptBuilder, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for path, message in (
