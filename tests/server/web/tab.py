@@ -66,7 +66,7 @@ SOUND = """
     connect() {}
   };
   globalThis.playBlocks = (blocks) => {
-    for (let i = 0; i < blocks; i++) for (const { processor } of nodes) processor.process([], [[new Float32Array(128)]]);
+    for (let i = 0; i < blocks; i++) nodes.forEach(({ processor }) => processor.process([], [[new Float32Array(128)]]));
   };
 })();
 """

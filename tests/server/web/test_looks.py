@@ -22,7 +22,6 @@ def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
     tab.close()
 
 
-
 @pytest.mark.parametrize(("width", "height", "dark"), [(1280, 800, False), (390, 844, True), (320, 568, False)])
 def test_fits_and_targets_are_large_enough(
     browser: Browser, server: FakeServer, width: int, height: int, dark: bool

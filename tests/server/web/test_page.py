@@ -1,8 +1,8 @@
 """The page in a real browser against a scripted server: what a person sees, hears and does.
 
 Nothing here is a matter of time. Where sound is played, the test plays it (`tab.play`), and where it is the page's time
-that matters, the test lets it pass (`tab.pass_time`): a busy machine only takes longer. `real_sound` is the browser's own
-audio thread, for what is true at any speed."""
+that matters, the test lets it pass (`tab.pass_time`): a busy machine only takes longer. `real_sound` is the browser's
+own audio thread, for what is true at any speed."""
 
 from __future__ import annotations
 

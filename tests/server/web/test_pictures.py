@@ -15,7 +15,9 @@ from tests.server.web.test_page import READY
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize(("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844), ("small", 320, 568)])
+@pytest.mark.parametrize(
+    ("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844), ("small", 320, 568)]
+)
 def test_picture(
     browser: Browser, server: FakeServer, tmp_path: Path, name: str, width: int, height: int, dark: bool
 ) -> None:
