@@ -63,5 +63,9 @@ class CheckpointError(StrettoError):
     """A checkpoint that cannot be used; the message names the file and the tensor or field."""
 
 
+class CpuError(StrettoError):
+    """This machine's CPU cannot compute what was asked for."""
+
+
 class Bug(StrettoError):
     """An invariant broke."""

@@ -11,9 +11,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from stretto import cpu
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
 from tests.oracle import PromptMaker, load_oracle
+
+# Tests compute in bfloat16. Decided before anything is computed; workers and hosts inherit the answer.
+cpu.limit_onednn(os.environ)
 
 # Exact on a GPU too: cuDNN would round float32 convolutions.
 torch.backends.cudnn.allow_tf32 = False

@@ -20,6 +20,7 @@ def loaded(module: str) -> set[str]:
         ("stretto.orchestrator.engine", {"torch", "transformers", "stretto.stage.stage"}),
         ("stretto.server.app", {"torch", "transformers", "stretto.stage"}),
         ("stretto.cli", {"torch", "transformers"}),
+        ("stretto.cpu", {"torch"}),
         ("stretto.client.command", {"torch"}),
         ("stretto.connector.shm", {"stretto.models.qwen3_omni.thinker", "stretto.stage.stage"}),
         ("stretto.stage.host", {"transformers", "stretto.server"}),

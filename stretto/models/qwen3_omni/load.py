@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
+from stretto import cpu
 from stretto.layers.linear import Embedding
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
@@ -57,6 +58,7 @@ class Source:
         where = torch.device(device)
         if dtype is None:
             dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+        cpu.prepare(where.type, str(dtype).removeprefix("torch."))
         if where.type == "cuda":
             torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
             # Shapes are few (captured sizes), and what cuDNN guesses for some of them is ten times slower.

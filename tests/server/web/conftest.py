@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.server.web.browser import Browser, find_chromium
 from tests.server.web.fake_server import FakeServer
+from tests.server.web.tab import Browser, find_chromium
 
 MICROPHONE_HZ = 480.0
 
@@ -21,7 +21,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if find_chromium() is None:
         pytest.skip("needs Chromium (Debian: apt-get install chromium)")
     folder = tmp_path_factory.mktemp("chromium")
-    with Browser(folder, microphone_file(folder / "microphone.wav")) as browser:
+    with Browser(microphone_file(folder / "microphone.wav")) as browser:
         yield browser
 
 

@@ -54,6 +54,7 @@ class Script:
     break_after: int | None = None  # events, then an error event
     cut_after: int | None = None  # events, then the connection ends
     endless: bool = False  # goes on until the client leaves
+    hold: tuple[str, ...] = ()  # where it waits for `go_on`: "words 0" and "packet 0" (before them), ..., "end"
     key: str | None = None
     timeline: bool = True
 
@@ -90,15 +91,27 @@ class FakeServer(AbstractContextManager["FakeServer"]):
     came: threading.Condition = field(default_factory=threading.Condition)  # a request was added
     left: threading.Event = field(default_factory=threading.Event)  # a client went away in the middle of an answer
     url: str = ""
+    loop: asyncio.AbstractEventLoop | None = None  # the server's own, once a question has come
+    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     server: uvicorn.Server | None = None
     thread: threading.Thread | None = None
 
     def reset(self) -> None:
         self.script, self.requests, self.left = Script(), [], threading.Event()
+        self.gate = asyncio.Semaphore(0)
 
     def wait_for_requests(self, count: int) -> None:
         with self.came:
             assert self.came.wait_for(lambda: len(self.requests) >= count, 30), f"only {len(self.requests)} came"
+
+    def go_on(self) -> None:
+        """Let an answer pass the next place where the script holds it. May be said before it is there."""
+        assert self.loop is not None, "nothing was asked yet"
+        self.loop.call_soon_threadsafe(self.gate.release)
+
+    async def at(self, place: str) -> None:
+        if place in self.script.hold:
+            await self.gate.acquire()
 
     # --- routes
 
@@ -125,6 +138,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         if (refused := self.unauthorized(request)) is not None:
             return refused
         body = await request.json()
+        self.loop = asyncio.get_running_loop()
         with self.came:
             self.requests.append(body)
             self.came.notify_all()
@@ -164,9 +178,11 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         sizes, start, said = script.packets, 0, 0
         for n, size in enumerate(sizes):
             share = len(words) * (n + 1) // len(sizes)
+            await self.at(f"words {n}")
             for word in words[said:share]:
                 yield chunk({"audio": {"transcript": word}} if aloud else {"content": word})
             said = share
+            await self.at(f"packet {n}")
             if aloud:
                 samples = size * 1920 - (555 if n == 0 else 0)
                 yield chunk({"audio": {"data": base64.b64encode(spoken(start, samples)).decode()}})
@@ -176,7 +192,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
                 {"audio": {"data": base64.b64encode(spoken(start, 1920)).decode()}} if aloud else {"content": "la "}
             )
             start += 1920
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
+        await self.at("end")
         if aloud:
             yield chunk({"audio": {"expires_at": 2_000_000_000}})
         last = chunk({}, "stop")
@@ -197,7 +214,11 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         ]
         app = Starlette(routes=routes, middleware=[Middleware(Policy)])
         # Port 0: the system picks one. `lifespan` off and no signal handlers, since this is not the main thread.
-        config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        # It never closes a connection that the browser keeps: one that it closed in the moment of a new question would
+        # look like a server that went away.
+        config = uvicorn.Config(
+            app, port=0, log_level="critical", lifespan="off", timeout_graceful_shutdown=1, timeout_keep_alive=3600
+        )
         self.server = uvicorn.Server(config)
         listening = config.bind_socket()
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
@@ -209,7 +230,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         assert self.server is not None
         assert self.thread is not None
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(60)
+        assert not self.thread.is_alive()
 
 
 class Policy:

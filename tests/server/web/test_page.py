@@ -1,4 +1,8 @@
-"""The page in a real browser against a scripted server: what a person sees, hears and does."""
+"""The page in a real browser against a scripted server: what a person sees, hears and does.
+
+Nothing here is a matter of time. Where sound is played, the test plays it (`tab.play`), and where it is the page's time
+that matters, the test lets it pass (`tab.pass_time`): a busy machine only takes longer. `real_sound` is the browser's
+own audio thread, for what is true at any speed."""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.web.browser import Browser, Tab
 from tests.server.web.conftest import MICROPHONE_HZ
-from tests.server.web.fake_server import ANSWER, FakeServer, Script
+from tests.server.web.fake_server import ANSWER, RATE, FakeServer, Script
+from tests.server.web.tab import SOUND, Browser, Tab
 
 READY = "strettoStats().server === 'ready'"
 DONE = "strettoStats().turns.at(-1)?.outcome === 'done'"
@@ -21,7 +25,17 @@ DONE = "strettoStats().turns.at(-1)?.outcome === 'done'"
 
 @pytest.fixture
 def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
-    tab = browser.open(server.url)
+    """Sound and time are the test's to pass; time goes by itself until `stop_time`."""
+    tab = browser.open(server.url, before=SOUND, clock=True)
+    tab.until(READY)
+    yield tab
+    tab.close()
+
+
+@pytest.fixture
+def real_sound(browser: Browser, server: FakeServer) -> Iterator[Tab]:
+    """The browser's own sound, in and out; time is the test's."""
+    tab = browser.open(server.url, clock=True)
     tab.until(READY)
     yield tab
     tab.close()
@@ -34,7 +48,8 @@ def shows(words: str) -> str:
     )
 
 
-def test_typed_question_is_answered_and_heard(tab: Tab, server: FakeServer) -> None:
+def test_typed_question_is_answered_and_heard(real_sound: Tab, server: FakeServer) -> None:
+    tab = real_sound
     tab.ask("What is a stretto?")
     tab.until(DONE)
     tab.until("!strettoStats().playing")
@@ -47,23 +62,64 @@ def test_typed_question_is_answered_and_heard(tab: Tab, server: FakeServer) -> N
 
     (turn,) = tab.stats()["turns"]
     assert turn["packets"] == len(server.script.packets)
-    assert turn["audioSeconds"] == pytest.approx((sum(server.script.packets) * 1920 - 555) / 24000)
-    # Sent all at once: faster than it is heard, so not one gap.
-    assert turn["underruns"] == 0
-    assert turn["starved"] == 0
+    assert turn["audioSeconds"] == pytest.approx((sum(server.script.packets) * 1920 - 555) / RATE)
     assert 0 < turn["firstText"] <= turn["firstAudio"] <= turn["firstSound"]
     assert tab.complained() == []
 
 
-def test_figures_and_timeline_are_shown(tab: Tab) -> None:
-    before = tab.eval("document.querySelector('#timeline').toDataURL()")
-    tab.ask("Show me.")
-    tab.until("strettoStats().turns[0].outcome === 'done' && !strettoStats().playing")
-    for figure in ("first-text", "first-audio", "first-sound", "total"):
-        assert tab.text(figure).endswith(("ms", "s")), figure
+def test_what_comes_in_time_is_played_without_a_gap(tab: Tab, server: FakeServer) -> None:
+    """Sent all at once: faster than it is heard, so not one gap."""
+    tab.ask("What is a stretto?")
+    tab.until(DONE)
+    tab.play_out()
+    (turn,) = tab.stats()["turns"]
+    assert turn["firstSound"] is not None
+    assert turn["underruns"] == 0
+    assert turn["starved"] == 0
     assert tab.text("underruns") == "0"
-    assert float(tab.text("rtf")) > 0
-    assert float(tab.text("rate")) > 0
+    assert tab.complained() == []
+
+
+def test_a_gap_is_counted_and_told(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(hold=("packet 2",))
+    tab.ask("What is a stretto?")
+    tab.until("strettoStats().turns[0]?.packets === 2")
+    tab.play(64)
+    (turn,) = tab.stats()["turns"]
+    assert turn["underruns"] == 1
+    assert turn["starved"] == pytest.approx((64 * 128 - (3 * 1920 - 555)) / RATE)
+    server.go_on()
+    tab.until(DONE)
+    tab.play_out()
+    assert tab.stats()["turns"][0]["underruns"] == 1
+    assert tab.text("underruns") == "1"
+    assert tab.eval("document.querySelector('.meta').textContent").endswith("1 underrun")
+
+
+def test_figures_and_timeline_are_shown(tab: Tab, server: FakeServer) -> None:
+    tab.stop_time()
+    before = tab.eval("document.querySelector('#timeline').toDataURL()")
+    server.script = Script(hold=("words 0", "packet 0", "packet 3", "end"))
+    tab.ask("Show me.")
+    server.wait_for_requests(1)
+    for wait, then in (
+        (120, "strettoStats().turns[0].firstText !== null"),
+        (30, "strettoStats().turns[0].packets === 3"),
+        (50, "strettoStats().turns[0].packets === 4"),
+        (40, DONE),
+    ):
+        tab.pass_time(wait)
+        server.go_on()
+        tab.until(then)
+        tab.play(8)  # 43 ms of more than a second: it never runs dry
+    tab.pass_time(500)
+    tab.play_out()
+    tab.pass_time(100)  # for the picture
+    shown = {f: tab.text(f) for f in ("first-text", "first-audio", "first-sound", "total")}
+    assert shown == {"first-text": "120 ms", "first-audio": "150 ms", "first-sound": "150 ms", "total": "240 ms"}
+    assert tab.text("underruns") == "0"
+    assert tab.text("rtf") == f"{0.2 / tab.stats()['turns'][0]['audioSeconds']:.2f}"
+    assert tab.text("rate") == f"{(len(ANSWER.split()) - 1) / 0.03:.0f}"
     # The server sent its timeline: the links between the stages have lanes too.
     assert tab.stats()["lanes"] == [
         "thinker", "thinker>talker", "talker", "talker>code2wav", "code2wav", "packets", "playback",
@@ -71,7 +127,8 @@ def test_figures_and_timeline_are_shown(tab: Tab) -> None:
     making = tab.eval("document.querySelector('#timeline').toDataURL()")
     assert making != before
     tab.click("zoom-hearing")
-    tab.until(f"document.querySelector('#timeline').toDataURL() !== '{making}'")
+    tab.pass_time(100)
+    assert tab.eval("document.querySelector('#timeline').toDataURL()") != making
     label = tab.eval("document.querySelector('#timeline').getAttribute('aria-label')")
     assert "4 packets" in label
 
@@ -82,27 +139,31 @@ def test_timeline_without_the_servers_help(tab: Tab, server: FakeServer) -> None
     tab.until(DONE)
     (turn,) = tab.stats()["turns"]
     assert not turn["measured"]
-    assert tab.stats()["lanes"] == ["thinker", "talker", "code2wav", "packets", "playback"]
+    tab.until("strettoStats().lanes.join() === 'thinker,talker,code2wav,packets,playback'")
 
 
 @pytest.mark.parametrize("way", ["click", "hold", "space"])
-def test_spoken_question_is_sent_as_sound(tab: Tab, server: FakeServer, way: str) -> None:
+def test_spoken_question_is_sent_as_sound(real_sound: Tab, server: FakeServer, way: str) -> None:
+    tab = real_sound
+    tab.stop_time()  # what is shorter than a third of a second is a click, not a hold
     heard = "parseFloat(document.querySelector('#recording-text').textContent.split(' ')[1]) >= 0.6"
     if way == "click":
         tab.click("mic")
     elif way == "hold":
-        tab.mouse("mousePressed", "mic")
+        tab.mouse_down("mic")
     else:
         tab.eval("document.querySelector('#mic').focus()")
-        tab.key("keyDown", " ")
+        tab.key_down("Space")
     tab.until(f"strettoStats().recording && {heard}")
     assert tab.text("state") == "Listening"
     if way == "click":
         tab.click("mic")
     elif way == "hold":
-        tab.mouse("mouseReleased", "mic")
+        tab.pass_time(1000)
+        tab.mouse_up()
     else:
-        tab.key("keyUp", " ")
+        tab.pass_time(1000)
+        tab.key_up("Space")
     tab.until(DONE)
 
     (part,) = server.requests[0]["messages"][0]["content"]
@@ -119,7 +180,9 @@ def test_spoken_question_is_sent_as_sound(tab: Tab, server: FakeServer, way: str
     assert tab.complained() == []
 
 
-def test_escape_drops_a_recording(tab: Tab, server: FakeServer) -> None:
+def test_escape_drops_a_recording(real_sound: Tab, server: FakeServer) -> None:
+    tab = real_sound
+    tab.stop_time()
     tab.click("mic")
     tab.until("strettoStats().recording")
     tab.press("Escape")
@@ -144,7 +207,9 @@ def test_microphone_denied(browser: Browser, server: FakeServer) -> None:
 def test_stop_ends_the_answer_here_and_there(tab: Tab, server: FakeServer, by: str) -> None:
     server.script = Script(endless=True)
     tab.ask("Never stop.")
-    tab.until("strettoStats().turns[0]?.firstSound")
+    tab.until("strettoStats().turns[0]?.packets >= 4")
+    tab.play(8)
+    tab.until("strettoStats().turns[0].firstSound")
     if by == "button":
         tab.click("stop")
     else:
@@ -167,7 +232,8 @@ def test_history_replay_and_new_conversation(tab: Tab, server: FakeServer) -> No
     tab.eval("document.querySelector('#instructions').value = 'Be brief.'")
     for n, question in enumerate(("One?", "Two?")):
         tab.ask(question)
-        tab.until(f"strettoStats().turns[{n}]?.outcome === 'done' && !strettoStats().playing")
+        tab.until(f"strettoStats().turns[{n}]?.outcome === 'done'")
+        tab.play_out()
     assert server.requests[1]["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "One?"},
@@ -175,9 +241,9 @@ def test_history_replay_and_new_conversation(tab: Tab, server: FakeServer) -> No
         {"role": "user", "content": "Two?"},
     ]
     figures = tab.stats()["turns"]
-    tab.eval("document.querySelector('[data-testid=replay]').scrollIntoView()")
     tab.click("replay")
     tab.until("strettoStats().playing")
+    tab.play(8)
     tab.press("Escape")
     tab.until("!strettoStats().playing")
     assert tab.stats()["turns"] == figures, "hearing it again changes no figure"
@@ -241,7 +307,8 @@ def test_text_only(tab: Tab, server: FakeServer) -> None:
 
 def test_whole_sentences_are_announced(tab: Tab) -> None:
     tab.eval(
-        "window.told = []; new MutationObserver(() => told.push(document.querySelector('#announcer').textContent))"
+        "window.told = []; new MutationObserver((changes) => changes.forEach((change) =>"
+        " change.addedNodes.forEach((words) => told.push(words.data))))"
         ".observe(document.querySelector('#announcer'), {childList: true})"
     )
     tab.ask("Tell me.")
@@ -300,10 +367,14 @@ def test_key_is_asked_for_and_kept_in_the_tab_only(browser: Browser, server: Fak
 
 def test_busy_server_is_asked_again_after_the_time_it_named(tab: Tab, server: FakeServer) -> None:
     server.script = Script(refuse=(429, {"Retry-After": "1"}, "32 streams are running"), refusals=1)
+    tab.stop_time()
     tab.ask("Please?")
     tab.until(shows("The server is busy."))
     assert "32 streams are running" in tab.text("notice")
-    tab.until(shows("Trying again in 1 s."))
+    assert tab.eval(shows("Trying again in 1 s."))
+    tab.pass_time(999)
+    assert len(server.requests) == 1
+    tab.pass_time(1)
     tab.until(DONE)
     assert len(server.requests) == 2
     assert server.requests[0]["messages"] == server.requests[1]["messages"]
@@ -383,75 +454,3 @@ def test_server_that_goes_away(browser: Browser) -> None:
     tab.until("strettoStats().server === 'disconnected'")
     assert tab.text("state") == "Disconnected"
     tab.close()
-
-
-# --- how it looks
-
-
-@pytest.mark.parametrize(("width", "height", "dark"), [(1280, 800, False), (390, 844, True), (320, 568, False)])
-def test_fits_and_targets_are_large_enough(
-    browser: Browser, server: FakeServer, width: int, height: int, dark: bool
-) -> None:
-    tab = browser.open(server.url, width, height, dark)
-    tab.until(READY)
-    assert tab.eval("document.documentElement.scrollWidth") <= width
-    small = tab.eval(
-        "[...document.querySelectorAll('button, select, label.attach, summary')].filter((e) => e.checkVisibility())"
-        ".filter((e) => e.getBoundingClientRect().height < 44).map((e) => e.id || e.textContent.trim())"
-    )
-    if width < 600:
-        assert small == []
-    tab.click("theme")
-    paper = tab.eval("getComputedStyle(document.body).backgroundColor")
-    tab.click("theme")
-    assert tab.eval("getComputedStyle(document.body).backgroundColor") != paper
-    assert tab.complained() == []
-    tab.close()
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_words_stand_out_from_their_ground(browser: Browser, server: FakeServer, dark: bool) -> None:
-    """WCAG AA: 4.5 to 1 for each colour that words are written in, on each ground they are written on."""
-    tab = browser.open(server.url, dark=dark)
-
-    def luminance(name: str) -> float:
-        tab.eval(f"document.body.style.backgroundColor = 'var(--{name})'")
-        channels = tab.eval("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-        red, green, blue = (c / 255 for c in channels[:3])
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    inks = ["ink", "muted", "alarm", "thinker", "talker", "code2wav", "packets", "playback", "link"]
-    grounds = {"surface": inks, "paper": ["ink", "muted"], "accent": ["on-accent"], "alarm-soft": ["ink", "muted"]}
-    for ground, words in grounds.items():
-        for ink in words:
-            light, shade = sorted((luminance(ink), luminance(ground)), reverse=True)
-            assert (light + 0.05) / (shade + 0.05) >= 4.5, (ink, ground)
-    tab.close()
-
-
-def test_everything_can_be_reached_by_keyboard(tab: Tab) -> None:
-    tab.eval("document.body.focus()")
-    reached = []
-    for _ in range(24):
-        tab.press("Tab")
-        got = tab.eval(
-            "[document.activeElement.id || document.activeElement.className, "
-            "document.activeElement.matches(':focus-visible')]"
-        )
-        assert got[1] or got[0] == "", got
-        reached.append(got[0])
-    for control in ("new", "open-settings", "theme", "question", "file", "voice", "mic", "send", "zoom-making"):
-        assert control in reached, control
-    names = tab.eval(
-        "[...document.querySelectorAll('button, select, textarea, input')]"
-        ".filter((e) => !(e.textContent.trim() || e.ariaLabel || e.labels?.length || e.title)).map((e) => e.outerHTML)"
-    )
-    assert names == []
-
-
-def test_less_motion_when_asked(tab: Tab) -> None:
-    tab.media(calm=True)
-    assert tab.eval("getComputedStyle(document.querySelector('.dot')).animationName") == "none"
-    tab.ask("Calmly.")
-    tab.until(DONE)

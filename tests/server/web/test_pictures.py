@@ -9,26 +9,30 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.web.browser import Browser
 from tests.server.web.fake_server import FakeServer, Script
+from tests.server.web.tab import SOUND, Browser
 from tests.server.web.test_page import READY
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize(("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844)])
+@pytest.mark.parametrize(
+    ("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844), ("small", 320, 568)]
+)
 def test_picture(
     browser: Browser, server: FakeServer, tmp_path: Path, name: str, width: int, height: int, dark: bool
 ) -> None:
-    server.script = Script(packets=(1, 2, 4, 8), pace=0.004)
+    server.script = Script(packets=(1, 2, 4, 8), hold=("packet 2",))
     folder = Path(os.environ.get("STRETTO_PICTURES", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{'dark' if dark else 'light'}"
-    tab = browser.open(server.url, width, height, dark)
+    tab = browser.open(server.url, width, height, dark, before=SOUND)
     tab.until(READY)
     tab.picture(folder / f"{stem}-empty.png")
     tab.ask("What is a stretto?")
-    tab.until("strettoStats().turns[0]?.packets >= 2")
+    tab.until("strettoStats().turns[0]?.packets === 2")
+    tab.play(16)
     tab.picture(folder / f"{stem}-answering.png")
+    server.go_on()
     tab.until("strettoStats().turns[0].outcome === 'done'")
     tab.press("Escape")
     tab.picture(folder / f"{stem}-answered.png")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.web.browser import Browser, Tab
 from tests.server.web.fake_server import FakeServer
+from tests.server.web.tab import Browser, Tab
 
 # The audio thread's module, loaded in the page with stand-ins for what only that thread has.
 LOAD = """(async () => {

@@ -11,13 +11,14 @@ from tests.client.test_command import run
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
-from tests.server.web.browser import Browser
+from tests.server.web.tab import Browser
 from tests.server.web.test_page import READY, shows
 
 
 def test_a_conversation_with_the_tiny_model(browser: Browser, solo_server: Running, solo: SoloEngine) -> None:
-    tab = browser.open(solo_server.url)
+    tab = browser.open(solo_server.url, clock=True)
     tab.until(READY)
+    tab.stop_time()  # a press of the microphone's button is a click, however long it takes here
     voices = tab.eval("[...document.querySelector('#voice').options].map((option) => option.value)")
     assert voices == list(solo.info.voices)
     tab.eval("document.querySelector('#longest').append(new Option('Very short', '8', true, true))")

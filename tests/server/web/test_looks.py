@@ -1,0 +1,240 @@
+"""How the page looks and is reached, at every width, in light and dark."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.web.fake_server import FakeServer, Script
+from tests.server.web.tab import SOUND, Browser, Tab
+from tests.server.web.test_page import DONE, READY, shows
+
+
+@pytest.fixture
+def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
+    tab = browser.open(server.url, before=SOUND)
+    tab.until(READY)
+    yield tab
+    tab.close()
+
+
+@pytest.mark.parametrize(("width", "height", "dark"), [(1280, 800, False), (390, 844, True), (320, 568, False)])
+def test_fits_and_targets_are_large_enough(
+    browser: Browser, server: FakeServer, width: int, height: int, dark: bool
+) -> None:
+    tab = browser.open(server.url, width, height, dark)
+    tab.until(READY)
+    assert tab.eval("document.documentElement.scrollWidth") <= width
+    small = tab.eval(
+        "[...document.querySelectorAll('button, select, label.attach, summary')].filter((e) => e.checkVisibility())"
+        ".filter((e) => e.getBoundingClientRect().height < 44).map((e) => e.id || e.textContent.trim())"
+    )
+    if width < 600:
+        assert small == []
+    tab.click("theme")
+    paper = tab.eval("getComputedStyle(document.body).backgroundColor")
+    tab.click("theme")
+    assert tab.eval("getComputedStyle(document.body).backgroundColor") != paper
+    assert tab.complained() == []
+    tab.close()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_stand_out_from_their_ground(browser: Browser, server: FakeServer, dark: bool) -> None:
+    """WCAG AA: 4.5 to 1 for each colour that words are written in, on each ground they are written on."""
+    tab = browser.open(server.url, dark=dark)
+
+    def luminance(name: str) -> float:
+        tab.eval(f"document.body.style.backgroundColor = 'var(--{name})'")
+        channels = tab.eval("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        red, green, blue = (c / 255 for c in channels[:3])
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    inks = ["ink", "muted", "alarm", "thinker", "talker", "code2wav", "packets", "playback", "link"]
+    grounds = {"surface": inks, "paper": ["ink", "muted"], "accent": ["on-accent"], "alarm-soft": ["ink", "muted"]}
+    for ground, words in grounds.items():
+        for ink in words:
+            light, shade = sorted((luminance(ink), luminance(ground)), reverse=True)
+            assert (light + 0.05) / (shade + 0.05) >= 4.5, (ink, ground)
+    tab.close()
+
+
+def test_everything_can_be_reached_by_keyboard(tab: Tab) -> None:
+    tab.eval("document.body.focus()")
+    reached = []
+    for _ in range(24):
+        tab.press("Tab")
+        got = tab.eval(
+            "[document.activeElement.id || document.activeElement.className, "
+            "document.activeElement.matches(':focus-visible')]"
+        )
+        assert got[1] or got[0] == "", got
+        reached.append(got[0])
+    for control in ("new", "open-settings", "theme", "question", "file", "voice", "mic", "send", "zoom-making"):
+        assert control in reached, control
+    names = tab.eval(
+        "[...document.querySelectorAll('button, select, textarea, input')]"
+        ".filter((e) => !(e.textContent.trim() || e.ariaLabel || e.labels?.length || e.title)).map((e) => e.outerHTML)"
+    )
+    assert names == []
+
+
+def test_less_motion_when_asked(tab: Tab) -> None:
+    tab.calm()
+    assert tab.eval("getComputedStyle(document.querySelector('.dot')).animationName") == "none"
+    tab.ask("Calmly.")
+    tab.until(DONE)
+
+
+# --- nothing sticks out
+
+LONG = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft" * 2
+WIDTHS = ((320, 568), (390, 844), (768, 1024), (1280, 800))
+
+# Wide letters by family, where it is installed, and by spacing (what WCAG 1.4.12 asks a page to bear) anywhere.
+FONTS = {
+    "own": "",
+    "dejavu": "* { font-family: 'DejaVu Sans', Verdana, sans-serif !important; }",
+    "liberation": "* { font-family: 'Liberation Sans', Arial, sans-serif !important; }",
+    "serif": "* { font-family: 'DejaVu Serif', serif !important; }",
+    "monospace": "* { font-family: 'DejaVu Sans Mono', monospace !important; }",
+    "spaced": "* { letter-spacing: 0.12em !important; word-spacing: 0.16em !important; }",
+}
+
+# What is to be seen and reaches over the window's edge, or whose words reach out of their own box.
+OUTSIDE = """((width) => [...document.querySelectorAll("body *")]
+  .filter((e) => e.checkVisibility() && !e.closest(".hidden, .skip"))
+  .filter((e) => {
+    const box = e.getBoundingClientRect();
+    const out = box.width && (box.right > width + 0.5 || box.left < -0.5);
+    const words = [...e.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+    const spilt = words && getComputedStyle(e).display !== "inline" && e.scrollWidth > e.clientWidth + 1;
+    return out || spilt;
+  })
+  .map((e) => `${e.localName}#${e.id}.${e.className}: ${e.textContent.trim().slice(0, 30)}`))"""
+
+# Words and controls of one line that cover one another.
+COVERED = """[".top", ".row", ".small", ".big", ".staff-foot", ".score > summary"].flatMap((line) => {
+  const parts = [...document.querySelectorAll(`${line} *`)].filter((e) => e.checkVisibility() && !e.closest(".hidden"));
+  const boxes = parts.flatMap((e) => {
+    if (e.matches("button, select, label.attach")) return [[e, e.getBoundingClientRect()]];
+    const words = [...e.childNodes].filter((n) => n.nodeType === Node.TEXT_NODE && n.data.trim());
+    return words.map((node) => {
+      const range = document.createRange();
+      range.selectNodeContents(node);
+      return [e, range.getBoundingClientRect()];
+    });
+  });
+  const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+  return boxes.flatMap(([e, a], i) => boxes.slice(i + 1)
+    .filter(([other, b]) => !e.contains(other) && meet(a, b))
+    .map(([other]) => `${line}: ${e.id || e.textContent} and ${other.id || other.textContent}`));
+})"""
+
+
+def answered(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(text=f"A word: {LONG}. " + server.script.text)
+    tab.ask(f"What is a {LONG}?")
+    tab.until(DONE)
+    tab.play(8)
+    tab.until("strettoStats().lanes.length === 7")
+
+
+def failed(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(refuse=(500, {}, f"the stage {LONG} died"))
+    tab.ask("Will it hold?")
+    tab.until(shows("died"))
+
+
+def busy(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(refuse=(429, {"Retry-After": "3600"}, f"{LONG} streams are running"))
+    tab.ask("Please?")
+    tab.until(shows("Trying again in 3600 s."))
+
+
+def loading(tab: Tab, server: FakeServer) -> None:
+    server.script.health = {"status": "loading", "stages": {"code_predictor": "loading 43 %", LONG: LONG}}
+    tab.eval("dispatchEvent(new Event('online'))")  # it looks at once
+    tab.until(shows("The model is loading."))
+
+
+def locked(tab: Tab, server: FakeServer) -> None:
+    tab.eval("document.querySelector('#open-settings').click()")
+    server.script.key = "sk-secret"
+    tab.write("key", "sk-wrong")
+    tab.press("Escape")
+    tab.until(shows("This server asks for a key."))
+
+
+def listening(tab: Tab, _: FakeServer) -> None:
+    tab.eval("document.querySelector('#recording').hidden = false")
+    tab.eval("document.querySelector('#recording-text').textContent = 'Listening, 123.4 s'")
+    tab.eval("document.querySelector('#state-text').textContent = 'Listening'")
+
+
+def composing(tab: Tab, _: FakeServer) -> None:
+    tab.write("question", LONG)
+    tab.eval("""(async () => {
+      const canvas = Object.assign(document.createElement("canvas"), {width: 20, height: 10});
+      const blob = await new Promise((resolve) => canvas.toBlob(resolve));
+      const dataTransfer = new DataTransfer();
+      for (let i = 0; i < 5; i++) dataTransfer.items.add(new File([blob], `${i}.png`, {type: "image/png"}));
+      dispatchEvent(new DragEvent("drop", {dataTransfer}));
+    })()""")
+    tab.until("document.querySelectorAll('#tray img').length === 5")
+
+
+def settings(tab: Tab, _: FakeServer) -> None:
+    tab.click("open-settings")
+
+
+STATES: dict[str, Callable[[Tab, FakeServer], None]] = {
+    "empty": lambda tab, server: None, "answered": answered, "failed": failed, "busy": busy, "loading": loading,
+    "locked": locked, "listening": listening, "composing": composing, "settings": settings,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_nothing_sticks_out(browser: Browser, server: FakeServer, state: str, tmp_path: Path) -> None:
+    """In no state of the page, at no width, with no font, with the score open or folded; nor are words covered, and the
+    page itself never scrolls: its parts do."""
+    folder = Path(os.environ.get("STRETTO_PICTURES", tmp_path))
+    tab = browser.open(server.url, *WIDTHS[0], before=SOUND)
+    tab.until(READY)
+    STATES[state](tab, server)
+    found = {}
+    for font, rules in FONTS.items():
+        tab.style(rules)
+        for width, height in WIDTHS:
+            tab.resize(width, height)
+            for folded in (False, True):
+                where = f"{state}-{width}-{font}{'-folded' if folded else ''}"
+                size, wrong = tab.eval(
+                    f"(() => {{ document.querySelector('#score').open = {'false' if folded else 'true'};"
+                    " const { scrollWidth, scrollHeight } = document.documentElement;"
+                    f" return [[scrollWidth, scrollHeight], [...{OUTSIDE}({width}), ...{COVERED}]]; }})()"
+                )
+                if wrong or size[0] > width or size[1] > height:
+                    found[where] = [size, *wrong]
+                    tab.picture(folder / f"{where}.png")
+    assert not found, json.dumps(found, indent=1, ensure_ascii=False)
+    tab.close()
+
+
+def test_the_picture_is_as_high_as_its_lanes(browser: Browser, server: FakeServer) -> None:
+    """After the window has grown too."""
+    tab = browser.open(server.url, 320, 568, before=SOUND)
+    tab.until(READY)
+    answered(tab, server)
+    for width, height in WIDTHS:
+        tab.resize(width, height)
+        tab.eval("document.querySelector('#score').open = true")
+        lanes = tab.eval("[...document.querySelectorAll('#lanes li')].map((lane) => lane.offsetHeight)")
+        assert tab.eval("document.querySelector('#timeline').offsetHeight") == sum(lanes) + 24, width
+    tab.close()

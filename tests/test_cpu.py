@@ -1,0 +1,293 @@
+"""Whether oneDNN is limited, decided both ways by children that die and children that live."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto import cpu
+from stretto.errors import CpuError
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Source
+
+WORDS = """processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Some CPU @ 2.00GHz
+stepping\t: 8
+cpu MHz\t\t: {mhz}
+flags\t\t: {flags}
+
+processor\t: 1
+flags\t\t: other
+"""
+
+
+def cpuinfo(path: Path, flags: str = "avx512f avx512_bf16 amx_bf16 amx_tile", mhz: str = "2000") -> Path:
+    path.write_text(WORDS.format(flags=flags, mhz=mhz))
+    return path
+
+
+@dataclass
+class Machine:
+    """A machine whose children die but under these limits (`None`: under none at all)."""
+
+    folder: Path
+    lives: tuple[str | None, ...]
+    flags: str = "avx512f avx512_bf16 amx_bf16 amx_tile"
+    asked: list[str | None] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def probe(self, limit: str | None) -> bool:
+        self.asked.append(limit)
+        return limit in self.lives
+
+    def decide(self, probe: Callable[[str | None], bool | None] | None = None) -> str | None:
+        info = cpuinfo(self.folder / "cpuinfo", self.flags)
+        cpu.limit_onednn(self.environ, info, self.folder / "cache", probe or self.probe)
+        return self.environ.get(cpu.VARIABLE)
+
+    def kept(self) -> list[str]:
+        return [p.read_text().strip() for p in (self.folder / "cache").glob("onednn-*") if not p.suffix]
+
+
+ORDER: list[str | None] = [None, *cpu.LIMITS]
+
+
+def test_a_cpu_that_does_what_it_says_is_not_limited(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, tuple(ORDER))
+    assert machine.decide() is None
+    assert machine.asked == [None]
+    assert machine.kept() == [cpu.ALL]
+
+
+@pytest.mark.parametrize("works", cpu.LIMITS)
+def test_the_highest_limit_that_a_child_survives(tmp_path: Path, works: str) -> None:
+    machine = Machine(tmp_path, tuple(cpu.LIMITS[cpu.LIMITS.index(works) :]))
+    assert machine.decide() == works
+    assert machine.asked == ORDER[: ORDER.index(works) + 1]
+    assert machine.kept() == [works]
+
+
+@pytest.mark.parametrize("lives", [(None,), ("AVX512_CORE",)])
+def test_it_is_found_out_once(tmp_path: Path, lives: tuple[str | None, ...]) -> None:
+    first, second = Machine(tmp_path, lives), Machine(tmp_path, ())
+    assert first.decide() == second.decide()
+    assert second.asked == []
+
+
+def test_another_cpu_or_torch_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(**changes: str) -> str:
+        return cpu.digest(cpu.describe(cpuinfo(tmp_path / "cpuinfo", **changes)))
+
+    base = key()
+    assert key(mhz="1800") == base
+    assert key(flags="amx_tile avx512_bf16 amx_bf16 avx512f") == base, "the same flags in another order"
+    assert key(flags="avx512f amx_tile") != base
+    monkeypatch.setattr(cpu, "version", lambda _: "99.0")
+    assert key() != base
+
+
+def test_no_limit_works(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ())
+    with pytest.raises(CpuError, match="use float32"):
+        machine.decide()
+    assert machine.asked == ORDER
+    assert machine.kept() == []
+
+
+@pytest.mark.parametrize("name", [cpu.VARIABLE, "DNNL_MAX_CPU_ISA"])
+def test_the_users_value_stays(tmp_path: Path, name: str) -> None:
+    machine = Machine(tmp_path, (), environ={name: "SSE41"})
+    machine.decide()
+    assert machine.environ == {name: "SSE41"}
+    assert machine.asked == []
+
+
+@pytest.mark.parametrize("flags", ["", "avx2", "avx512f avx512_bf16 avx512_fp16"])
+def test_without_amx_nothing_is_asked_or_written(tmp_path: Path, flags: str) -> None:
+    machine = Machine(tmp_path, (), flags=flags)
+    assert machine.decide() is None
+    assert machine.asked == []
+    assert not (tmp_path / "cache").exists()
+    cpu.limit_onednn(machine.environ, tmp_path / "nowhere", tmp_path / "cache", machine.probe)
+    assert machine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "checked"),
+    [
+        ("cpu", "bfloat16", True), ("cpu", "float16", True), ("cpu", "float32", False), ("cuda", "bfloat16", False),
+    ],
+)  # fmt: skip
+def test_costs_nothing_where_it_cannot_matter(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, checked: bool
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(cpu, "limit_onednn", asked.append)
+    cpu.prepare(device, dtype)
+    assert asked == [os.environ] * checked
+
+
+# -- the cache
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"AVX", b"ALL" * 9999, b"AVX2; rm -rf /", None])
+def test_a_cache_that_makes_no_sense_is_written_anew(tmp_path: Path, content: bytes | None) -> None:
+    first = Machine(tmp_path, ("AVX512_CORE",))
+    first.decide()
+    (kept,) = (p for p in (tmp_path / "cache").glob("onednn-*") if not p.suffix)
+    kept.unlink()
+    if content is None:
+        kept.mkdir()  # not even a file
+    else:
+        kept.write_bytes(content)
+    second = Machine(tmp_path, ("AVX512_CORE",))
+    assert second.decide() == "AVX512_CORE"
+    assert second.asked == ORDER[: ORDER.index("AVX512_CORE") + 1]
+    if content is not None:
+        assert second.kept() == ["AVX512_CORE"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    for _ in range(2):
+        machine = Machine(tmp_path, ("AVX512_CORE_FP16",))
+        assert machine.decide() == "AVX512_CORE_FP16"
+        assert machine.asked == [None, "AVX512_CORE_FP16"]
+
+
+def test_nobodys_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", home)
+    assert cpu.folder({"XDG_CACHE_HOME": "/given"}) == Path("/given/stretto")
+    with cpu.alone(cpu.folder({}) / "onednn-0"):
+        assert cpu.recall(cpu.folder({}) / "onednn-0") is None
+        cpu.keep(cpu.folder({}) / "onednn-0", cpu.ALL)
+
+
+def test_one_asks_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    Machine(tmp_path, (None,)).decide()
+    (kept,) = (p for p in (tmp_path / "cache").glob("onednn-*") if not p.suffix)
+    kept.unlink()
+    late = Machine(tmp_path, ())
+    thread = threading.Thread(target=late.decide)
+    with open(kept.with_suffix(".lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as one does who is asking now
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        cpu.keep(kept, "AVX512_CORE_BF16")
+    thread.join(60)
+    assert late.environ == {cpu.VARIABLE: "AVX512_CORE_BF16"}
+    assert late.asked == []
+
+
+# -- what is said
+
+
+@pytest.mark.parametrize(("lives", "words"), [((None,), "works"), (("AVX2",), "traps on it"), (None, "could not")])
+def test_one_line_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lives: tuple[str | None, ...] | None, words: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    machine = Machine(tmp_path, lives or ())
+    machine.decide(None if lives else lambda _: None)
+    (record,) = caplog.records
+    assert words in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert machine.kept() == ([lives[0] or cpu.ALL] if lives else []), "what could not be told is not kept"
+
+
+# -- children
+
+
+def child(script: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", f"import os, signal, sys\nlimit = os.environ.get({cpu.VARIABLE!r})\n{script}")
+
+
+KILL = "os.kill(os.getpid(), signal.{})"
+
+
+@pytest.mark.parametrize(
+    ("script", "lived"),
+    [
+        ("", True),
+        (KILL.format("SIGILL"), False),
+        (KILL.format("SIGSEGV"), False),
+        (KILL.format("SIGKILL"), None),  # no memory
+        ("sys.exit('No module named torch')", None),
+    ],
+)
+def test_how_a_child_ends(script: str, lived: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    assert cpu.compute(None, child(script)) is lived
+
+
+def test_a_child_that_dies_without_the_limit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    command = child("if limit != 'AVX512_CORE_BF16': " + KILL.format("SIGILL"))
+    assert Machine(tmp_path, ()).decide(lambda limit: cpu.compute(limit, command)) == "AVX512_CORE_BF16"
+
+
+def test_a_child_that_cannot_be_started_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.compute(None, ("/nowhere/python",)) is None
+    monkeypatch.setattr(cpu, "PATIENCE_S", 0.01)
+    assert cpu.compute(None, child("signal.pause()")) is None
+
+
+def test_the_real_child_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    assert cpu.find_limit(cpu.compute) in (cpu.ALL, *cpu.LIMITS)
+
+
+# -- in time: after imports, before anything is computed
+
+
+LIMITED = """
+import os, sys
+os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
+from stretto import cpu
+cpu.limit_onednn = lambda environ: environ.update(ONEDNN_MAX_CPU_ISA="AVX2")
+{use}
+import torch
+print(os.environ.get("ONEDNN_MAX_CPU_ISA"), torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""
+
+
+def limited(use: str) -> str:
+    """Whether the variable is set after `use`, and whether oneDNN goes by it: under AVX2 it takes no bfloat16."""
+    code = LIMITED.format(use=use)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_tests_decide_before_anything_is_computed() -> None:
+    assert limited("import tests.conftest") == "AVX2 False"
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_a_host_decides_before_anything_is_computed(tiny_dir: Path) -> None:
+    load = "from stretto.models.qwen3_omni.load import Source\nimport stretto.stage.host, torch\n"
+    load += f"Source.open({str(tiny_dir)!r}, 'cpu', "
+    assert limited(load + "torch.bfloat16)") == "AVX2 False"
+    assert limited(load + "None)").startswith("None")
+
+
+def test_every_source_of_weights_asks(tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(cpu, "prepare", lambda *what: asked.append(what))
+    for dtype in (None, torch.bfloat16, torch.float16):
+        Source.open(tiny_config, "cpu", dtype, "dummy")
+    assert asked == [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float16")]
