@@ -62,7 +62,8 @@ async def ask(job: Job, body: bytes, number: int, start: float) -> Heard:
 async def listen(job: Job, body: bytes, sent: float, heard: Heard) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", job.port, limit=1 << 18)
     try:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
         status = int(answer.split(b" ", 2)[1])
