@@ -11,18 +11,20 @@ import asyncio
 from asyncio import TimerHandle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import httptools
 import uvicorn
 from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused, respond
 
-MAX_AHEAD = 8  # requests waiting for the answer before theirs; browsers and common clients send none ahead
+# Requests waiting for the answer before theirs, and bytes of body of each. Browsers and common clients send none ahead.
+MAX_AHEAD, AHEAD_BYTES = 8, HIGH_WATER_LIMIT  # beyond this, uvicorn would stop reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +177,30 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_AHEAD:
-            self.refusal = AHEAD
-            raise ValueError("too many requests ahead of their answers")  # stops the parser
+            self._stop_parsing(AHEAD)
         self.heads += 1
         self.head_bytes, self.head_next, self.head_begun = 0, False, False
         self._unset_deadline()
         super().on_headers_complete()
         if self.busy:
             self.front.idle.pop(self, None)
+        if self.pipeline:  # uvicorn stops reading, and then nobody would see the client leave
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle is not self.answering and len(self.cycle.body) + len(body) > AHEAD_BYTES:
+            self._stop_parsing(AHEAD)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self.head_next = True
         if not self.busy:  # the rest of a body whose answer was given before
             self._unset_deadline()
+
+    def _stop_parsing(self, refusal: Refusal) -> NoReturn:
+        self.refusal = refusal
+        raise ValueError(refusal.reason)  # comes back from the parser as an HttpParserError
 
     # ---- the app's calls
 
