@@ -122,7 +122,6 @@ class Connection(HttpToolsProtocol):
             assert self.answering is not None
             self.answering.disconnected = True
             self.answering.message_event.set()
-        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

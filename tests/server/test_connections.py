@@ -243,6 +243,19 @@ def test_garbage_gets_400(data: bytes) -> None:
     run(main)
 
 
+def test_what_comes_after_the_end_is_not_read() -> None:
+    async def main() -> None:
+        house = House()
+        wire = house.connect()
+        wire.stuck = True  # so that it is not gone at once
+        await house.put(wire, b"\0")
+        assert wire.closing
+        assert await house.put(wire, GET) == b""
+        assert house.refused == {"malformed": 1}
+
+    run(main)
+
+
 def test_garbage_is_not_answered_in_the_middle_of_an_answer() -> None:
     async def main() -> None:
         house = House()
@@ -600,6 +613,21 @@ def test_nobody_holds_the_engine_by_asking_ahead(upgrade: bytes) -> None:
         held.running.do(held.engine.ledger.idle.wait())  # it was never released
         held.running.do(held.running.server.service.admission.idle.wait())
         assert held.engine.ledger.finished == 0
+
+
+def test_nothing_is_kept_of_a_denied_websocket() -> None:
+    """The HTTP side of a connection is not told when the WebSocket side ends."""
+    with serve(ScriptedEngine()) as running, clients(running, 1) as (s,):
+        s.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n")
+        s.sendall(b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHh4eHh4eHh4eHh4eHh4eA==\r\n\r\n")
+        assert everything(s).startswith(b"HTTP/1.1 404 ")
+
+        async def kept() -> int:
+            while running.server._uvicorn.server_state.connections:
+                await asyncio.sleep(0)
+            return len(running.server._uvicorn.front.idle)
+
+        assert running.do(kept()) == 0
 
 
 def test_an_upgrade_to_something_else_is_a_request_like_any() -> None:
