@@ -115,7 +115,8 @@ async def read_stream(port: int, kind: str, arrived: dict[tuple[int, int], float
     path, body = BODIES[kind]
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     await reader.readuntil(b"\r\n\r\n")
     while size := int(await reader.readline(), 16):
         part = await reader.readexactly(size + 2)

@@ -14,7 +14,6 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -56,17 +55,7 @@ def make_app(config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> 
         routes=routes.table(),
         lifespan=lifespan,
         exception_handlers={HTTPException: routes.http_error, Refused: _tell, Exception: _tell},
-        middleware=[
-            # Outermost, so that a page of another origin can read errors too.
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(config.allowed_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
-            ),
-            Middleware(Door, service=service),
-        ],
+        middleware=[Middleware(Door, service=service)],
     )
     app.state.service = service
     return app

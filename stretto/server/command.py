@@ -142,6 +142,7 @@ def add_env_parser(jobs: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     from stretto.server.logs import set_up
+    from stretto.server.origins import warning
     from stretto.server.run import run
 
     model, model_config, config = settle(vars(args), os.environ)
@@ -149,6 +150,8 @@ def run_serve(args: argparse.Namespace) -> int:
     sys.setswitchinterval(SWITCH_S)
     for name in unknown_variables(os.environ, (ModelConfig, ServerConfig), OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
+    if words := warning(config):
+        _say(f"stretto: warning: {words}")
     engine_config = model_config.engine(config.max_concurrent)
     with checkpoint(model) as directory:
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))

@@ -5,10 +5,17 @@ the environment; `settings.py` reads them. The metadata holds what the help says
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.errors import Invalid
+
+# A Host header and an Origin header, in small letters. Browsers write both in this form and no other.
+_NAME = r"(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])"
+HOST_NAME = re.compile(_NAME)
+HOST = re.compile(rf"({_NAME})(?::\d{{1,5}})?")
+ORIGIN = re.compile(rf"(https?)://(({_NAME})(?::\d{{1,5}})?)")
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -32,10 +39,20 @@ class ServerConfig:
         (), "clients", "names clients may use for the model; the first is reported (default: the model's own)", "NAME"
     )
     api_key: tuple[str, ...] = setting((), "clients", "keys that open /v1 (default: open to all)", "KEY")
-    allowed_origins: tuple[str, ...] = setting(("*",), "clients", "web pages that may call this server", "ORIGIN")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "clients", "web pages that may call this server beside its own; *: any (default: those of this machine; "
+        "with an API key, any)", "ORIGIN",
+    )  # fmt: skip
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "clients", "names under which this server may be called beside localhost; *: any (default: any, but none "
+        "without an API key on a loopback address)", "NAME",
+    )  # fmt: skip
 
     max_concurrent: int = setting(64, "limits", "requests answered at once; more are told to come back (429)", "N")
     max_concurrent_per_key: int = setting(0, "limits", "the same for each API key; 0: no limit", "N")
+    max_connections: int = setting(1024, "limits", "open connections; beyond, the longest idle one is closed", "N")
+    max_header_kb: int = setting(64, "limits", "largest block of request headers, in KiB", "KIB")
+    header_timeout: float = setting(10.0, "limits", "a request's headers must have arrived within so long", "SECONDS")
     max_body_mb: float = setting(64.0, "limits", "largest request, in MiB", "MIB")
     max_bodies_mb: float = setting(512.0, "limits", "of all requests that are being read or prepared, in MiB", "MIB")
     min_body_kb_s: float = setting(
@@ -57,6 +74,9 @@ class ServerConfig:
             "port": 0 <= self.port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,
             "max_concurrent_per_key": self.max_concurrent_per_key >= 0,
+            "max_connections": self.max_connections >= 1,
+            "max_header_kb": 1 <= self.max_header_kb <= 1024,
+            "header_timeout": self.header_timeout > 0,
             "max_body_mb": 0 < self.max_body_mb <= 4096,
             "max_bodies_mb": self.max_bodies_mb >= self.max_body_mb,
             "min_body_kb_s": self.min_body_kb_s >= 0,
@@ -67,6 +87,8 @@ class ServerConfig:
             "audio_lifetime": self.audio_lifetime > 0,
             "audio_kept": self.audio_kept >= 0,
             "api_key": all(k.isascii() and k.strip() == k and k for k in self.api_key),
+            "allowed_origins": all(o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins),
+            "allowed_hosts": all(h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts),
             "served_model_name": all(self.served_model_name),
             "log_format": self.log_format in ("text", "json"),
             "log_level": self.log_level in ("debug", "info", "warning", "error"),

@@ -1,4 +1,7 @@
-"""The first thing a request meets and the last: ids, keys, the log line, the numbers. A plain ASGI middleware."""
+"""The first thing a request meets and the last: who may come in, ids, the log line, the numbers. An ASGI middleware.
+
+Everything is checked before a byte of the body is read: the name the server was called by, the page that calls, the
+key, the body's type. Only HTTP passes; a WebSocket is denied until there is a route that takes one."""
 
 from __future__ import annotations
 
@@ -8,26 +11,29 @@ import secrets
 import time
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.server.exchange import VISIT, Broken, Visit
 from stretto.server.failures import Refused, respond
+from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.service import Service
 from stretto.types import RequestId
 
 log = logging.getLogger("stretto.access")
 
 _FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_QUIET = {"health", "live", "metrics", "page"}  # asked every few seconds; worth a line only when debugging
+_QUIET = {"health", "live", "metrics", "page", "preflight"}  # asked every few seconds; worth a line only when debugging
 
 
 class Door:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
+        self.callers = Callers.of(service.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self._other(scope, receive, send)
             return
         headers = Headers(scope=scope)
         ours = RequestId(f"req-{secrets.token_hex(12)}")
@@ -35,17 +41,20 @@ class Door:
         # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
         visit = Visit(ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter())
         scope[VISIT] = visit
+        added = [(b"x-request-id", visit.client_id.encode())]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", visit.client_id.encode())]
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:
-            if needs_key(scope):
-                visit.owner = self.service.keys.owner(headers)
-            await self.app(scope, receive, send_with_id)
+            host = self.callers.check_host(headers)
+            origin = headers.get("origin", "")
+            added += self.callers.shares(origin, host, scope["scheme"])
+            app = self._admit(scope, headers, origin, host)
+            await app(scope, receive, send_with_id)
         except Refused as e:
             await respond(e)(scope, receive, send_with_id)
         except Broken:
@@ -53,6 +62,32 @@ class Door:
             raise
         finally:
             self._record(scope, visit)
+
+    def _admit(self, scope: Scope, headers: Headers, origin: str, host: str) -> ASGIApp:
+        """What answers this request, if it may be answered."""
+        visit: Visit = scope[VISIT]
+        api = is_api(scope)
+        preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+        if origin and (api or preflight):
+            self.callers.check_origin(origin, host, scope["scheme"])
+        if preflight:
+            visit.route = "preflight"
+            return Response(status_code=200, headers=preflight_headers(headers))
+        if api and scope["method"] != "OPTIONS":
+            visit.owner = self.service.keys.owner(headers)
+            if scope["method"] == "POST":
+                check_json(headers)
+        return self.app
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app's own start and end pass. A WebSocket gets an answer in HTTP, nothing else gets any."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()  # websocket.connect
+            await respond(Refused(404, "there is no WebSocket here", code="not_found"))(scope, receive, send)
+        else:
+            raise ValueError(f"no requests of type {scope['type']!r} are taken")
 
     def _record(self, scope: Scope, visit: Visit) -> None:
         self.service.metrics.record(visit)
@@ -62,10 +97,10 @@ class Door:
             log.log(level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
 
-def needs_key(scope: Scope) -> bool:
-    """Only /v1: probes, metrics and the page's files are open. A browser asks what is allowed without a key."""
+def is_api(scope: Scope) -> bool:
+    """Only /v1 is guarded: probes, metrics and the page's files are open."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return (path == "/v1" or path.startswith("/v1/")) and scope["method"] != "OPTIONS"
+    return path == "/v1" or path.startswith("/v1/")
 
 
 def facts(scope: Scope, visit: Visit) -> dict[str, str | int | float]:

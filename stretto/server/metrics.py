@@ -44,6 +44,10 @@ class Metrics:
         )
         self.smooth = Counter("stretto_audio_continuity_ok", "Spoken answers without such a wait", registry=r)
         self.gone = Counter("stretto_disconnects", "Clients that left before the end", registry=r)
+        self.connections = Gauge("stretto_connections", "Open connections", registry=r)
+        self.refused = Counter(
+            "stretto_connections_refused", "Connections ended by the server, by reason", ["reason"], registry=r
+        )
 
     def record(self, visit: Visit) -> None:
         """A request is over."""

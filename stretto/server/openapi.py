@@ -26,9 +26,12 @@ _REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "what is wrong, and in which field",
     401: "no API key, or a wrong one",
+    403: "pages of this origin may not call",
     404: "no such model",
     408: "the request took too long to arrive",
     413: "the request is too large",
+    415: "the body is not called application/json",
+    421: "the server may not be called by this name",
     429: "too many requests at once; Retry-After says when to try again",
     500: "the server failed",
     502: "data was damaged on its way between stages",
@@ -62,8 +65,10 @@ def _paths() -> dict[str, Any]:
     return {
         "/v1/chat/completions": {"post": _post("Answer a conversation", "ChatRequest", chat)},
         "/v1/audio/speech": {"post": _post("Read a text aloud", "SpeechRequest", speech)},
-        "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 503)},
-        "/v1/models/{model}": {"get": {**_get("One", _as_json("ModelCard"), 401, 404, 503), "parameters": [name]}},
+        "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
+        "/v1/models/{model}": {
+            "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503), "parameters": [name]}
+        },
         "/health": {"get": {"summary": "Is it ready?", "responses": {
             "200": {"description": "ready", "content": _as_json("Health")},
             "503": {"description": "loading, draining or dead", "content": _as_json("Health")},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
@@ -18,9 +19,11 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
+from stretto.errors import StrettoError
 from stretto.server.app import make_app
 from stretto.server.config import ServerConfig
 from stretto.server.pages import WEB
+from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
 
 log = logging.getLogger("stretto.server")
@@ -28,11 +31,35 @@ log = logging.getLogger("stretto.server")
 LAST_WORDS = 2.0  # seconds for connections to close once everything is answered
 WS_MAX_BYTES = 32 << 20
 BACKLOG = 2048
+OTHER_FILES = 1024  # links, hosts, the listener: generous
 POLL_SECONDS = 0.1
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to us: uvicorn would close the port first and end with the signal's own status."""
+    """Leaves signals to us: uvicorn would close the port first and end with the signal's own status. And makes our
+    kind of connections, with a limit to the time that TLS may take before one of them is there."""
+
+    def __init__(self, config: uvicorn.Config, front: Front) -> None:
+        super().__init__(config)
+        self.front = front
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise StrettoError("the server's own start failed; the log says why")
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def connect() -> Connection:
+            return Connection(self.front, config, self.server_state, self.lifespan.state, loop)
+
+        limit = self.front.header_timeout if config.ssl else None
+        self.servers = [
+            await loop.create_server(
+                connect, sock=s, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit
+            )
+            for s in sockets or ()
+        ]  # fmt: skip
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -57,7 +84,11 @@ class Server:
         if not config.uds:
             config = replace(config, port=listener.getsockname()[1])
         app = make_app(config, open_engine, web)
-        return cls(config, app, [listener], _Uvicorn(_settings(config, app)))
+        metrics = app.state.service.metrics
+        front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
+        server = _Uvicorn(_settings(config, app), front)
+        metrics.connections.set_function(lambda: len(server.server_state.connections))
+        return cls(config, app, [listener], server)
 
     @property
     def service(self) -> Service:
@@ -115,11 +146,22 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.bind(config.uds)
         return listener
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
+    # Only to a socket that says TCP does asyncio apply TCP_NODELAY; without it a packet waits for the last one's ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((config.host, config.port))
     listener.listen(BACKLOG)  # from now on clients wait rather than being refused
     return listener
+
+
+def _raise_file_limit(connections: int) -> None:
+    """Let the process open a file for each connection and some for itself; many systems begin with 1024 in all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _settings(config: ServerConfig, app: Starlette) -> uvicorn.Config:
@@ -147,6 +189,7 @@ async def run(
     config: ServerConfig, open_engine: OpenEngine, announce: Callable[[Server], Awaitable[None]] | None = None
 ) -> int:
     """Serve until a signal, or until the engine turns out never to come. `announce` accompanies the start."""
+    _raise_file_limit(config.max_connections)
     server = Server.bind(config, open_engine)
     server.catch_signals()
 

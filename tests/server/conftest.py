@@ -23,6 +23,7 @@ from stretto.server.run import Server
 from tests.server.solo_engine import SoloEngine
 
 T = TypeVar("T")
+HEAD = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # of a request sent by hand
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,12 @@ class Running:
     def ask(
         self, path: str, body: Any = None, *, method: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
-        """One request on a connection of its own; a body that is not bytes is sent as JSON."""
+        """One request on a connection of its own; a body that is not bytes is sent as JSON, and any is called that."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         with contextlib.closing(connection):
-            connection.request(method or ("GET" if body is None else "POST"), path, data, dict(headers or {}))
+            connection.request(method or ("GET" if body is None else "POST"), path, data, sent)
             answer = connection.getresponse()
             return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
 

@@ -13,7 +13,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.orchestrator.api import Engine
-from tests.server.conftest import Running, read_until, serve
+from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT, SOUND, SPEECH
 
@@ -30,13 +30,13 @@ def test_a_large_body_is_refused_while_it_is_read() -> None:
             running.client().chat.completions.create(model="x", messages=[{"role": "user", "content": "x" * 20_000}])
         assert caught.value.status_code == 413
         with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
-            s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            s.sendall(f"POST {CHAT} {HEAD}Transfer-Encoding: chunked\r\n\r\n".encode())
             for _ in range(6):  # and no end
                 s.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
             assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
         for lie in (b"Content-Length: 99999999999", b"Expect: 100-continue\r\nContent-Length: 20000"):
             with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
-                s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + lie + b"\r\n\r\n")
+                s.sendall(f"POST {CHAT} {HEAD}".encode() + lie + b"\r\n\r\n")
                 assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
         assert running.ask(CHAT, ASK).status == 200
 
@@ -44,7 +44,7 @@ def test_a_large_body_is_refused_while_it_is_read() -> None:
 def test_a_body_that_does_not_come() -> None:
     with serve(ScriptedEngine(), body_timeout=0.05) as running:
         with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
-            s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            s.sendall(f"POST {CHAT} {HEAD}Content-Length: 100\r\n\r\n{{".encode())
             assert s.recv(4096).startswith(b"HTTP/1.1 408 ")
         assert running.ask("/health").status == 200
 
@@ -97,7 +97,7 @@ class HeldServer:
         data = json.dumps({**body, "stream": True} if path == CHAT else body).encode()
         s = socket.create_connection(("127.0.0.1", self.running.port), timeout=30)
         auth = f"Authorization: Bearer {key}\r\n" if key else ""
-        s.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{auth}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        s.sendall(f"POST {path} {HEAD}{auth}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         read_until(s, b'"data"' if path == CHAT else b"\r\n\r\n")
         return s
 
@@ -125,7 +125,7 @@ def test_leaving_before_a_whole_answer() -> None:
     with HeldServer() as held:
         data = json.dumps(ALOUD).encode()
         s = socket.create_connection(("127.0.0.1", held.running.port), timeout=30)
-        s.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
         async def started() -> None:
             while not held.engine.ledger.running:
@@ -146,7 +146,7 @@ def test_a_reader_that_stops_reading_is_dropped() -> None:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         s.connect(("127.0.0.1", running.port))
         data = json.dumps({**ALOUD, "stream": True}).encode()
-        s.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
         async def over() -> None:
             while not engine.ledger.closed:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import Running, read_until, serve
+from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
 
@@ -58,7 +58,7 @@ def test_sigterm_drains_and_exits_with_0() -> None:
 
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nX-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
+            head = f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nX-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
             s.sendall(head.encode() + body)
             got = read_until(s, b"One")
             process.send_signal(signal.SIGTERM)
@@ -96,9 +96,7 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
     ).encode()  # fmt: skip
     for wanted in (b'"role"', b'"data"'):
         with socket.create_connection(("127.0.0.1", solo_server.port), timeout=30) as s:
-            s.sendall(
-                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-            )
+            s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             read_until(s, wanted)
         solo_server.do(solo.ledger.idle.wait())
         solo_server.do(solo_server.server.service.admission.idle.wait())

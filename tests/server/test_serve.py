@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server.conftest import read_until
+from tests.server.conftest import HEAD, read_until
 
 STRETTO = [sys.executable, "-m", "stretto.cli", "serve"]
 
@@ -72,9 +72,7 @@ def check(url: str, model: str) -> None:
     body = {"messages": question, "stream": True, "ignore_eos": True, "max_tokens": 3000, "max_audio_frames": 3000}
     data = json.dumps({**body, "min_audio_frames": 3000, **aloud}).encode()
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as s:
-        s.sendall(
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-        )
+        s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         read_until(s, b'"data"')
     deadline = time.monotonic() + 30
     while True:  # the cancel is on its way through the stages
