@@ -25,16 +25,17 @@ def test_left_out(): pass
 """
 
 
-def pytest_of(folder: Path, tests: str, until: float) -> Ran:
+def pytest_of(folder: Path, tests: str, until: float, workers: int = 1) -> Ran:
     (folder / "test_some.py").write_text(tests, encoding="utf-8")
     part = Part("some", (str(folder / "test_some.py"),), "not alone", 0)
-    ran = Ran(part, folder / "notes", workers=1)
+    ran = Ran(part, folder / "notes", workers)
     run(ran, until, lambda: None)
     return ran
 
 
-def test_a_part_is_counted_test_by_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = pytest_of(tmp_path, TESTS, time.monotonic() + 600)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_part_is_counted_test_by_test(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = pytest_of(tmp_path, TESTS, time.monotonic() + 600, workers)
     monkeypatch.setattr(gpu_tests, "PARTS", (ran.part,))
     ends = {name.split("::")[1]: t["end"] for name, t in ran.tests().items()}
     assert ends == {"test_fine": "passed", "test_wrong": "failed", "test_setup": "error", "test_left_out": "skipped"}
