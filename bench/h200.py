@@ -1,27 +1,34 @@
 """The whole engine at full size, as a client sees it: starts `stretto serve`, asks it over HTTP, writes one JSON file.
 
-    python bench/h200.py --out bench/results/h200.json            # everything, about six minutes
-    python bench/h200.py --parts latency,timeline --levels 1 8    # some of it
-    python bench/h200.py --model tiny --device cpu --quick        # tries the program itself, on any machine
+    python -m bench.h200 --out FILE                                 # everything
+    python -m bench.h200 --parts latency --last-first --out AGAIN   # a second run, with a server of its own
+    python -m bench.h200 --parts host --add --out FILE              # one more part for that file
+    python -m bench.h200 --model tiny --device cpu --quick          # tries the program itself, on any machine
 
 Parts, in this order (one that fails is reported, and the others go on):
 
     latency    closed loop at each of --levels: first text, first audio, RTF, what a player would hear
     prompts    first audio of one stream with a prompt of 2,000 tokens, and of 10 s of sound
-    realtime   --streams listeners at once, 60 s of speech each, player from the first packet
+    open       open loop: requests at random moments, --rates a second on average, whether or not the server keeps up
+    realtime   --streams listeners within two seconds, 60 s of speech each, read as fast as it comes
+    players    as many as the largest of --streams, at random moments within --arrive seconds, 60 s of speech each; each
+               reads as it plays, at most --lead seconds ahead
     timeline   where the time to the first packet goes, stage by stage (one stream, and eight)
     host       what the loop thread does with its time, and the share of time in which the GPU stands still; in a
                process of its own, after the server has gone (bench/host.py)
 
-The server runs the released shape with random weights in one process per host as in service; the listeners are
-processes of their own (bench/listener.py). Start-up is timed by phase as the server reports them. The GPU's busy
-share during each part comes from nvidia-smi (its own sampling: share of time with any kernel running)."""
+Every run starts its own server, with the released shape and random weights, in one process per host as in service; the
+listeners are processes of their own (bench/listener.py), whose players are simulated. Each part in the file carries its
+commit, whether the tree was clean, and every raw sample. Start-up is timed by phase as the server reports them, beside
+the number of kernels that were compiled before. The GPU's busy share during each part comes from nvidia-smi (its own
+sampling: share of time with any kernel running)."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,184 +36,27 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from bench.listener import Heard, Job
+from bench.crowd import PREBUFFERS, Crowd, Questions, told
+from bench.listener import Heard
 from bench.pipeline import checkpoint, rounded
 from bench.serving import ROOT, GpuWatch, Server, Stopped, environment, serving
 from bench.workload import Workload, read
-from stretto.client.bench import Closed, Level
+from stretto.client.bench import Closed, Level, Open
 from stretto.client.player import play
-from stretto.client.report import client, errors, rates, rows, table
+from stretto.client.report import client, table
+from stretto.client.workload import poisson
 from stretto.orchestrator.settings import HostSettings
 from stretto.prompt.template import Tokenizer
 from stretto.server.command import ModelConfig, find_device
 from stretto.server.settings import add_flags
 
-PARTS = ("latency", "prompts", "realtime", "timeline", "host")
-PREBUFFERS = (0.0, 0.2)
+PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
 PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")
-
-
-# ---- questions
-
-
-@dataclass(slots=True)
-class Questions:
-    """Request bodies, no two alike."""
-
-    model: str
-    tokenizer: Tokenizer
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def bodies(self, workload: Workload, count: int, timeline: bool = False) -> list[bytes]:
-        return [self.body(workload, next(self.numbers), timeline) for _ in range(count)]
-
-    def body(self, workload: Workload, index: int, timeline: bool) -> bytes:
-        params = workload.params(index)
-        return msgspec.json.encode(
-            {
-                "model": self.model,
-                "messages": workload.messages(index, lambda text: len(self.tokenizer.encode(text)) if text else 0),
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "modalities": ["text", "audio"],
-                "audio": {"format": "pcm16"},
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "seed": index,
-                "max_tokens": params.max_text_tokens,
-                "ignore_eos": True,
-                "min_audio_frames": params.min_frames,
-                "max_audio_frames": params.max_frames,
-                "timeline": timeline,
-            }
-        )
-
-
-# ---- listeners
-
-
-@dataclass(slots=True)
-class Crowd:
-    """Starts listeners in processes of their own and gathers what they heard."""
-
-    server: Server
-    folder: Path
-    gpu: GpuWatch
-    processes: int
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def listen(
-        self,
-        streams: int,
-        bodies: list[bytes],
-        *,
-        warmup: int,
-        seconds: float,
-        timeout: float = 60.0,
-        spread: float = 0.0,
-        lead: float | None = None,
-    ) -> tuple[Level, dict[str, Any], list[Heard]]:
-        """A level of `streams` listeners, who share `bodies`; the first `warmup` are not counted."""
-        many = min(self.processes, streams)
-        jobs = [
-            Job(
-                self.server.port, "", "", streams // many + (i < streams % many),
-                warmup=warmup // many + (i < warmup % many), seconds=seconds, timeout=timeout, spread=spread, lead=lead,
-            )
-            for i in range(many)
-        ]  # fmt: skip
-        before, started = self.server.metrics(), []
-        try:
-            for i, job in enumerate(jobs):
-                name = f"listener-{next(self.numbers)}"
-                job.bodies, job.out = str(self.folder / f"{name}.jsonl"), str(self.folder / f"{name}.json")
-                Path(job.bodies).write_bytes(b"\n".join(bodies[i::many]))
-                started.append(self._start(job))
-            for process in started:
-                if self._line(process) != "ready":
-                    raise Stopped("a listener did not start")
-            begin = time.monotonic() + 0.2
-            for process in started:
-                self._tell(process, f"{begin!r}\n")
-            for process in started:
-                process.wait(seconds + timeout + 30)
-            stop = time.monotonic()
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        heard = [h for job in jobs for h in msgspec.json.decode(Path(job.out).read_bytes(), type=list[Heard])]
-        heard.sort(key=lambda h: h.sample.sent)
-        level = Level(Closed(streams), [h.sample for h in heard if h.counts])
-        level.seconds = stop - begin
-        told = {"gpu": self.gpu.between(begin, stop), "host": delta(before, self.server.metrics())}
-        return level, told, [h for h in heard if h.counts]
-
-    def _start(self, job: Job) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.listener"],
-            cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._tell(process, msgspec.json.encode(job).decode() + "\n")
-        return process
-
-    @staticmethod
-    def _tell(process: subprocess.Popen[str], line: str) -> None:
-        assert process.stdin is not None
-        process.stdin.write(line)
-        process.stdin.flush()
-
-    @staticmethod
-    def _line(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
-
-
-def delta(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What the counters of stages and host did (as of the last time that the host was asked, once a second)."""
-    names = [n for n in after if n.startswith(("stretto_stage_", "stretto_host_")) and "_total" in n]
-    return {n: after[n] - before.get(n, 0.0) for n in names}
-
-
-def told(level: Level, extra: dict[str, Any]) -> dict[str, Any]:
-    """A level for the file: summaries, and every sample."""
-    summary = {
-        key: {"p50": r.summary.p50, "p90": r.summary.p90, "p99": r.summary.p99, "max": r.summary.max}
-        for key, r in rows(level, PREBUFFERS).items()
-        if r.summary is not None
-    }
-    raw = [
-        {
-            "sent": s.sent,
-            "first_text": s.first_text,
-            "first_audio": s.first_audio,
-            "end": s.end,
-            "rtf": s.rtf,
-            "audio_s": s.audio_seconds,
-            "prompt_tokens": s.prompt_tokens,
-            "text_tokens": s.text_tokens,
-            "error": s.error,
-            "message": s.message,
-            "packets": [[p.at, p.seconds] for p in s.packets],
-        }
-        for s in level.samples
-    ]
-    return {
-        "streams": level.load.streams if isinstance(level.load, Closed) else None,
-        "answers": len(level.good),
-        "errors": errors(level),
-        "rates": rates(level),
-        "summary": summary,
-        **extra,
-        "samples": raw,
-    }
+WITHIN_S = 2.0  # all listeners of `realtime` come within so many seconds
 
 
 # ---- parts
@@ -224,13 +74,13 @@ class Stand:
         self, workload: Workload, streams: int, requests: int, seconds: float, timeline: bool = False
     ) -> tuple[dict[str, Any], list[Heard]]:
         bodies = self.questions.bodies(workload, requests + streams, timeline)
-        level, extra, heard = self.crowd.listen(streams, bodies, warmup=streams, seconds=seconds)
+        level, extra, heard = self.crowd.listen(Closed(streams), bodies, warmup=streams, seconds=seconds)
         print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}\n", flush=True)
         return told(level, extra) | {"workload": workload.name}, heard
 
-    def latency(self, last_first: bool = False) -> Iterator[dict[str, Any]]:
+    def latency(self) -> Iterator[dict[str, Any]]:
         workload = self.workload("text-100")
-        for streams in reversed(self.args.levels) if last_first else self.args.levels:
+        for streams in reversed(self.args.levels) if self.args.last_first else self.args.levels:
             requests = max(self.args.requests, 3 * streams)
             yield self.closed(workload, streams, requests, self.args.seconds)[0]
 
@@ -241,22 +91,50 @@ class Stand:
             short = replace(given, text_tokens=min(16, given.text_tokens), frames=min(25, given.frames))
             yield self.closed(short, 1, self.args.requests, self.args.seconds / 2)[0]
 
+    def open(self) -> Iterator[dict[str, Any]]:
+        """The same seed, so the same moments, in every run."""
+        workload = self.workload("text-100")
+        self.closed(workload, 4, 4, self.args.open_seconds)  # nothing is cold, whatever ran before
+        for rate in self.args.rates:
+            load = Open(rate)
+            arrivals = list(itertools.takewhile(lambda at: at < self.args.open_seconds, poisson(rate, load.seed)))
+            bodies = self.questions.bodies(workload, len(arrivals))
+            level, extra, _ = self.crowd.listen(load, bodies, seconds=self.args.open_seconds, arrivals=arrivals)
+            yield self.heard(workload, level, extra)
+
     def realtime(self) -> Iterator[dict[str, Any]]:
         """Every listener comes once, within the first two seconds. Stops at the first number that stutters badly."""
         workload = self.workload("long-60s")
         for streams in self.args.streams:
             bodies = self.questions.bodies(workload, streams)
             level, extra, _ = self.crowd.listen(
-                streams, bodies, warmup=0, seconds=30.0, timeout=self.args.patience, spread=2.0, lead=self.args.lead
+                Closed(streams), bodies, seconds=30.0, timeout=self.args.patience, spread=WITHIN_S
             )
-            heard = [p for s in level.good if (p := play(s.packets)) is not None]
-            stuttered = sum(p.underruns > 0 for p in heard)
-            waited = sum(p.wait for p in heard)
-            print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}", flush=True)
-            print(f"  {stuttered} of {len(level.samples)} listeners had to wait, {waited:.3f} s in all\n", flush=True)
-            yield told(level, extra) | {"workload": workload.name, "stuttered": stuttered, "waited_s": waited}
-            if len(level.good) < streams or stuttered > streams // 2:
+            found = self.heard(workload, level, extra) | {"within_s": WITHIN_S, "lead_s": None}
+            yield found
+            if len(level.good) < streams or found["stuttered"] > streams // 2:
                 break
+
+    def players(self) -> Iterator[dict[str, Any]]:
+        """A listener every now and then; most of them are there at once when the last one comes."""
+        workload, streams, args = self.workload("long-60s"), max(self.args.streams), self.args
+        load = Open(streams / args.arrive)
+        arrivals = list(itertools.islice(poisson(load.rate, load.seed), streams))
+        level, extra, _ = self.crowd.listen(
+            load, self.questions.bodies(workload, streams), seconds=arrivals[-1], timeout=args.patience,
+            arrivals=arrivals, lead=args.lead,
+        )  # fmt: skip
+        yield self.heard(workload, level, extra) | {"streams": streams, "within_s": None, "lead_s": args.lead}
+
+    def heard(self, workload: Workload, level: Level, extra: dict[str, Any]) -> dict[str, Any]:
+        """A level whose listeners are counted one by one: who had to wait, and for how long."""
+        played = [p for s in level.good if (p := play(s.packets)) is not None]
+        stuttered, waited = sum(p.underruns > 0 for p in played), sum(p.wait for p in played)
+        print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}", flush=True)
+        if "most_at_once" in extra:
+            print(f"  at most {extra['most_at_once']} at once; sent {1e3 * extra['sent_late_s']:.1f} ms late at most")
+        print(f"  {stuttered} of {len(level.samples)} listeners had to wait, {waited:.3f} s in all\n", flush=True)
+        return told(level, extra) | {"workload": workload.name, "stuttered": stuttered, "waited_s": waited}
 
     def timeline(self) -> Iterator[dict[str, Any]]:
         for streams in (1, 8):
@@ -341,9 +219,10 @@ def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
 def run_part(
     name: str, work: Callable[[], Iterator[dict[str, Any]]], result: dict[str, Any], to: Path | None = None
 ) -> None:
-    """What a part finds before it fails is kept, and written as soon as it is there."""
+    """What a part finds before it fails is kept, and written as soon as it is there. It carries what it was measured
+    on, since parts of a file may be measured one by one."""
     start, found = time.monotonic(), []
-    result["parts"][name] = part = {"found": found, "error": None}
+    result["parts"][name] = part = {"found": found, "error": None, "env": result["env"]}
     print(f"== {name}", flush=True)
     try:
         for one in work():
@@ -356,15 +235,23 @@ def run_part(
     save(to, result)
 
 
+def begin(args: argparse.Namespace) -> dict[str, Any]:
+    """A new result; with --add, the parts and starts that are in the file already, as they are."""
+    before = json.loads(args.out.read_text(encoding="utf-8")) if args.add and args.out.exists() else {}
+    starts = before.get("starts") or ([before["start"]] if before.get("start") else [])
+    return {"env": described(), "arguments": arguments(args), "parts": before.get("parts", {}), "starts": starts}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {"env": described(), "arguments": arguments(args), "parts": {}, "start": None}
+    result = begin(args)
     served = [p for p in args.parts if p != "host"]
     with tempfile.TemporaryDirectory(prefix="stretto-h200-") as name, checkpoint(args.model) as directory:
         folder = Path(name)
         if served:
             try:
+                cached = kernels_cached()
                 with serving(args, directory, folder) as server:
-                    over_http(args, server, directory, folder, served, result)
+                    over_http(args, server, directory, folder, served, result, cached)
                     result["server_log"] = server.tail(20000)
             except Stopped as e:
                 result["error"] = str(e)
@@ -375,12 +262,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def kernels_cached() -> int:
+    """Kernels that Triton has compiled on this machine before: a start without any takes longer."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    return sum(1 for entry in folder.iterdir()) if folder.is_dir() else 0
+
+
 def over_http(
-    args: argparse.Namespace, server: Server, directory: Path, folder: Path, parts: list[str], result: dict[str, Any]
-) -> None:
+    args: argparse.Namespace, server: Server, directory: Path, folder: Path, parts: list[str], result: dict[str, Any],
+    cached: int,
+) -> None:  # fmt: skip
     server.wait(args.start_timeout)
-    result["start"] = {"ready_s": server.ready_s, "phases": server.phases}
-    print(f"ready after {server.ready_s:.1f} s", flush=True)
+    told = {"ready_s": server.ready_s, "kernels_cached": cached, "env": result["env"], "phases": server.phases}
+    result["starts"].append(told)
+    print(f"ready after {server.ready_s:.1f} s, {cached} kernels compiled before", flush=True)
     for phase in server.phases:
         print(f"  {phase['at_s']:6.1f} s  {phase['state']}: {phase['stages']}", flush=True)
     result["metrics_at_start"] = server.metrics()
@@ -392,9 +287,6 @@ def over_http(
             if server.process.poll() is not None:
                 raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
             run_part(name, getattr(stand, name), result, args.out)
-        if args.again is not None:  # the level that takes longest comes last
-            second = {key: result[key] for key in ("env", "arguments", "start")} | {"parts": {}}
-            run_part("latency", lambda: stand.latency(last_first=True), second, args.again)
         result["metrics_at_end"] = server.metrics()
     finally:
         gpu.close()
@@ -407,7 +299,7 @@ def described() -> dict[str, Any]:
         [sys.executable, "-c", ask], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True
     )
     env: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    return env | {"command": " ".join(["bench/h200.py", *sys.argv[1:]]), "client": client()}
+    return env | {"command": " ".join(["bench.h200", *sys.argv[1:]]), "client": client()}
 
 
 def arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -429,7 +321,7 @@ def summary(result: dict[str, Any]) -> str:
             s = one["summary"]
             first = s.get("first_text_s", {}).get("p50", float("nan"))
             lines.append(
-                f"{one['workload'] + ' x ' + str(one['streams']):22}{1000 * first:>9.1f} ms"
+                f"{one['workload'] + ' x ' + str(one['streams'] or one['rate']):22}{1000 * first:>9.1f} ms"
                 f"{1000 * s['first_audio_s']['p50']:>9.1f} ms{1000 * s['first_audio_s']['p99']:>9.1f}"
                 f"{s['rtf']['p50']:>8.3f}{s['wait_0ms_s']['max']:>9.3f}{one['answers']:>9}"
             )
@@ -443,11 +335,15 @@ def main() -> int:
     p.add_argument("--model", default="released", help="released, tiny or a directory")
     p.add_argument("--device", default=find_device())
     p.add_argument("--levels", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the latency table")
-    p.add_argument("--streams", type=int, nargs="+", default=[64, 96, 128], help="at real time")
+    p.add_argument("--streams", type=int, nargs="+", default=[64, 96, 128], help="of 60 s of speech each")
+    p.add_argument("--rates", type=float, nargs="+", default=[4.0, 10.0], help="open loop: requests a second")
+    p.add_argument("--open-seconds", type=float, default=30.0, help="open loop, each rate (default: %(default)s)")
+    p.add_argument("--arrive", type=float, default=60.0, help="players come within so many seconds, by chance")
     p.add_argument("--requests", type=int, default=100, help="at each level (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=50.0, help="at each level at most (default: %(default)s)")
     p.add_argument("--patience", type=float, default=100.0, help="for one answer of a minute (default: %(default)s)")
-    p.add_argument("--lead", type=float, help="real time: listeners read no further ahead than so many seconds")
+    p.add_argument("--lead", type=float, default=1.0, help="players read so many seconds ahead (default: %(default)s)")
+    p.add_argument("--last-first", action="store_true", help="the latency levels in reverse, for a second run")
     p.add_argument("--max-rows", type=int, default=128, help="of the server (default: %(default)s)")
     p.add_argument("--processes", type=int, default=6, help="of listeners, at most (default: %(default)s)")
     p.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last")
@@ -456,14 +352,16 @@ def main() -> int:
     p.add_argument("--profile", action="store_true", help="host: also a profile by function")
     p.add_argument("--start-timeout", type=float, default=240.0)
     p.add_argument("--quick", action="store_true", help="a few short requests: does it run at all?")
-    p.add_argument("--again", type=Path, help="measure latency once more in the end, for this file")
+    p.add_argument("--add", action="store_true", help="keep the other parts that are in --out already")
     p.add_argument("--out", type=Path, help="everything as JSON")
     args = p.parse_args()
     args.parts = [x for x in args.parts.split(",") if x]
     if unknown := set(args.parts) - set(PARTS):
         p.error(f"no such part: {', '.join(sorted(unknown))}")
+    if args.add and args.out is None:
+        p.error("--add needs --out")
     if args.quick:
-        args.requests, args.seconds = 4, 20.0
+        args.requests, args.seconds, args.rates, args.open_seconds, args.arrive = 4, 20.0, [1.0], 4.0, 2.0
         args.levels, args.streams, args.host_streams = args.levels[:2], [4], [1, 4]
     result = measure(args)
     print(summary(result), flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,9 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
     seconds: float = 60.0  # no request begins after so long
     timeout: float = 60.0  # of one request
     spread: float = 0.0  # the listeners come one by one over so many seconds
+    arrivals: list[float] | None = (
+        None  # when each request is sent, by seconds from the beginning; then `streams` is moot
+    )
     lead: float | None = None  # reads no further ahead than so many seconds of sound, as a player would
 
 
@@ -60,9 +64,12 @@ async def ask(job: Job, body: bytes, number: int, start: float) -> Heard:
 
 
 async def listen(job: Job, body: bytes, sent: float, heard: Heard) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", job.port, limit=1 << 18)
+    limit = 1 << 18 if job.lead is None else 1 << 16
+    reader, writer = await asyncio.open_connection("127.0.0.1", job.port, limit=limit)
+    if job.lead is not None:  # else the socket would take in much of an answer that nobody has read
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, limit)
     try:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{job.port}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
         status = int(answer.split(b" ", 2)[1])
@@ -91,8 +98,17 @@ def take(heard: Heard, at: float, data: bytes) -> None:
 
 
 async def run(job: Job, bodies: list[bytes], start: float) -> list[Heard]:
-    """Listeners who ask again as soon as the answer is there, until nothing is left to ask or time is up."""
+    """A closed loop: each listener sends its next request when it has its answer, until none is left or time is up. Or,
+    with `arrivals`, an open one: each request at its own time."""
     todo, found = iter(enumerate(bodies)), []
+
+    async def passer_by(number: int, at: float) -> None:
+        await asyncio.sleep(max(0.0, start + at - time.monotonic()))
+        found.append(await ask(job, bodies[number], number, start))
+
+    if job.arrivals is not None:
+        await asyncio.gather(*(passer_by(i, at) for i, at in zip(range(len(bodies)), job.arrivals, strict=True)))
+        return found
 
     async def listener(place: int) -> None:
         await asyncio.sleep(max(0.0, start + job.spread * place / job.streams - time.monotonic()))

@@ -88,6 +88,20 @@ class Results:
         """The run over HTTP, and its repetition if there is one."""
         return [found for name in ("h200", "h200_again") if (found := self.file(name)) is not None]
 
+    def starts(self) -> list[Any]:
+        """Every start of a server that was timed, once. (A file that holds no more than a second pass over the server
+        of another has that one's start in it.)"""
+        found: list[Any] = []
+        for s in self.serving():
+            for one in s.get("starts") or filter(None, [s.get("start")]):
+                if one not in found:
+                    found.append(one)
+        return found
+
+    def same_server(self) -> bool:
+        """Both files over HTTP are from one server."""
+        return len(self.serving()) == 2 and len(self.starts()) == 1
+
     def step(self, what: str, batch: int, file: str = "steps_h200") -> Any:
         steps = (self.file(file) or {}).get("steps", [])
         return next((s for s in steps if s["what"] == what and s["batch"] == batch), None)

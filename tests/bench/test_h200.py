@@ -1,18 +1,22 @@
 """The GPU benchmark's own arithmetic: what is asked, what a listener notes, and how a first packet's time is split."""
 
+import argparse
 import asyncio
 import base64
 import json
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.h200 import PHASES, Questions, delta, model_flags, phases, run_part
+from bench import h200
+from bench.crowd import Questions, came, delta
+from bench.h200 import PHASES, begin, model_flags, phases, run_part
 from bench.listener import Heard, Job, run
 from bench.pipeline import checkpoint, host_fields
 from bench.workload import read
-from stretto.client.bench import Sample
+from stretto.client.bench import Level, Open, Sample
 from stretto.client.player import Packet
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.prompt.build import PromptBuilder
@@ -77,6 +81,60 @@ def test_a_listener_notes_every_piece_and_every_failure() -> None:
     assert [h.sample for h in again] == [h.sample for h in heard.values()]
 
 
+def test_requests_are_sent_at_their_own_times_whatever_becomes_of_the_others() -> None:
+    """Nobody is answered before all have asked: in a closed loop that would never end."""
+
+    async def work() -> list[Heard]:
+        asked, all_there = 0, asyncio.Event()
+
+        async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 3:
+                all_there.set()
+            await all_there.wait()
+            await answer(reader, writer)
+
+        server = await asyncio.start_server(late, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        bodies = [json.dumps({"packets": 1}).encode()] * 3
+        async with server:
+            job = Job(port, "", "", streams=1, arrivals=[0.0, 0.01, 0.02], lead=0.0)
+            return await run(job, bodies, time.monotonic())
+
+    heard = asyncio.run(asyncio.wait_for(work(), 30))
+    assert sorted(h.sample.index for h in heard) == [0, 1, 2]
+    assert all(h.sample.error is None for h in heard)
+    for h in heard:
+        assert h.sample.sent >= [0.0, 0.01, 0.02][h.sample.index]
+
+
+def test_what_is_told_of_arrivals() -> None:
+    samples = [
+        Sample(i, sent, end=end) for i, (sent, end) in enumerate([(0.1, 5.0), (1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
+    ]
+    told = came([0.0, 1.0, 2.0, 8.5], Level(Open(1.0), samples))
+    assert told["sent_late_s"] == pytest.approx(0.5)
+    assert told["most_at_once"] == 2
+    assert told["arrivals"] == [0.0, 1.0, 2.0, 8.5]
+
+
+def test_parts_of_a_file_are_measured_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --add, what is there stays with the commit that it was measured at; without it, nothing stays."""
+    monkeypatch.setattr(h200, "described", lambda: {"commit": "new", "clean": True})
+    out = tmp_path / "h200.json"
+    out.write_text(json.dumps({"parts": {"host": {"env": {"commit": "old"}}}, "start": {"ready_s": 47.0}}))
+    args = argparse.Namespace(add=True, out=out)
+    result = begin(args)
+    run_part("latency", lambda: iter([{"one": 1}]), result, out)
+    saved = json.loads(out.read_text())
+    assert [saved["parts"][name]["env"]["commit"] for name in ("host", "latency")] == ["old", "new"]
+    assert [s["ready_s"] for s in saved["starts"]] == [47.0]
+    fresh = begin(argparse.Namespace(add=False, out=out))
+    assert fresh["parts"] == {}
+    assert fresh["starts"] == []
+
+
 def test_the_time_to_the_first_packet_is_split_without_a_rest() -> None:
     spans = [
         ("thinker", "prompt", 0.002, 0.012), ("thinker", "prompt", 0.012, 0.020), ("thinker", "token", 0.020, 0.022),
@@ -100,7 +158,7 @@ def test_a_part_that_fails_keeps_what_it_found() -> None:
         yield {"one": 1}
         raise RuntimeError("no more")
 
-    result = {"parts": {}}
+    result = {"parts": {}, "env": {"commit": "abc"}}
     run_part("x", part, result)
     assert result["parts"]["x"]["found"] == [{"one": 1}]
     assert result["parts"]["x"]["error"] == "RuntimeError: no more"

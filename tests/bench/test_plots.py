@@ -114,14 +114,20 @@ def test_a_table_has_as_many_cells_in_every_line(tmp_path: Path) -> None:
         ablation_h200={
             "runs": [
                 {"variant": v, "base": "all on", "streams": n, "rtf": 0.04, "seconds": {"first_audio": 0.02},
-                 "ratios": {"first_audio": 1.5, "total": 1.2}}
+                 "ratios": {"first_audio": 1.5, "total": 1.2}, "raw": {"first_audio": [0.02] * n}}
                 for v in ("all on", "depth 1") for n in (1, 8)
             ]
         },
         h200={
             "parts": {
-                "timeline": {"found": [{"streams": 1, "phases_s": {"a": 0.001, "b": 0.002}, "one_report": REPORT}]}
+                "timeline": {
+                    "found": [
+                        {"streams": 1, "phases_s": {"a": 0.001, "b": 0.002}, "one_report": REPORT,
+                         "phases_raw": [{"a": 0.001, "b": 0.002}, {"a": 0.001, "b": 0.009}, {"a": 0.005, "b": 0.001}]}
+                    ]
+                }
             },
+            "env": {"date": "2026-11-15T17:57:34+00:00", "commit": "5b1f0d8"},
             "start": {
                 "ready_s": 9.0,
                 "phases": [
@@ -134,17 +140,62 @@ def test_a_table_has_as_many_cells_in_every_line(tmp_path: Path) -> None:
         },
     )  # fmt: skip
     made = {name: make(given) for name, make in tables.TABLES.items()}
-    for name in ("targets", "steps", "layer", "phases", "start", "ablation"):
+    for name in ("targets", "steps", "layer", "phases", "start", "ablation", "sources"):
         rows = [line for line in made[name].splitlines() if line.startswith("|")]
         assert len(rows) > 2, name
         assert len({line.count("|") for line in rows}) == 1, name
-    assert "| **together** | **3.0 ms** |" in made["phases"]
+    assert "| **first audio, of the same answers** | **6.0 ms** |" in made["phases"], "not the sum of medians: 3.0"
     assert "| 3.0 s | 6.0 s | thinker: loading |" in made["start"]
-    assert "| depth 1 | all on | 20.0 ms (x 1.50) | 0.040 (x 1.20) |" in made["ablation"]
+    assert "| depth 1 | all on | 1 | 20.0 ms (x 1.50) | 0.040 (x 1.20) | 8 | 20.0 ms" in made["ablation"]
+    assert "| steps | `steps_h200.json` | not recorded | not recorded | not recorded |" in made["sources"]
+    assert "| over HTTP: timeline | `h200.json` | 2026-11-15 | 5b1f0d8 | not recorded |" in made["sources"]
     for draw in plots.PICTURES.values():
         picture = draw(given)
         assert picture is not None
         ElementTree.fromstring(picture.render())
+
+
+def test_one_start_is_told_once(tmp_path: Path) -> None:
+    """A second pass over the same server has its start in its file; a second server has its own."""
+    one = {"parts": {}, "env": {}, "start": {"ready_s": 47.0, "phases": []}}
+    given = results(tmp_path, h200=one, h200_again=one)
+    assert given.same_server()
+    assert "two passes over one server" in tables.runs(given)
+    (line,) = [line for line in tables.serving_goals(given) if line[0].startswith("start-up")]
+    assert line[2] == "47 s"
+    told = [{"ready_s": s, "kernels_cached": n, "phases": []} for s, n in ((52.0, 0), (31.0, 400))]
+    given = results(
+        tmp_path,
+        h200={"parts": {}, "env": {}, "starts": told[:1]},
+        h200_again={"parts": {}, "env": {}, "starts": told[1:]},
+    )
+    assert not given.same_server()
+    assert "each with a server of its own" in tables.runs(given)
+    assert "2 starts measured: 52 s (0 kernels compiled before), 31 s (400 kernels compiled before)." in tables.start(
+        given
+    )
+
+
+def test_listeners_are_told_with_how_they_came_and_read(tmp_path: Path) -> None:
+    level = {
+        "streams": 128, "rate": 2.0, "answers": 128, "stuttered": 0, "waited_s": 0.0, "errors": {"http 429": 2},
+        "rates": {"audio_s_per_s": 100.0}, "summary": {"first_audio_s": {"p50": 0.1, "p90": 0.2, "p99": 0.3}},
+    }  # fmt: skip
+    by_chance = level | {"within_s": None, "lead_s": 1.0, "most_at_once": 91}
+    parts = {"realtime": {"found": [level]}, "players": {"found": [by_chance]}, "open": {"found": [by_chance]}}
+    given = results(tmp_path, h200={"parts": parts, "env": {"commit": "abc", "clean": True, "date": "2026-11-20"}})
+    assert "| 128 | within 2 s | as fast as it comes | 128 | 128 | 0 |" in tables.realtime(given)
+    assert "| 128 | at random moments | 1 s ahead | 91 | 128 | 0 |" in tables.realtime(given)
+    assert "| 2 | 128 | 2 | 91 | 100.0 | 200.0 | 300.0 |" in tables.open_loop(given)
+    assert "| over HTTP: players | `h200.json` | 2026-11-20 | abc | clean |" in tables.sources(given)
+
+
+def test_the_pages_say_what_the_files_say() -> None:
+    """Each table in README.md, the page and the notes is the one that is made from bench/results now."""
+    made = {name: text for name, make in tables.TABLES.items() if (text := make(Results()))}
+    for page in plots.PAGES:
+        text = (plots.ROOT / page).read_text(encoding="utf-8")
+        assert plots.fill(text, made) == text, f"{page}: python -m bench.plots --write"
 
 
 REPORT = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from stretto.models.qwen3_omni.code_predictor import FrameCache, FramePass
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.qwen3_omni.weights import build
+from tests.rows import Forced, check_errors, chosen, row_errors
 
 pytestmark = pytest.mark.gpu
 
@@ -47,17 +47,23 @@ def test_paged_steps(which: str, rows: int) -> None:
     plain.data.normal_()
     ours.data.copy_(plain.data)
     tables = [list(range(1 + i * width, 1 + (i + 1) * width)) for i in range(rows)]
+    moe = decoder.config.moe
+    assert moe is not None
+    forced = Forced(2, rows, moe.num_experts, DEVICE)
     errors = []
     for step in range(24):
         paging = plain.page([(t, s + step, 1) for t, s in zip(tables, starts, strict=True)])
         x = torch.randn(rows, decoder.config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         positions = torch.tensor([s + step for s in starts], dtype=torch.float32, device=DEVICE).expand(3, -1)
-        wanted = decoder(x, positions, PagedPass(plain, paging))
+        with chosen() as ids:
+            wanted = decoder(x, positions, PagedPass(plain, paging))
+        forced.give(ids)
         cos, sin = decoder.rope(positions, torch.bfloat16)
-        found = fused.paged(x, cos, sin, ours, paging)
-        errors += [error(a, b) for a, b in zip(found, wanted, strict=True)]
-    # A close call of the router may fall either way for some row; for most it must not.
-    assert statistics.median(errors) < 2e-2, errors
+        with forced():
+            found = fused.paged(x, cos, sin, ours, paging)
+        errors.append(row_errors(found, wanted))
+    # In Triton's interpreter (three layers, widths 256 and 512) half of the rows were 0.009 off, none more than 0.0104.
+    check_errors(torch.cat(errors), 2e-2)
     assert error(ours.data[0], plain.data[0]) < 1e-2  # keys of the first layer: no router in front of them
 
 

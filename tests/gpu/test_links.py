@@ -20,7 +20,7 @@ from stretto.stage.payload.ring import Ring
 from stretto.stage.payload.schema import CodecFrames, ThinkerRows
 from stretto.types import Mark, RequestId, Span
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what else runs there must not make the host late
 
 R = RequestId("r-1")
 LONG = 200_000_000  # cycles, some 100 ms: a step that is still running when we look

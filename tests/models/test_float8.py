@@ -229,6 +229,7 @@ def test_a_gpu_quantises_to_the_same_bits(staging: int, tiny_dir: Path, tiny_con
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_released_float8_thinker_is_filled_in_its_own_size() -> None:
     """One layer's wide weights at a time are all that comes on top."""
     module, size, took = fill_on_gpu(parse(released_config()).with_float8_experts(), extra=4 << 30)

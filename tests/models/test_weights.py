@@ -540,6 +540,7 @@ def fill_on_gpu(config: OmniConfig, factor: float = 1.0, extra: int = 0) -> tupl
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_released_thinker_is_filled_on_the_gpu() -> None:
     """Thirty billion parameters, straight on the device: no copy of them is ever on the host or made twice."""
     module, size, took = fill_on_gpu(parse(released_config()), factor=1.05)

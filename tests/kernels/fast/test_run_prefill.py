@@ -11,6 +11,7 @@ from stretto.layers.decoder import AfterLayer, Decoder, PagedPass
 from stretto.layers.prefill import Ragged, pack_starts, run_prefill, split_starts
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows
+from tests.rows import Forced, check_rows, chosen
 
 Span = tuple[int, int, int]  # row, start, stop
 
@@ -228,41 +229,46 @@ REAL: list[list[Span]] = [
 ]
 
 
-def typical_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The median row's relative error."""
-    return float(((found - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)).median())
+ROUNDING = 2e-2
+"""Of a row, three or four layers deep, in bfloat16 and with the same experts on both sides. In Triton's interpreter
+(three layers, widths 256 and 512) half of the rows were 0.007 off and 95 % within 0.009, and just as far from
+float32."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("c", [THINKER, TALKER])
 @torch.inference_mode()
 def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
+    assert c.moe is not None
     bed = Bed(c, device, torch.bfloat16, rows=4, length=1024, block=16)
+    forced = Forced(c.num_layers, 768, c.moe.num_experts, device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graphs = PrefillGraphs(bed.decoder, bed.cache, bed.rows, accept_layer=2, sizes=(16, 128, 256, 768), max_sequences=8)
-    graphs.capture(stream)
+    with forced():
+        graphs.capture(stream)
     with torch.cuda.stream(stream):
         for spans in REAL:
             x, positions, paging = bed.inputs(spans)
-            want = bed.plain(spans)
+            with chosen() as ids:
+                want = bed.plain(spans)
+            forced.give(ids)
             streams: list[torch.Tensor] = []
 
             def after(layer: int, s: torch.Tensor, streams: list[torch.Tensor] = streams) -> torch.Tensor:
                 streams.append(s)
                 return s
 
-            eager = bed.fast(spans, after)
-            # Rows that are routed differently because of a rounding differ in kind, and there are many close calls
-            # in random layers: most rows must agree. (In float32 all do: see the tests above.)
-            assert typical_error(eager, want) < 2.5e-2
+            with forced():
+                eager = bed.fast(spans, after)
+            check_rows(eager, want, ROUNDING)
             found = graphs.run(x, positions, paging)
             assert found is not None
             hidden, accept = found
             assert accept is not None
             # Other tile sizes for the padded number of rows: close, not equal.
-            assert typical_error(hidden, eager) < 2.5e-2
-            assert typical_error(accept, streams[1]) < 2.5e-2
+            check_rows(hidden, eager, ROUNDING)
+            check_rows(accept, streams[1], ROUNDING)
             again = graphs.run(x, positions, paging)
             assert again is not None
         assert graphs.run(bed.x[0, :800], bed.positions[:, 0, :800], bed.rows.mixed_paging([(0, 0, 800)])) is None
@@ -273,13 +279,18 @@ def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
 @torch.inference_mode()
 def test_a_replay_is_deterministic_and_like_the_same_padded_pass(device: torch.device) -> None:
     bed = Bed(THINKER, device, torch.bfloat16, rows=4, length=256, block=16)
+    forced = Forced(3, 128, 128, device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graphs = PrefillGraphs(bed.decoder, bed.cache, bed.rows, None, sizes=(128,), max_sequences=8)
-    graphs.capture(stream)
+    with forced():
+        graphs.capture(stream)
     spans = [(0, 50, 51), (1, 0, 90)]
     with torch.cuda.stream(stream):
         bed.fast([(0, 0, 50)])
+        with chosen() as ids:
+            bed.plain(spans)
+        forced.give(ids)
         first = graphs.run(*bed.inputs(spans))
         assert first is not None
         kept = first[0].clone()
@@ -287,6 +298,6 @@ def test_a_replay_is_deterministic_and_like_the_same_padded_pass(device: torch.d
         second = graphs.run(*bed.inputs(spans))
         assert second is not None
         assert torch.equal(second[0], kept)
-        near = (padded(bed, spans, 128, 8)[:91] - kept).float().norm(dim=-1) / kept.float().norm(dim=-1) < 3e-2
-        assert float(near.float().mean()) > 0.9
+        with forced():
+            check_rows(padded(bed, spans, 128, 8)[:91], kept, ROUNDING)
     stream.synchronize()
