@@ -1,7 +1,8 @@
 """What a result was measured on: the state of the sources, the machine and the versions.
 
-On a machine that has the sources but no git repository, the file COMMIT in their root says what git would: the commit
-in its first line, then a line per changed file, none if the tree was clean. It is written where the repository is:
+On a machine that has a copy of the sources but not their repository, the file COMMIT in their root says what git would:
+the commit in its first line, then a line per changed file, none if the tree was clean. It counts before any repository
+that is there. It is written where the real one is, and deleted when the copy has been used:
 
     git rev-parse HEAD > COMMIT; git status --porcelain -- . ':!bench/results' >> COMMIT"""
 
@@ -31,11 +32,11 @@ def _git(*args: str) -> str | None:
 def sources(root: Path = ROOT) -> dict[str, Any]:
     """The commit, and whether anything but results of benchmarks differed from it. None: not known."""
     commit = changed = None
-    if (root / ".git").exists():
+    if (root / "COMMIT").exists():
+        commit, _, changed = (root / "COMMIT").read_text(encoding="utf-8").partition("\n")
+    elif (root / ".git").exists():
         commit = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--", ".", ":!bench/results")
-    if commit is None and (root / "COMMIT").exists():
-        commit, _, changed = (root / "COMMIT").read_text(encoding="utf-8").partition("\n")
     return {
         "commit": commit.strip()[:12] if commit and commit.strip() else None,
         "clean": None if changed is None else not changed.strip(),

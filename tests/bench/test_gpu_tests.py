@@ -106,6 +106,8 @@ def test_the_commit_comes_from_a_file_where_there_is_no_repository(tmp_path: Pat
     assert env.sources(tmp_path) == {"commit": None, "clean": None}
     (tmp_path / "COMMIT").write_text("0123456789abcdef\n", encoding="utf-8")
     assert env.sources(tmp_path) == {"commit": "0123456789ab", "clean": True}
+    (tmp_path / ".git").mkdir()  # of the machine it was copied to: says nothing about these sources
+    assert env.sources(tmp_path) == {"commit": "0123456789ab", "clean": True}
     (tmp_path / "COMMIT").write_text("0123456789abcdef\n M stretto/cli.py\n", encoding="utf-8")
     assert env.sources(tmp_path) == {"commit": "0123456789ab", "clean": False}
 
