@@ -159,8 +159,17 @@ def bound_waits(sock: socket.socket, timeout: float) -> None:
     a second system call each time, and does not notice that a listener was shut."""
     sock.setblocking(timeout > 0)
     if timeout > 0:  # a zero option would mean for ever
-        seconds, micros = divmod(max(int(timeout * 1e6), 1), 1_000_000)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, micros))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
+
+
+def bound_connect(sock: socket.socket, timeout: float) -> None:
+    """Let `connect` wait for `timeout`. Not by Python's own: a socket with one does not wait for a place in a full
+    queue, it gives up at once, and strangers could keep that queue full."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+
+
+def _timeval(seconds: float) -> bytes:
+    return _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
 
 
 def gone(error: OSError) -> Hangup:

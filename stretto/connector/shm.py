@@ -39,7 +39,7 @@ from typing import ClassVar
 
 from stretto.connector import wire
 from stretto.connector.contract import Chunk, Corrupt, Endpoint, LinkOptions, PeerDead, PutFailed, VersionMismatch
-from stretto.connector.doorbell import AT_ONCE, Bell, PagedBell, bound_waits, broken, gone, shut
+from stretto.connector.doorbell import AT_ONCE, Bell, PagedBell, bound_connect, bound_waits, broken, gone, shut
 from stretto.connector.endpoint import (
     MAX_SLOTS,
     check_endpoint,
@@ -87,7 +87,7 @@ class ShmConnector:
         check_endpoint(self.name, endpoint, options)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(options.connect_timeout_s)
+            bound_connect(sock, options.connect_timeout_s)
             hello = hello_of(endpoint, secret_of(endpoint.link, options))
             return ShmSender(endpoint, options, ShmOutward(endpoint, hello, sock))
         except OSError as error:

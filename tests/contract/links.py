@@ -114,9 +114,9 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        return cls(
-            len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), frozenset(os.listdir("/dev/shm"))
-        )
+        # Semaphores are never ours: they come and go with other programs of the machine.
+        segments = frozenset(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
+        return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments)
 
     def beyond(self, before: Footprint, spare: int = 0) -> str:
         """What there is now that was not there before, in words. `spare` descriptors more are no matter."""

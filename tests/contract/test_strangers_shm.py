@@ -12,7 +12,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -191,6 +193,30 @@ def test_who_never_says_hello_is_let_go_after_a_while(
     take(receiver, 5.0).release()
     assert all(stranger.shut() for stranger in strangers)
     sender.close()
+
+
+def test_a_sender_waits_for_its_place_in_a_full_queue(
+    receiver: shm.ShmReceiver, strangers: list[Stranger], two_users: None
+) -> None:
+    with suppress(BlockingIOError):
+        while True:
+            strangers.append(Stranger(receiver.endpoint, f"first-{len(strangers)}"))
+    hasty = replace(KIT.options, connect_timeout_s=0.02)
+    with pytest.raises(PeerDead, match="temporarily unavailable"):
+        shm.ShmConnector().connect(receiver.endpoint, hasty)
+    began = threading.Event()
+
+    def connect() -> shm.ShmSender:
+        began.set()
+        return shm.ShmConnector().connect(receiver.endpoint, replace(KIT.options, connect_timeout_s=LONG_S))
+
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect)
+        assert began.wait(LONG_S)
+        with pytest.raises(TimeoutError):
+            connecting.result(0.05)
+        eventually(lambda: receiver.take(0.0) is None and connecting.done())
+        connecting.result().close()
 
 
 def test_a_crowd_leaves_nothing_behind(receiver: shm.ShmReceiver, strangers: list[Stranger]) -> None:

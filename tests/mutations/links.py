@@ -121,6 +121,13 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
         "            if False:\n",
         [_SHM + "a_listener_of_another_user_is_not_spoken_to"],
     ),
+    (
+        "shm: a sender gives up at once where the listener's queue is full",
+        SHM,
+        "            bound_connect(sock, options.connect_timeout_s)\n",
+        "            sock.settimeout(options.connect_timeout_s)\n",
+        [_SHM + "a_sender_waits_for_its_place_in_a_full_queue"],
+    ),
     # -- endpoints: shm, tcp and mooncake
     (
         "endpoint: no secret is needed",
@@ -245,7 +252,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
         NETBELL,
         "self._receive(min(timeout, self._guests.patience()))",
         "self._receive(timeout)",
-        [_NET + "a_long_take_lets_the_silent_go_too"],
+        [_NET + "a_take_that_waits_lets_the_silent_go_too"],
     ),
     (
         "tcp: a stranger's end is taken for the peer's",
