@@ -52,9 +52,7 @@ BROKEN: tuple[type[Exception], ...] = (
 class MediaLimits:
     """The most one request may hold. Where nothing else is said, all of it together."""
 
-    text_chars: int = (
-        1_000_000  # every string the template may read, keys too; encoding a million takes a second or two
-    )
+    text_chars: int = 1_000_000  # every string the template may read, keys too; a million take a second or two
     values: int = 100_000  # in tools, tool_calls and the like: items of lists and of objects, strings or not
     depth: int = 64  # of the same
     messages: int = 4096
@@ -63,7 +61,7 @@ class MediaLimits:
 
     file_bytes: int = 64 << 20  # one file
     audio_seconds: float = 2400.0
-    audio_values: int = 1 << 28  # samples times channels, before resampling, at up to 15 ns each; 40 min of CD sound fit
+    audio_values: int = 1 << 28  # samples times channels, before resampling: up to 17 ns each; 40 min at CD rate fit
     audio_channels: int = 8  # one clip
     image_pixels: int = 64_000_000  # one picture, or one frame of a video
     video_seconds: float = 600.0  # one video

@@ -127,7 +127,7 @@ MUTATIONS = [
         VIDEO,
         "        check_pixels(screen.width, screen.height, budget.limits)\n",
         "",
-        ["tests/prompt/test_media.py::test_video_limits[limits1-too many]"],
+        [f"{GUARDS}::test_frames_as_large_as_the_header_says"],
     ),
     (
         "frames of all videos",
