@@ -64,7 +64,7 @@ class PoolSettings:
     """How prompts are built beside the server."""
 
     workers: int = 2  # processes at a time for what takes long
-    cpu_s: int = 30  # of CPU time for one request
+    cpu_s: int = 60  # of CPU time for one request
     memory_mb: int = 2048  # of memory for one request
     start_timeout_s: float = 120.0
 

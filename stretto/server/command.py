@@ -78,7 +78,7 @@ class ModelConfig:
     talker_blocks: int | None = setting(None, "model", "size of the talker's cache, in blocks of 16 frames", "N")
     threads: int | None = setting(None, "model", "of arithmetic on a CPU, for each process", "N")
     prompt_workers: int = setting(2, "model", "processes that prepare large requests and media, at most", "N")
-    prompt_cpu_s: int = setting(30, "model", "CPU time that preparing one request may take", "SECONDS")
+    prompt_cpu_s: int = setting(60, "model", "CPU time that preparing one request may take", "SECONDS")
     prompt_memory_mb: int = setting(2048, "model", "memory that preparing one request may take, in MiB", "MIB")
     share_prefix_cache: bool = setting(
         False, "model", "prompts of one API key speed up those of others, who can then guess at them"

@@ -67,9 +67,9 @@ MUTATIONS = [
     ),
     (
         "files may be named over HTTP",
-        "stretto/orchestrator/engine.py",
-        "        allow_paths: bool = False,\n",
-        "        allow_paths: bool = True,\n",
+        "stretto/prompt/work.py",
+        "allow_paths=False",
+        "allow_paths=True",
         [f"{FILES}::test_files_are_not_read[{k}]" for k in ("audio", "image", "video")],
     ),
     (

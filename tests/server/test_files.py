@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from stretto.orchestrator.api import Engine
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.settings import EngineConfig
+from stretto.prompt.pool import PoolSettings
 from tests.prompt.samples import data_uri, image_file, picture, sound_file, tone, video_file
 from tests.server.conftest import Reply, Running
 
@@ -22,13 +24,19 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def running(tiny_dir: Path) -> Iterator[Running]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server and its prompt worker run."""
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def running(tiny_dir: Path, folder: Path) -> Iterator[Running]:
     async def open_engine() -> Engine:
-        engine = PipelineEngine(tiny_dir, EngineConfig())
+        engine = PipelineEngine(tiny_dir.resolve(), EngineConfig(prompts=PoolSettings()))
         await engine.start()
         return engine
 
-    with Running(open_engine) as running:
+    with contextlib.chdir(folder), Running(open_engine) as running:
         yield running
 
 
@@ -38,10 +46,9 @@ def ask(running: Running, part: dict[str, Any]) -> Reply:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_files_are_not_read(kind: str, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a"
+def test_files_are_not_read(kind: str, running: Running, folder: Path) -> None:
+    path = folder / "a"
     path.write_bytes(FILES[kind])
-    monkeypatch.chdir(tmp_path)
     name = f"{kind}_url"
     assert ask(running, {"type": name, name: {"url": data_uri(FILES[kind], f"{kind}/x")}}).status == 200
     for url in (path.as_uri(), f"file://{path}", f"FILE:{path}", str(path), "a", "./a", f"//{path}"):
@@ -55,11 +62,8 @@ def test_files_are_not_read(kind: str, running: Running, tmp_path: Path, monkeyp
         assert "files are not read" in reply.error["message"]
 
 
-def test_scripts_that_name_files_are_not_followed(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.mp4").write_bytes(FILES["video"])
-    monkeypatch.chdir(tmp_path)
+def test_scripts_that_name_files_are_not_followed(running: Running, folder: Path) -> None:
+    (folder / "a.mp4").write_bytes(FILES["video"])
     script = b"ffconcat version 1.0\nfile a.mp4\n"
     reply = ask(running, {"type": "video_url", "video_url": {"url": data_uri(script, "video/mp4")}})
     assert reply.status == 400
