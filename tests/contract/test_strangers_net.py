@@ -36,8 +36,8 @@ _SHUT = (
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is let go for being silent, neither by us nor by ZeroMQ (which waits half a minute for a handshake), so
-    that it is for something else; a test may shorten our time."""
+    """Nobody is let go for being silent, neither by us nor by ZeroMQ (after half a minute without a handshake), so that
+    it is for something else; a test may shorten our time."""
     encrypt = netbell._encrypt
 
     def without_an_end(socket: zmq.Socket[bytes], key: bytes, **kind: bool) -> None:
