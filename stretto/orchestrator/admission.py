@@ -18,6 +18,7 @@ from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
 _GIVEN = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # what a link carries as a request's name, less room for a number
 
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a caller wants, but for the prompt."""

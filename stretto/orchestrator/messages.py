@@ -6,6 +6,7 @@ parent and child, so it has no name, nobody else can join it, and either side se
 
 from __future__ import annotations
 
+import math
 import struct
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ MAX_HEADER = 64 << 20
 MAX_BLOB = 1 << 30
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Bytes = bytes | memoryview
 
 
@@ -97,8 +99,8 @@ def unpack_prompt(meta: PromptMeta, blob: bytes) -> Prompt:
     def get(a: ArrayMeta | None) -> npt.NDArray[np.float32]:
         if a is None:
             return none
-        count = int(np.prod(a.shape, dtype=np.int64))
-        if a.offset < 0 or a.offset + 4 * count > len(blob):
+        count = math.prod(a.shape)
+        if min(a.offset, *a.shape) < 0 or a.offset + 4 * count > len(blob):
             raise WireError(f"array {a.shape} at {a.offset} is not within a blob of {len(blob)} bytes")
         # A copy: torch wants memory that it may write to.
         return np.frombuffer(blob, np.float32, count, a.offset).reshape(a.shape).copy()
@@ -252,7 +254,7 @@ class LinkDown(Wire, frozen=True, tag="link_down"):
 
 class Text(Wire, frozen=True, tag="text"):
     request: RequestId
-    ids: tuple[int, ...]
+    ids: tuple[TokenId, ...]
 
 
 class Codes(Wire, frozen=True, tag="codes"):
@@ -330,5 +332,5 @@ def decode_from_host(header: Bytes) -> FromHost:
 def _decode(decoder: Any, header: Bytes) -> Any:
     try:
         return decoder.decode(header)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:  # the last two come as they are
         raise WireError(f"not a control message: {e}") from None

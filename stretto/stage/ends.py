@@ -16,7 +16,7 @@ from stretto.connector.courier import Incoming, InLink, Outgoing, OutLink
 from stretto.connector.inline import InlineIn, InlineOut
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, WireError
 from stretto.orchestrator.messages import Connect, LinkDown, Linked, Listen, Listening
 from stretto.orchestrator.settings import LINKS, HostSettings
 from stretto.stage.nodes.code2wav import Code2WavNode
@@ -79,7 +79,7 @@ class LinkEnds:
 
     def connect(self, m: Connect, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
-        endpoint = msgspec.msgpack.decode(m.endpoint, type=Endpoint)
+        endpoint = _endpoint_of(m.endpoint)
         sender: Sender = connector.connect(endpoint, self._options(switches, m.generation, m.secret))
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.sender = sender
@@ -161,3 +161,11 @@ class LinkEnds:
             self.fail(request, name, error)
         else:
             self.report(LinkDown(name, end.generation, str(error)), b"")
+
+
+def _endpoint_of(told: bytes) -> Endpoint:
+    """What another host said of itself: nonsense there must not end this one."""
+    try:
+        return msgspec.msgpack.decode(told, type=Endpoint)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise WireError(f"not an endpoint: {e}") from None
