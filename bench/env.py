@@ -67,7 +67,7 @@ def describe() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **sources(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         **{name: _version(name) for name in PACKAGES},
         "gpu": None if gpu is None else {"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)},
@@ -75,6 +75,19 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def _git(*args: str) -> str | None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu() -> str:
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def quantile(values: list[float], q: float) -> float:

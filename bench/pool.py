@@ -1,36 +1,70 @@
-"""What the fault matrix and the soak share: a pool of requests with their answers by the plain driver, and a look at
-everything that could leak."""
+"""What the fault matrix and the soak share: a pool of requests with their answers by the plain driver, a look at
+everything that could leak, and the line through the memory of a process that says whether it does.
+
+The answers are made in a process of their own. The one that runs the engine imports no torch, as a server's does not,
+and what its memory does is the engine's doing."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from env import describe
 
-from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.load import Models, Source
-from stretto.orchestrator.api import Modality, Params
+from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Modality, Params, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.build import PromptBuilder
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.orchestrator.common import CHATS, Answer, expected, picture, say, sound
-
+ROOT = Path(__file__).parent.parent
 POLL_S = 0.02
 MOST_REPORTS = 10
+BLOCKS, STUDENT = 10, 2.306  # means that a line is fitted to; 97.5 % of Student's t with 8 degrees of freedom
 
-QUESTIONS: dict[str, list[dict[str, Any]]] = {
-    **CHATS,
-    "short": [{"role": "user", "content": "And now?"}],
-    "other sound": [{"role": "user", "content": [sound(0.7, seed=5), say("And this?")]}],
-    "both": [{"role": "user", "content": [picture(seed=3), sound(0.5, seed=4), say("Together?")]}],
-}
+
+# -- questions and answers
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came out, however it was made."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    codes: list[list[int]] = field(default_factory=list)
+    packets: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    finish: tuple[str, str | None] | None = None
+    broken: str | None = None  # what was wrong with the order of the events
+
+    def take(self, e: Event) -> None:
+        match e:
+            case TextDelta():
+                self.ids += e.ids
+                self.text += e.text
+            case CodeFrames():
+                if e.start != len(self.codes):
+                    self.broken = f"frames from {e.start} after {len(self.codes)}"
+                self.codes += e.codes.tolist()
+            case AudioChunk():
+                if e.start != (got := sum(map(len, self.packets))):
+                    self.broken = f"samples from {e.start} after {got}"
+                self.packets.append(e.samples)
+            case Finished():
+                if self.finish is not None:
+                    self.broken = "ended twice"
+                self.finish = (e.text, e.audio)
+
+    @property
+    def samples(self) -> npt.NDArray[np.float32]:
+        return np.concatenate([np.zeros(0, np.float32), *self.packets])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +79,60 @@ class Case:
 
     def problem(self, got: Answer) -> str | None:
         """What is wrong with an answer; None: it is exact."""
-        want = self.want
+        want, heard, right = self.want, got.samples, self.want.samples
         for what, ours, theirs in (
+            ("order", got.broken, None),
             ("ids", got.ids, want.ids),
             ("text", got.text, want.text),
             ("codes", got.codes, want.codes),
             ("finish", got.finish, want.finish),
-            ("samples", len(got.samples), len(want.samples)),
+            ("samples", len(heard), len(right)),
         ):
             if ours != theirs:
                 return f"{self.name}: {what} {ours!r:.200}, expected {theirs!r:.200}"
-        if not np.allclose(got.samples, want.samples, rtol=0, atol=1e-5):
-            return f"{self.name}: samples differ by {np.abs(got.samples - want.samples).max():g}"
+        if not np.allclose(heard, right, rtol=0, atol=1e-5):
+            return f"{self.name}: samples differ by {np.abs(heard - right).max():g}"
         return None
 
 
-def cases(model: Path, params: Params, lengths: Iterable[tuple[int, int]], silent: int) -> list[Case]:
-    """One case for each (text tokens, frames), over all kinds of question; the last `silent` of them text-only."""
+def prepared(model: Path, params: Params, lengths: Iterable[tuple[int, int]], silent: int) -> tuple[list[Case], Any]:
+    """Write the tiny model, and ask it: one case for each (text tokens, frames), over all kinds of question, the last
+    `silent` of them text-only. And what it is measured on."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as there:
+        return there.submit(_prepare, model, params, list(lengths), silent).result()
+
+
+def _prepare(model: Path, params: Params, lengths: list[tuple[int, int]], silent: int) -> tuple[list[Case], Any]:
+    sys.path.insert(0, str(ROOT))
+    from stretto.models.qwen3_omni.config import OmniConfig
+    from stretto.models.qwen3_omni.load import Models, Source
+    from stretto.models.qwen3_omni.tiny import write_tiny
+    from stretto.prompt.build import PromptBuilder
+    from tests.orchestrator.common import CHATS, expected, picture, say, sound
+
+    questions: dict[str, list[dict[str, Any]]] = {
+        **CHATS,
+        "short": [{"role": "user", "content": "And now?"}],
+        "other sound": [{"role": "user", "content": [sound(0.7, seed=5), say("And this?")]}],
+        "both": [{"role": "user", "content": [picture(seed=3), sound(0.5, seed=4), say("Together?")]}],
+    }
+    write_tiny(model)
     builder = PromptBuilder.open(model, OmniConfig.read(model))
     models = Models.open(Source.open(model, progress=False))
-    lengths = list(lengths)
     made = []
     for i, (tokens, frames) in enumerate(lengths):
-        name, messages = list(QUESTIONS.items())[i % len(QUESTIONS)]
+        name, messages = list(questions.items())[i % len(questions)]
         speak = i < len(lengths) - silent
         how = replace(params, max_text_tokens=tokens, max_frames=frames, seed=i, temperature=[0.0, 0.8][i % 2])
         modalities: Sequence[Modality] = ("text", "audio") if speak else ("text",)
         label = f"{name}, {'spoken' if speak else 'silent'}, {tokens} tokens, {frames} frames"
-        made.append(Case(label, messages, modalities, how, expected(models, builder, messages, how, speak)))
-    return made
+        right = expected(models, builder, messages, how, speak)
+        want = Answer(right.ids, right.text, right.codes, [right.samples], right.finish)
+        made.append(Case(label, messages, modalities, how, want))
+    return made, describe()
+
+
+# -- what could leak
 
 
 @dataclass(slots=True)
@@ -94,9 +153,18 @@ class Census:
             len(os.listdir("/proc/self/fd")),
             tasks,
             len(children()),
-            sorted(os.listdir("/dev/shm")),
+            sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),  # others' semaphores
             [len(os.listdir(f"/proc/{pid}/fd")) for pid in hosts],
         )
+
+    def changes(self, later: Census) -> list[str]:
+        """What is not as it was, of a process in the same state."""
+        names = ("descriptors", "tasks", "children", "shm", "host_descriptors")
+        return [
+            f"{name}: {before!r:.200}, then {after!r:.200}"
+            for name in names
+            if (before := getattr(self, name)) != (after := getattr(later, name))
+        ]
 
 
 def children() -> list[int]:
@@ -135,15 +203,82 @@ def held(values: dict[str, float]) -> list[str]:
 
 
 async def settle(engine: PipelineEngine) -> list[str]:
-    """Wait for fresh reports that say that nothing is held; what is, if it does not come to that."""
+    """Ask for fresh reports until they say that nothing is held; what is, if it does not come to that."""
     left = ["no report"]
-    for _ in range(MOST_REPORTS):
+    for number in range(MOST_REPORTS):
         [pipeline] = engine._pipelines
         for host in pipeline._hosts:
             host.stats = {}  # so that only what is said from now on counts
+        pipeline.ping(number)
         while not all(host.stats for host in pipeline._hosts):
             await asyncio.sleep(POLL_S)
         left = held(pipeline.metrics())
         if not left:
             return []
+        await asyncio.sleep(POLL_S * 2**number)
     return left
+
+
+# -- memory that grows
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes by process, sampled on the way. The samples have their place before the first is taken: they would be a
+    growth of their own."""
+
+    names: list[str]
+    _samples: npt.NDArray[np.int64]
+    _count: int = 0
+
+    @classmethod
+    def of(cls, names: Sequence[str], most: int) -> Memory:
+        return cls(list(names), np.full((most, 1 + len(names)), -1, np.int64))
+
+    def sample(self, at: int, pids: Sequence[int | None]) -> None:
+        self._samples[self._count] = [at, *(resident(pid) for pid in pids)]
+        self._count += 1
+
+    @property
+    def taken(self) -> npt.NDArray[np.int64]:
+        return self._samples[: self._count]
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A process's memory in MiB, and the slope of the line through the second half of its samples in KiB per unit, with
+    the half-width of its 95 % interval. Samples depend on their neighbours, so the line goes through the means of ten
+    runs of them, which hardly do."""
+
+    start: float
+    middle: float
+    end: float
+    slope: float
+    margin: float
+
+    def flat(self, bound: float) -> bool:
+        """Is no growth, or less than the bound, within what the samples say? Falling is flat too."""
+        return self.slope - self.margin <= 0 or self.slope <= bound
+
+
+def trend(at: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Trend:
+    half = len(at) // 2
+    assert len(at) - half >= 2 * BLOCKS, "too few samples to tell"
+    x, y = (
+        np.array([b.mean() for b in np.array_split(v[half:].astype(np.float64), BLOCKS)]) for v in (at, sizes / 1024)
+    )
+    spread = ((x - x.mean()) ** 2).sum()
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / spread)
+    rest = y - y.mean() - slope * (x - x.mean())
+    margin = STUDENT * float(np.sqrt((rest**2).sum() / (BLOCKS - 2) / spread))
+    start, middle, end = (round(float(sizes[i]) / 2**20, 2) for i in (0, half, -1))
+    return Trend(start, middle, end, round(slope, 4), round(margin, 4))
+
+
+def store(result: dict[str, Any], out: Path | None) -> None:
+    """Print a result without its raw samples, keep it with them, and leave with what it says."""
+    print(json.dumps({k: v for k, v in result.items() if k != "raw"}, indent=1))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(bool(result["problems"]))

@@ -3,10 +3,12 @@ to its stages. Called by the engine on the event loop; imports no torch."""
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import count
 
 from stretto.errors import Invalid, TooLong
 from stretto.orchestrator.api import Params
@@ -19,7 +21,7 @@ from stretto.orchestrator.settings import STAGES
 from stretto.orchestrator.ticket import Ticket
 from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
 
-MOST_USED = 16384  # ids remembered: more than a stage's fences are
+_GIVEN = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # what a link carries as a request's name, less room for a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +59,21 @@ def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
 
 
 class Names:
-    """The ids that all stages know requests by."""
+    """The ids that all stages know requests by. None comes twice: stages remember those of requests that are over, and
+    ignore what comes for them."""
 
     def __init__(self) -> None:
-        self._used: dict[RequestId, int] = {}  # how often an id was given, the oldest first
+        self._numbers = count()
 
     def new(self, given: RequestId | None, running: Iterable[Ticket]) -> RequestId:
-        """An id that was used before gets a number: stages remember the ids of requests that are over, and ignore what
-        comes for them."""
+        """What the caller gave, and a number that makes it new, so that nothing need be remembered of those before."""
         if given is None:
             return RequestId(f"r-{secrets.token_hex(8)}")
+        if not _GIVEN.fullmatch(given):
+            raise Invalid("request_id must be 1 to 48 letters, digits, _ . : or -", "request_id")
         if any(t.given == given for t in running):
             raise Invalid(f"request {given} is running already", "request_id")
-        times = self._used.pop(given, 0)
-        self._used[given] = times + 1  # last in order now
-        if len(self._used) > MOST_USED:
-            del self._used[next(iter(self._used))]
-        return RequestId(f"{given}.{times}") if times else given
+        return RequestId(f"{given}.{next(self._numbers)}")
 
 
 async def announce(t: Ticket, ask: Ask, shared: bool) -> None:

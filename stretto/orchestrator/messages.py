@@ -21,6 +21,7 @@ MAX_BLOB = 1 << 30
 
 Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,7 +176,7 @@ class LinkDown(Wire, frozen=True, tag="link_down"):
 
 class Text(Wire, frozen=True, tag="text"):
     request: RequestId
-    ids: tuple[int, ...]
+    ids: tuple[TokenId, ...]
 
 
 class Codes(Wire, frozen=True, tag="codes"):
@@ -253,5 +254,5 @@ def decode_from_host(header: Bytes) -> FromHost:
 def _decode(decoder: Any, header: Bytes) -> Any:
     try:
         return decoder.decode(header)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:  # the last two come as they are
         raise WireError(f"not a control message: {e}") from None

@@ -14,11 +14,12 @@ import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from stretto.errors import StageDead, StrettoError
+from stretto.errors import StageDead, StrettoError, WireError
 from stretto.orchestrator.messages import (
     Broken,
     Configure,
     Connect,
+    Ended,
     Features,
     FromHost,
     LinkDown,
@@ -153,6 +154,10 @@ class Pipeline:
                 self._link_message(message)
             return
         match message:
+            case Loading(stage=stage) | Ended(stage=stage) if stage not in self._stages:
+                raise WireError(f"it speaks of a stage {stage!r}")
+            case Ready(stages=stages, memory=memory) if not {*stages, *memory} <= {*self._stages, "allocated"}:
+                raise WireError(f"it speaks of stages {stages} and memory of {list(memory)}")
             case Loading(stage=stage, what=what):
                 self.progress[stage] = what
             case Ready(stages=stages, memory=memory):

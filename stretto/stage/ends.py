@@ -166,5 +166,5 @@ def _endpoint_of(told: bytes) -> Endpoint:
     """What another host said of itself: nonsense there must not end this one."""
     try:
         return msgspec.msgpack.decode(told, type=Endpoint)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise WireError(f"not an endpoint: {e}") from None

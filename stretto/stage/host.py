@@ -21,7 +21,7 @@ import torch
 
 from stretto.child import die_with_parent
 from stretto.connector.switches import OverlapSwitches
-from stretto.errors import Bug, Busy, Gone, StrettoError
+from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.orchestrator.messages import (
     Admit,
     Broken,
@@ -40,7 +40,7 @@ from stretto.orchestrator.messages import (
     ToHost,
     Unlink,
 )
-from stretto.orchestrator.settings import HostSettings
+from stretto.orchestrator.settings import LINKS, HostSettings
 from stretto.prompt.packed import Bytes, unpack_prompt
 from stretto.stage.build import Builder
 from stretto.stage.channel import Channel
@@ -108,6 +108,8 @@ class Host:
             case Throttle(request=id, on=on):
                 for node in self.nodes.values():
                     node.throttle(id, on)
+            case Listen() | Connect() if not self._has_end(message):
+                raise WireError(f"link {message.link!r}, generation {message.generation}, has no such end here")
             case Listen():
                 self.links.listen(message, self.switches)
             case Connect():
@@ -119,8 +121,13 @@ class Host:
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
+    def _has_end(self, m: Listen | Connect) -> bool:
+        sender, receiver = LINKS.get(m.link, ("", ""))
+        return (receiver if isinstance(m, Listen) else sender) in self.nodes and m.generation >= 0
+
     def _admit(self, a: Admit, blob: Bytes) -> None:
-        """Announce a request to all stages here, the last one first, so that its inputs find it ready."""
+        """Announce a request to all stages here, the last one first, so that its inputs find it ready. One that cannot
+        be taken, for whatever is wrong with it, fails alone."""
         try:
             prompt = unpack_prompt(a.prompt, blob)
             for node in reversed(self.nodes.values()):
@@ -129,6 +136,10 @@ class Host:
                 self.fresh.came = True
         except StrettoError as e:
             self._fail(a.request, next(iter(self.nodes)), e)
+        except torch.AcceleratorError:
+            raise  # the device is lost, and this host with it
+        except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
+            self._fail(a.request, next(iter(self.nodes)), Bug(f"it cannot be taken: {e!r}"))
 
     def _cancel(self, id: RequestId) -> None:
         for node in self.nodes.values():

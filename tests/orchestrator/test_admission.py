@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import Invalid, TooLong
-from stretto.orchestrator import admission
 from stretto.orchestrator.admission import Ask, Names, fitted
 from stretto.orchestrator.api import Params
 from stretto.types import RequestId
@@ -43,15 +42,18 @@ def test_what_a_request_needs() -> None:
     assert Ask(True, None, params, None, spoken=(1,)).stages == ("talker", "code2wav")
 
 
-def test_an_id_is_never_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MOST_USED", 3)
+def test_an_id_is_never_given_twice() -> None:
     names, a = Names(), RequestId("a")
     running: list[Any] = [SimpleNamespace(given="b")]
-    assert [names.new(a, running) for _ in range(3)] == ["a", "a.1", "a.2"]
+    made = [names.new(a, running) for _ in range(3)]
+    assert len(set(made)) == 3
+    assert all(id.startswith("a.") for id in made), "its caller finds it in our logs"
     with pytest.raises(Invalid, match="running already"):
         names.new(RequestId("b"), running)
     assert len({names.new(None, running) for _ in range(9)}) == 9
-    for other in "cde":
-        names.new(RequestId(other), running)
-    assert len(names._used) == 3, "as many are remembered"
-    assert names.new(a, running) == "a", "the oldest are not"
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "ä", "x" * 49, "x\n"])
+def test_an_id_that_no_link_would_carry_is_refused(bad: str) -> None:
+    with pytest.raises(Invalid, match="request_id"):
+        Names().new(RequestId(bad), [])

@@ -18,6 +18,7 @@ from stretto.models.qwen3_omni.talker import Talker
 from stretto.orchestrator.messages import Admit, Codes
 from stretto.prompt.prompt import Prompt
 from stretto.stage.links import Intake, Link
+from stretto.stage.nodes.given import check_ids
 from stretto.stage.nodes.prefix import row_ids, talker_root, talker_salts
 from stretto.stage.nodes.report import Clock, Journal, Report, failed
 from stretto.stage.pace import FRAME_S, LOOK_S, Pace, Rhythm, leaving
@@ -68,6 +69,7 @@ class TalkerNode:
         if not a.speak:
             return
         id = a.request
+        check_ids(a, len(self.model.text_table))
         plan = talker_prompt(prompt, self.config, a.voice)
         given = TalkerInput(plan, a.code0.params(), a.residual.params(), min_frames=a.min_frames)
         spec = RequestSpec(

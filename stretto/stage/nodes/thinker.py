@@ -17,6 +17,7 @@ from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.orchestrator.messages import Admit, Text
 from stretto.prompt.prompt import Prompt
 from stretto.stage.links import Link
+from stretto.stage.nodes.given import check_ids
 from stretto.stage.nodes.prefix import runs_of, thinker_salts
 from stretto.stage.nodes.report import Clock, Journal, Report, failed
 from stretto.stage.payload.schema import ThinkerRows
@@ -63,6 +64,7 @@ class ThinkerNode:
         if a.spoken is not None:
             return
         c = self.config
+        check_ids(a, c.thinker.text.vocab_size)
         positions, first = rope_positions(
             prompt.ids,
             c.tokens,
