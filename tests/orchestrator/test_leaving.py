@@ -284,11 +284,11 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
         assert len(vocoder) == 1
         driven.host.handle(Cancel(id), b"")
         vocoder.turn = work  # type: ignore[method-assign]
-        said = len(driven.reports)
+        said, made = len(driven.reports), vocoder.stats.frames
         for _ in range(driven.host.settings.overlap_depth):
             driven.host.loop.round()
         assert not kept(driven)
-        assert len(driven.reports) == said
+        assert (len(driven.reports), vocoder.stats.frames) == (said, made), "nothing more is made of it"
         assert not driven.host.loop.round(), "there is nothing left to do"
     finally:
         driven.host.close()
