@@ -229,6 +229,7 @@ KILL = "os.kill(os.getpid(), signal.{})"
         (KILL.format("SIGKILL"), None),  # no memory
         ("sys.exit('No module named torch')", None),
     ],
+    ids=["lives", "illegal", "segfault", "killed", "fails"],
 )
 def test_how_a_child_ends(script: str, lived: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.VARIABLE, raising=False)

@@ -15,10 +15,11 @@ import pytest
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.orchestrator.api import AudioChunk, Event, Params, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import Admit, Cancel, Ended, Sampling, Throttle, pack_prompt
+from stretto.orchestrator.messages import Admit, Cancel, Ended, Sampling, Throttle
 from stretto.orchestrator.settings import ONE_HOST, PROCESSES, EngineConfig, HostSettings
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import pack_prompt
 from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.nodes.thinker import ThinkerNode
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId

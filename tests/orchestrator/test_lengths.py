@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import Admit, Ended, Pcm, Sampling, Text, pack_prompt
+from stretto.orchestrator.messages import Admit, Ended, Pcm, Sampling, Text
 from stretto.orchestrator.settings import HostSettings
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import pack_prompt
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
 from tests.orchestrator.common import CHATS, HandDriven
 

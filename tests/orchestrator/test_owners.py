@@ -12,10 +12,11 @@ import pytest
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.orchestrator.admission import Ask, announce
 from stretto.orchestrator.api import Params
-from stretto.orchestrator.messages import Admit, Sampling, encode, media_digest, pack_prompt
+from stretto.orchestrator.messages import Admit, Sampling, encode
 from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.prompt.prompt import Prompt
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
 from tests.orchestrator.common import HandDriven, picture, say

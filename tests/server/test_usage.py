@@ -14,9 +14,9 @@ import pytest
 
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.orchestrator.api import Params, Usage
-from stretto.orchestrator.messages import media_digest
 from stretto.orchestrator.settings import EngineConfig
 from stretto.prompt.build import PromptBuilder
+from stretto.prompt.packed import media_digest
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.template import TextStream
 from stretto.server.chat import chat_usage

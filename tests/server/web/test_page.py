@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 import wave
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from PIL import Image
 
 from tests.server.web.conftest import MICROPHONE_HZ
 from tests.server.web.fake_server import ANSWER, RATE, FakeServer, Script
-from tests.server.web.tab import SOUND, Browser, Tab
+from tests.server.web.tab import PATIENCE_S, SOUND, Browser, Tab
 
 READY = "strettoStats().server === 'ready'"
 DONE = "strettoStats().turns.at(-1)?.outcome === 'done'"
@@ -366,11 +367,13 @@ def test_key_is_asked_for_and_kept_in_the_tab_only(browser: Browser, server: Fak
 
 
 def test_busy_server_is_asked_again_after_the_time_it_named(tab: Tab, server: FakeServer) -> None:
-    server.script = Script(refuse=(429, {"Retry-After": "1"}, "32 streams are running"), refusals=1)
+    server.script = Script(refuse=(429, {"Retry-After": "3"}, "32 streams are running"), refusals=1)
     tab.stop_time()
     tab.ask("Please?")
     tab.until(shows("The server is busy."))
     assert "32 streams are running" in tab.text("notice")
+    assert tab.eval(shows("Trying again in 3 s."))
+    tab.pass_time(2000)
     assert tab.eval(shows("Trying again in 1 s."))
     tab.pass_time(999)
     assert len(server.requests) == 1
@@ -454,3 +457,18 @@ def test_server_that_goes_away(browser: Browser) -> None:
     tab.until("strettoStats().server === 'disconnected'")
     assert tab.text("state") == "Disconnected"
     tab.close()
+
+
+def test_no_complaint_of_the_page_is_missed(tab: Tab) -> None:
+    """That the tests above would hear one."""
+    assert tab.complained() == []
+    tab.eval("console.error('told')")
+    tab.eval("setTimeout(() => { throw new Error('thrown'); })")
+    tab.eval("fetch('/nowhere').then(() => null)")
+    tab.eval("document.head.append(Object.assign(document.createElement('style'), {textContent: 'a {}'}))")
+    tab.until("violations.length === 1")
+    end = time.monotonic() + PATIENCE_S
+    while len(tab.complained()) < 5 and time.monotonic() < end:
+        pass
+    for words in ("told", "thrown", "404", "style-src", "Content Security Policy"):
+        assert any(words in complaint for complaint in tab.complained()), words
