@@ -34,7 +34,12 @@ def _tokenizer(a: argparse.Namespace) -> None:
 def _codec(a: argparse.Namespace) -> None:
     from recipes.nano import codec
 
-    codec.train(a.work, codec.Settings(a.seconds, a.audio, batch=a.batch, compile=not a.no_compile, device=a.device, steps=a.steps))
+    codec.train(
+        a.work,
+        codec.Settings(
+            a.seconds, a.audio, a.first_hours, batch=a.batch, compile=not a.no_compile, device=a.device, steps=a.steps
+        ),
+    )
 
 
 def _thinker(a: argparse.Namespace) -> None:
@@ -46,7 +51,8 @@ def _thinker(a: argparse.Namespace) -> None:
 def _talker(a: argparse.Namespace) -> None:
     from recipes.nano import talker
 
-    talker.train(a.work, talker.Settings(a.seconds, a.batch, a.sampled, a.epochs, a.hours, a.device, a.steps))
+    chosen = (a.batch, a.sampled, a.epochs, a.hours, a.device, a.steps, a.rate, a.go_on)
+    talker.train(a.work, talker.Settings(a.seconds, *chosen))
 
 
 def _speak(a: argparse.Namespace) -> None:
@@ -61,10 +67,22 @@ def _export(a: argparse.Namespace) -> None:
     export.write(a.work, a.out)
 
 
+def _apart(a: argparse.Namespace) -> None:
+    from recipes.nano import export
+
+    export.take_apart(a.checkpoint, a.work)
+
+
+def _rows(a: argparse.Namespace) -> None:
+    from recipes.nano import thinker, tokens
+
+    thinker.prepared(a.work, tokens.Text.open(a.work), a.rows)
+
+
 def _score(a: argparse.Namespace) -> None:
     from recipes.nano import score
 
-    score.run(a)
+    score.run(a.work, a.speech, a.recogniser, a.audio, a.wav)
 
 
 def main() -> None:
@@ -101,6 +119,7 @@ def main() -> None:
         p.add_argument("--steps", type=int, help="stop after so many steps instead")
         if name == "codec":
             p.add_argument("--audio", type=Path, required=True)
+            p.add_argument("--first-hours", type=float, default=1.0, help="of speech that must be there to begin")
             p.add_argument("--no-compile", action="store_true")
         elif name == "thinker":
             p.add_argument("--rows", type=int, default=24000)
@@ -109,13 +128,21 @@ def main() -> None:
             p.add_argument("--sampled", type=int, default=2048)
             p.add_argument("--epochs", type=int, default=4)
             p.add_argument("--hours", type=float)
+            p.add_argument("--rate", type=float, default=1.2e-3)
+            p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
     p = step("speak", _speak, "the sentences of the score, spoken by codec and model")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--device")
     p = step("export", _export, "the checkpoint in the released layout")
     p.add_argument("--out", type=Path, required=True)
+    p = step("apart", _apart, "a checkpoint back into the parts that training goes on from")
+    p.add_argument("--checkpoint", type=Path, required=True)
+    p = step("rows", _rows, "the thinker's training text, ahead of its training")
+    p.add_argument("--rows", type=int, default=24000)
     p = step("score", _score, "word error rates by an independent recogniser")
     p.add_argument("--speech", type=Path, required=True, help="files written by `speak`")
+    p.add_argument("--audio", type=Path, help="the teacher's speech, to score it too")
+    p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,11 @@ class FrameNorm(nn.Module):
 class Residual(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = FrameNorm(size), nn.Conv1d(size, size, 5, padding=2), nn.Conv1d(size, size, 1)
+        self.norm, self.wide, self.narrow = (
+            FrameNorm(size),
+            nn.Conv1d(size, size, 5, padding=2),
+            nn.Conv1d(size, size, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.narrow(F.gelu(self.wide(self.norm(x))))
@@ -69,7 +73,9 @@ class Encoder(nn.Module):
         parts: list[nn.Module] = [nn.Conv1d(164, size, 7, padding=3)]
         for depth in (2, 3, 3):
             parts += [Residual(size) for _ in range(depth)] + [nn.Conv1d(size, size, 4, 2, 1)]
-        self.net = nn.Sequential(*parts, *(Residual(size) for _ in range(3)), FrameNorm(size), nn.Conv1d(size, LATENT, 1))
+        self.net = nn.Sequential(
+            *parts, *(Residual(size) for _ in range(3)), FrameNorm(size), nn.Conv1d(size, LATENT, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.spectrum(x)[..., : x.shape[-1] // 240]
@@ -255,7 +261,7 @@ class Settings:
     batch: int = 8
     long: int = 64  # frames encoded
     short: int = 19  # of them decoded
-    reserve: float = 30.0  # seconds kept for encoding and saving
+    reserve: float = 35.0  # seconds kept for encoding and saving
     compile: bool = True
     tiny: bool = False
     device: str | None = None
@@ -295,8 +301,8 @@ def train(work: Path, s: Settings) -> None:
         found, rests, vectors = model.quantizer.encode(flat)
         # A quarter of the crops do without the last levels, so that the first ones carry most.
         few = torch.randint(2, GROUPS, (s.batch,), device=device)
-        levels = torch.where(torch.rand(s.batch, device=device) < 0.25, few, GROUPS).repeat_interleave(s.long)
-        kept = (torch.arange(GROUPS, device=device)[:, None] < levels).to(z.dtype)[..., None]
+        levels = torch.where(torch.rand(s.batch, device=device) < 0.25, few, GROUPS)[:, None].expand(-1, s.long)
+        kept = (torch.arange(GROUPS, device=device)[:, None] < levels.reshape(-1)).to(z.dtype)[..., None]
         quantized = (vectors * kept).sum(dim=0).view_as(z)
         model.quantizer.learn(found, rests, 0.995)
         commit = F.mse_loss(z, quantized)
@@ -312,7 +318,7 @@ def train(work: Path, s: Settings) -> None:
 
     @torch.no_grad()
     def cluster() -> None:
-        parts = [model.encoder(sound.crops(32, 0, s.long * HOP)) for _ in range(1 if s.tiny else 8)]
+        parts = [model.encoder(sound.crops(32, 0, s.long * HOP)) for _ in range(8 if s.steps is None else 1)]
         model.quantizer.cluster(torch.cat(parts).reshape(-1, LATENT))
 
     renew = [100, 300, 800, 2000]
@@ -334,10 +340,11 @@ def train(work: Path, s: Settings) -> None:
     trained = [p for n, p in model.named_parameters() if not n.startswith(table)]
     left = s.seconds - s.reserve - (time.monotonic() - started)
     schedule = Schedule(left, rate=1e-3, floor=0.05, betas=(0.8, 0.99), decay=0.01, max_steps=s.steps)
-    trainer = Trainer("codec", trained, trained, loss, schedule, ("spectral", "commit"), device, False, after_block)
+    trainer = Trainer("codec", trained, trained, loss, schedule, ("spectral", "commit"), device, bfloat16=False,
+                      exact_products=True, after_block=after_block)  # fmt: skip
     reached = trainer.run(validate)
     with torch.no_grad():  # the codebooks follow the averaged encoder
-        for _ in range(3 if s.tiny else 200):
+        for _ in range(200 if s.steps is None else 1):
             flat = model.encoder(sound.crops(32, 0, s.long * HOP)).reshape(-1, LATENT)
             found, rests, _ = model.quantizer.encode(flat)
             model.quantizer.learn(found, rests, 0.99)
@@ -345,9 +352,21 @@ def train(work: Path, s: Settings) -> None:
     distance = _distance(model, spectral, held)
     hours, used = _encode_all(work, model, s, device)
     good = finite(model.state_dict().values())
-    gate("codec", f"spectral distance on held-out sentences {distance:.3f}, wanted below 1.15; finite: {good}", good and distance < 1.15)
-    note(work, "codec", minutes=round((time.monotonic() - started) / 60, 2), distance=distance, hours_trained=round(sound.used / RATE / 3600, 2),
-         hours_encoded=round(hours, 2), codes_used=used, **reached)  # fmt: skip
+    gate(
+        "codec",
+        f"spectral distance on held-out sentences {distance:.3f}, wanted below 1.15; finite: {good}",
+        good and distance < 1.15,
+    )
+    note(
+        work,
+        "codec",
+        minutes=round((time.monotonic() - started) / 60, 2),
+        distance=distance,
+        hours_trained=round(sound.used / RATE / 3600, 2),
+        hours_encoded=round(hours, 2),
+        codes_used=used,
+        **reached,
+    )
 
 
 @torch.no_grad()

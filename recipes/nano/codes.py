@@ -4,6 +4,7 @@ Written by `codec.py`, read by `talker.py`."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,22 +48,34 @@ class Spoken:
         return Spoken([self.texts[i] for i in kept], [self.frames[i] for i in kept], self.codes[rows])
 
 
+def _check() -> int:
+    """Changes with the corpus's text, of which only numbers are stored."""
+    return zlib.crc32("\n".join(corpus.texts()).encode())
+
+
 def write(work: Path, chunks: list[int], frames: list[int], table: Codes) -> None:
     """`frames` of every utterance of these chunks, in order."""
-    bits = np.unpackbits(np.ascontiguousarray(table, ">u2").view(np.uint8).reshape(len(table), GROUPS, 2), axis=-1)[..., 7:]
+    bits = np.unpackbits(np.ascontiguousarray(table, ">u2").view(np.uint8).reshape(len(table), GROUPS, 2), axis=-1)[
+        ..., 7:
+    ]
     packed = np.packbits(bits.reshape(len(table), -1), axis=-1)  # [frames, 18]
     for i, start in enumerate(range(0, len(packed), FRAMES_PER_FILE)):
         np.save(work / f"codes-{i}.npy", packed[start : start + FRAMES_PER_FILE])
-    np.savez_compressed(work / "codes-index.npz", chunks=np.array(chunks), frames=np.array(frames, np.uint16))
+    np.savez_compressed(
+        work / "codes-index.npz", chunks=np.array(chunks), frames=np.array(frames, np.uint16), check=_check()
+    )
 
 
 def read(work: Path, hours: float | None = None) -> Spoken:
     """All utterances, or the first so many hours."""
     with np.load(work / "codes-index.npz") as file:
         chunks, frames = [int(c) for c in file["chunks"]], [int(f) for f in file["frames"]]
+        if int(file["check"]) != _check():
+            raise SystemExit("the codes belong to another version of the recipe's text")
     packed = np.concatenate([np.load(p) for p in sorted(work.glob("codes-[0-9].npy"))])
     texts = [t for c in chunks for t in corpus.chunk_texts(c)]
-    assert len(texts) == len(frames) and sum(frames) == len(packed)
+    assert len(texts) == len(frames)
+    assert sum(frames) == len(packed)
     if hours is not None:
         count = int(np.searchsorted(np.cumsum(frames), hours * 3600 * RATE / HOP))
         texts, frames = texts[:count], frames[:count]

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
+import subprocess
 import time
+import wave
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -62,12 +65,16 @@ def _path(folder: Path, chunk: int) -> Path:
 
 
 def _make(task: tuple[str, int]) -> tuple[int, float]:
+    """(chunk, seconds of speech); none if the teacher failed."""
     folder, chunk = Path(task[0]), task[1]
     scratch = folder / f"scratch-{chunk}"
-    spoken = festival.speak(chunk_texts(chunk), scratch)
+    try:
+        spoken = festival.speak(chunk_texts(chunk), scratch)
+    except (OSError, EOFError, subprocess.CalledProcessError, wave.Error) as e:
+        say("corpus", f"chunk {chunk} failed: {e!r}")
+        return chunk, 0.0
     save(folder, chunk, spoken)
-    (scratch / "say.scm").unlink()
-    scratch.rmdir()
+    shutil.rmtree(scratch)
     return chunk, sum(map(len, spoken)) / RATE
 
 
@@ -99,9 +106,14 @@ def speak_all(folder: Path, workers: int, seconds: float, chunks: int | None = N
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for _, length in pool.imap_unordered(_make, [(str(folder), c) for c in wanted]):
             total, count = total + length, count + 1
+            if count == 3 and total == 0:
+                raise SystemExit("the teacher does not speak")
             if count % 10 == 0 or count == len(wanted):
                 took = time.monotonic() - started
-                say("corpus", f"{count} of {len(wanted)} chunks, {total / 3600:.2f} h of speech, {total / took:.0f}x real time")
+                say(
+                    "corpus",
+                    f"{count} of {len(wanted)} chunks, {total / 3600:.2f} h of speech, {total / took:.0f}x real time",
+                )
             if time.monotonic() - started > seconds:
                 pool.terminate()
                 break
@@ -135,7 +147,7 @@ def unpack(packed: Path, folder: Path) -> None:
     for name, lengths in json.loads((packed / "lengths.json").read_text()).items():
         if int(name) not in have:
             samples, rate = soundfile.read(packed / f"{int(name):04d}.opus", dtype="int16")
-            assert rate == RATE and len(samples) == sum(lengths)
+            assert (rate, len(samples)) == (RATE, sum(lengths))
             save(folder, int(name), np.split(samples, np.cumsum(lengths)[:-1]))
 
 

@@ -62,10 +62,15 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(b, t, self.kv, self.dim).transpose(1, 2)
         q = rotate(self.q_norm(self.q_proj(x).view(b, t, self.heads, self.dim)).transpose(1, 2), *rope).to(v.dtype)
         k = rotate(self.k_norm(self.k_proj(x).view(b, t, self.kv, self.dim)).transpose(1, 2), *rope).to(v.dtype)
-        k, v = (r.repeat_interleave(self.heads // self.kv, dim=1) for r in (k, v))
+        k, v = (self._shared(r) for r in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(b, t, -1))
         return out
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Keys or values, once for each query head that uses them."""
+        b, kv, t, dim = x.shape
+        return x[:, :, None].expand(b, kv, self.heads // kv, t, dim).reshape(b, self.heads, t, dim)
 
 
 class Mlp(nn.Module):
@@ -112,8 +117,9 @@ class Router(nn.Module):
 class Moe(nn.Module):
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        assert c.moe is not None and c.moe.norm_topk
         m = c.moe
+        assert m is not None
+        assert m.norm_topk
         self.gate = Router(m.num_experts, c.hidden_size, m.top_k)
         self.experts = Experts(m.num_experts, c.hidden_size, m.expert_size)
         self.shared = m.shared_size is not None

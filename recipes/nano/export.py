@@ -20,7 +20,7 @@ from recipes.nano.tokens import Text
 from stretto.models.qwen3_omni.shapes import checkpoint_shapes, spread
 from stretto.models.qwen3_omni.tiny import PREPROCESSOR
 
-SHARD = 15_500_000  # bytes
+SHARD = 16_300_000  # bytes
 LIMIT = 60_000_000
 GENERATION = {
     "talker_max_new_tokens": 1024,
@@ -71,6 +71,29 @@ def collect(work: Path) -> Tensors:
     return found
 
 
+def take_apart(folder: Path, work: Path) -> None:
+    """The parts of a checkpoint as the training steps keep them, to go on from."""
+    found: dict[str, Tensors] = {}
+    experts: dict[str, dict[int, Tensors]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            part, _, rest = name.partition(".")
+            head, middle, tail = name.partition(".experts.")
+            if middle:
+                number, projection, _ = tail.split(".")
+                experts.setdefault(head + ".experts", {}).setdefault(int(number), {})[projection] = tensor
+            elif not rest.startswith(("audio_tower.", "visual.")):
+                found.setdefault(part, {})[rest] = tensor
+    for name, numbered in experts.items():
+        part, _, rest = name.partition(".")
+        each = [numbered[i] for i in range(len(numbered))]
+        joined = [torch.cat((e["gate_proj"], e["up_proj"])) for e in each]
+        found[part][f"{rest}.gate_up_proj"] = torch.stack(joined)
+        found[part][f"{rest}.down_proj"] = torch.stack([e["down_proj"] for e in each])
+    for part, file_name in (("thinker", thinker.FILE), ("talker", talker.FILE), ("code2wav", codec.DECODER)):
+        save_file(found[part], work / file_name)
+
+
 def write(work: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = collect(work)
@@ -88,7 +111,10 @@ def write(work: Path, folder: Path) -> None:
         save_file(shard, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(shard, file)
     total = sum(t.nbytes for t in tensors.values())
-    _json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+    _json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))},
+    )
     _json(folder / "generation_config.json", GENERATION)
     _json(folder / "preprocessor_config.json", PREPROCESSOR)
     tokens.write_files(work, folder)

@@ -30,7 +30,9 @@ def pack(archive: Path) -> None:
     """Write an archive of the festival that is installed here."""
     binary = shutil.which("festival")
     if binary is None or not DATA.exists():
-        raise SystemExit("festival is not installed: apt-get install festival festvox-us-slt-hts festlex-cmu festlex-poslex")
+        raise SystemExit(
+            "festival is not installed: apt-get install festival festvox-us-slt-hts festlex-cmu festlex-poslex"
+        )
     listed = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
     libraries = re.findall(r"(/\S+) \(0x", listed)
     archive.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +74,7 @@ def speak(texts: list[str], scratch: Path) -> list[npt.NDArray[np.int16]]:
     for i in range(len(texts)):
         path = scratch / f"{i}.wav"
         with wave.open(str(path)) as file:
-            assert file.getframerate() == VOICE_RATE and file.getnchannels() == 1
+            assert (file.getframerate(), file.getnchannels()) == (VOICE_RATE, 1)
             samples = np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32)
         path.unlink()
         found.append(tidy(resample(samples, RATE, VOICE_RATE)))

@@ -168,6 +168,7 @@ def domain_kinds() -> dict[str, tuple[Pair, ...]]:
 
 # ---- sentences to read
 
+
 @cache
 def words() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The common words and the less common ones."""
@@ -183,7 +184,8 @@ grandmother guest stranger visitor player worker engineer scientist cook hunter 
 THINGS = """book letter table chair window door house garden river bridge mountain road car train boat ship plane basket
 bottle cup plate knife spoon box bag coat hat shoe shirt lamp clock mirror picture paper pencil pen key coin ring stone
 tree flower leaf apple orange lemon cake loaf egg fish bird dog cat horse cow sheep mouse bell drum piano violin guitar
-ball kite rope ladder wheel engine machine computer telephone camera map flag tent blanket pillow candle bucket""".split()
+ball kite rope ladder wheel engine machine computer telephone camera map flag tent blanket pillow candle
+bucket""".split()
 PLACES = """bridge garden kitchen village city market school station harbor island forest field hill mountain river lake
 beach street road corner tower castle church library museum theater hotel office factory farm house room hall yard
 desert valley coast shore platform airport hospital park square""".split()
@@ -304,7 +306,8 @@ SAY_WAYS = (
 UNKNOWN_WAYS = (
     "What is the {t} of the {l}?", "Why is the {t} {a}?", "Who is the {p} of {x}?", "How do I fix a {t}?",
     "Who invented the {t}?", "What do you think about {x}?", "Write a poem about the {t}", "Explain {x} to me",
-    "Where can I buy a {a} {t}?", "When was the {t} made?", "Why does the {p} {y} the {t}?", "Translate {x} into French",
+    "Where can I buy a {a} {t}?", "When was the {t} made?", "Why does the {p} {y} the {t}?",
+    "Translate {x} into French",
     "Tell me about {x}", "What is {x}?", "How does a {t} work?", "Which {t} is the best?", "Is {x} {a}?",
     "Write a program that finds the {t}", "Give me advice about {x} and {x}", "What happened to the {p} in the {l}?",
     "How far is the {l}?", "Do you know the {a} {p}?", "Should I {y} the {t}?", "What should I do with my {t}?",

@@ -43,6 +43,7 @@ class Trainer:
     labels: tuple[str, ...]
     device: torch.device
     bfloat16: bool | None = None  # None: the faster of the two
+    exact_products: bool = False  # matrix products in full float32; convolutions are TF32 all the same
     after_block: Callable[[int], None] | None = None  # called every `block` steps, with the step
     block: int = 32
     every: float = 15.0  # seconds between reports
@@ -150,7 +151,8 @@ class Trainer:
 
     def run(self, validate: Callable[[], str] | None = None) -> dict[str, float]:
         """Train until the schedule ends; the averaged weights are then in place. What was reached."""
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = not self.exact_products
+        torch.backends.cudnn.allow_tf32 = True
         go = self._runner()
         reported, last, bad = time.monotonic(), self.step, 0.0
         self.sums.zero_()

@@ -31,7 +31,9 @@ class Example:
     end: npt.NDArray[np.bool_]  # this row has to give the end code
 
 
-def example(config: OmniConfig, user: Sequence[int], role: Sequence[int], spoken: Sequence[int], frames: int, voice: str) -> Example:
+def example(
+    config: OmniConfig, user: Sequence[int], role: Sequence[int], spoken: Sequence[int], frames: int, voice: str
+) -> Example:
     """`user`: ids of the user's turns; `role`: the three ids that open the answer; `spoken`: ids of the answer."""
     t, codec = config.tokens, config.talker.codec
     prefix = len(user)

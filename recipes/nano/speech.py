@@ -37,7 +37,9 @@ def _draw(logits: Tensor, temperature: float, top_k: int) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: Talker, embedding: Tensor, text: Text, asked: Sequence[tuple[str, str]], sampling: Sampling, limit: int = 130) -> tuple[list[Tensor], list[bool]]:
+def generate(
+    model: Talker, embedding: Tensor, text: Text, asked: Sequence[tuple[str, str]], sampling: Sampling, limit: int = 130
+) -> tuple[list[Tensor], list[bool]]:
     """(question, answer) -> codes [frames, 16] of each answer, and whether it ended by itself."""
     device = embedding.device
     config = text.config

@@ -153,11 +153,13 @@ def losses(model: Talker, embedding: Tensor, data: Data, pick: Tensor, sampled: 
     fed = _noisy(codes_[:, None])[:, 0] if noise else codes_
     places = fed[:, 1:-1] + torch.arange(GROUPS - 2, device=fed.device) * CODES
     logits = model.code_predictor(
-        hidden.flatten(0, 1)[chosen],
+        hidden.flatten(0, 1).index_select(0, chosen),
         model.model.codec_embedding(codes_[:, 0]),
         F.embedding(places, model.code_predictor.tables()),
     )
-    residual = F.cross_entropy(logits.float().flatten(0, 1), codes_[:, 1:].flatten(), reduction="none").view(-1, GROUPS - 1)
+    residual = F.cross_entropy(logits.float().flatten(0, 1), codes_[:, 1:].flatten(), reduction="none").view(
+        -1, GROUPS - 1
+    )
     return Losses(
         (wrong * weight).sum() / weight.sum(),
         (residual * counts[:, None]).sum(dim=0) / counts.sum(),
@@ -190,11 +192,11 @@ def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[t
     rng.shuffle(jobs)
     answers = text.encode_many([a for a, _, _ in jobs])
     questions = iter(text.encode_many([q for _, qs, _ in jobs for q in qs]))
-    found = []
+    found, starts = [], spoken.starts
     for (_, qs, number), ids in zip(jobs, answers, strict=True):
         user = [i for _ in qs for i in text.turn("user", next(questions))]
         e = layout.example(text.config, user, text.opening, ids, spoken.frames[number], "nano")
-        found.append((e, spoken.starts[number]))
+        found.append((e, starts[number]))
     return found
 
 
@@ -222,6 +224,8 @@ class Settings:
     hours: float | None = None  # of speech; None: all there is
     device: str | None = None
     steps: int | None = None  # tests
+    rate: float = 1.2e-3
+    go_on: bool = False  # from the weights of an earlier run
 
 
 def train(work: Path, s: Settings) -> None:
@@ -233,8 +237,11 @@ def train(work: Path, s: Settings) -> None:
     data = Data.place(layout.side_by_side(examples(text, rest, "talker", s.epochs), WIDTH), rest.codes, device)
     held = Data.place(layout.side_by_side(examples(text, score, "held", 1), WIDTH), score.codes, device)
     embedding = thinker.load(work, text, device).model.embed_tokens.weight.detach()
-    model = Talker(text.config).to(device)
-    say("talker", f"{rest.hours:.1f} h, {len(rest.texts)} utterances, {len(data)} rows; {time.monotonic() - started:.0f} s")
+    model = load(work, text, device).train() if s.go_on else Talker(text.config).to(device)
+    say(
+        "talker",
+        f"{rest.hours:.1f} h, {len(rest.texts)} utterances, {len(data)} rows; {time.monotonic() - started:.0f} s",
+    )
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
         pick = torch.randint(0, len(data), (s.batch,), device=device)
@@ -249,17 +256,22 @@ def train(work: Path, s: Settings) -> None:
             v = losses(model, embedding, held, pick, min(s.sampled, len(score.codes)), noise=False)
         trainer.swap()
         reached["held"] = float(v.code0)
-        return f"held-out code0 {v.code0:.4f} end {v.end:.4f} codes1-3 {v.residual[:3].mean():.4f} all {v.residual.mean():.4f}"
+        few, all_ = v.residual[:3].mean(), v.residual.mean()
+        return f"held-out code0 {v.code0:.4f} end {v.end:.4f} codes1-3 {few:.4f} all {all_:.4f}"
 
     reached: dict[str, float] = {}
     trained = model.trained()
     left = s.seconds - (time.monotonic() - started)
-    schedule = Schedule(left, rate=1.2e-3, max_steps=s.steps)
+    schedule = Schedule(left, rate=s.rate, max_steps=s.steps)
     labels = ("code0", "end", "codes1-3", "codes1-15", "uneven")
     trainer = Trainer("talker", trained, trained, loss, schedule, labels, device, every=20.0)
     reached |= trainer.run(validate)
     save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()}, work / FILE)
-    gate("talker", f"cross entropy of code 0 on held-out sentences {reached['held']:.3f}, wanted below 3.5", reached["held"] < 3.5)
+    gate(
+        "talker",
+        f"cross entropy of code 0 on held-out sentences {reached['held']:.3f}, wanted below 3.5",
+        reached["held"] < 3.5,
+    )
     note(work, "talker", minutes=round((time.monotonic() - started) / 60, 2), hours=round(rest.hours, 2), **reached)
 
 

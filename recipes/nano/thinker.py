@@ -22,7 +22,7 @@ from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
 from stretto.layers.config import DecoderConfig
 
-FILE = "thinker.safetensors"
+FILE, ROWS = "thinker.safetensors", "thinker-rows.npz"
 WIDTH = 256  # tokens per row of the batch
 UNEVEN = 0.01  # weight of the experts' balance in the loss
 Ints = npt.NDArray[np.int16]
@@ -51,39 +51,63 @@ class Rows:
     learn: npt.NDArray[np.bool_]  # the model has to say this token
 
 
-def conversation(rng: Random, text: Text) -> tuple[list[int], list[bool]]:
-    """Ids of one example, and which of them the model has to say."""
-    ids: list[int] = []
-    learn: list[bool] = []
-    if rng.random() < 0.15:
-        ids += text.turn("system", text.encode(rng.choice(grammar.SYSTEMS)))
-    learn += [False] * len(ids)
-    for _ in range(rng.choices((1, 2, 3), (75, 18, 7))[0]):
-        pair = grammar.pair(rng)
-        asked = text.turn("user", text.encode(pair.question)) + text.opening
-        said = [*text.encode(pair.answer), text.config.tokens.im_end]
-        ids += [*asked, *said, text.newline]
-        learn += [False] * len(asked) + [True] * len(said) + [False]
-    return ids[:-1], learn[:-1]
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    system: str | None
+    pairs: list[grammar.Pair]
+
+
+def conversation(rng: Random) -> Conversation:
+    system = rng.choice(grammar.SYSTEMS) if rng.random() < 0.15 else None
+    return Conversation(system, [grammar.pair(rng) for _ in range(rng.choices((1, 2, 3), (75, 18, 7))[0])])
+
+
+def encoded(text: Text, conversations: list[Conversation]) -> list[tuple[list[int], list[bool]]]:
+    """Ids of each conversation, and which of them the model has to say."""
+    asked = iter(text.encode_many([p.question for c in conversations for p in c.pairs]))
+    said = iter(text.encode_many([p.answer for c in conversations for p in c.pairs]))
+    found = []
+    for c in conversations:
+        ids = text.turn("system", text.encode(c.system)) if c.system is not None else []
+        learn = [False] * len(ids)
+        for _ in c.pairs:
+            prompt = text.turn("user", next(asked)) + text.opening
+            answer_ = [*next(said), text.config.tokens.im_end]
+            ids += [*prompt, *answer_, text.newline]
+            learn += [False] * len(prompt) + [True] * len(answer_) + [False]
+        found.append((ids[:-1], learn[:-1]))
+    return found
 
 
 def rows(text: Text, count: int, seed: str, width: int = WIDTH) -> Rows:
     rng = Random(seed)
     ids, segments, positions = (np.zeros((count, width), np.int16) for _ in range(3))
     learn = np.zeros((count, width), np.bool_)
-    for r in range(count):
-        used, segment = 0, 1
-        while True:
-            new, said = conversation(rng, text)
+    row = used = 0
+    segment = 1
+    while row < count:
+        for new, said in encoded(text, [conversation(rng) for _ in range(2000)]):
+            if len(new) > width:
+                continue
             if used + len(new) > width:
-                if used == 0:
-                    continue
-                break
+                row, used, segment = row + 1, 0, 1
+                if row == count:
+                    break
             part = slice(used, used + len(new))
-            ids[r, part], segments[r, part], positions[r, part] = new, segment, range(len(new))
-            learn[r, part] = said
+            ids[row, part], segments[row, part], positions[row, part] = new, segment, range(len(new))
+            learn[row, part] = said
             used, segment = used + len(new), segment + 1
     return Rows(ids, segments, positions, learn)
+
+
+def prepared(work: Path, text: Text, count: int) -> Rows:
+    """Rows made earlier, or made now and kept: half a minute of one core."""
+    path = work / ROWS
+    if not path.exists():
+        made = rows(text, count, "thinker")
+        np.savez_compressed(path, ids=made.ids, segments=made.segments, positions=made.positions, learn=made.learn)
+    with np.load(path) as file:
+        return Rows(*(file[name][:count] for name in ("ids", "segments", "positions", "learn")))
 
 
 def answer(model: Thinker, text: Text, questions: list[str], limit: int = 64) -> list[str]:
@@ -132,15 +156,21 @@ def exactness(model: Thinker, text: Text, pairs: list[grammar.Pair]) -> dict[str
     return {kind: sum(v) / len(v) for kind, v in right.items()}
 
 
-def train(work: Path, seconds: float, batch: int, num_rows: int, device_name: str | None, steps: int | None, asked: int = 320) -> None:
+def train(
+    work: Path, seconds: float, batch: int, num_rows: int, device_name: str | None, steps: int | None, asked: int = 320
+) -> None:
     started = time.monotonic()
     device, text = device_of(device_name), Text.open(work)
     torch.manual_seed(0)
     model = Thinker(text.config.thinker.text).to(device)
-    data = rows(text, num_rows, "thinker")
+    data = prepared(work, text, num_rows)
     ids, segments, positions = (torch.from_numpy(a).to(device) for a in (data.ids, data.segments, data.positions))
     learn = torch.from_numpy(data.learn).to(device)
-    say("thinker", f"{num_rows} rows, {learn.float().mean():.2f} of the tokens are answers; {time.monotonic() - started:.0f} s")
+    num_rows = len(ids)
+    say(
+        "thinker",
+        f"{num_rows} rows, {learn.float().mean():.2f} of the tokens are answers; {time.monotonic() - started:.0f} s",
+    )
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
         pick = torch.randint(0, num_rows, (batch,), device=device)

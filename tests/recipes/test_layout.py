@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from recipes.nano import layout, talker, thinker
+from recipes.nano import codec, export, layout, speech, talker, thinker
 from recipes.nano.decoder import segment_mask
 from recipes.nano.shape import CODES, GROUPS
 from tests.recipes.conftest import Made
@@ -38,7 +40,7 @@ class Seen:
 def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> None:
     text, config = made.text, made.text.config
     question = [text.encode("What is two plus three?"), text.encode("Say hello again.")]
-    earlier = text.opening + [5, 6, 7, config.tokens.im_end, text.newline]
+    earlier = [*text.opening, 5, 6, 7, config.tokens.im_end, text.newline]
     user = [text.turn("user", q) for q in question]
     prompt = [*text.turn("system", text.encode("Answer briefly.")), *user[0], *earlier, *user[1], *text.opening]
     rows, logits, residual = Seen(), Seen(), Seen()
@@ -132,3 +134,42 @@ def test_examples_side_by_side_are_as_alone(made: Made) -> None:
         return found.code0 * weight
 
     torch.testing.assert_close(code0(made_), sum(code0([e]) for e in made_), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_free_running_speech_is_the_reference_models(made: Made, oracle: Any) -> None:
+    text, config = made.text, made.text.config
+    question = "Say good morning"
+    prompt = [*text.turn("user", text.encode(question)), *text.opening]
+    seen = Seen()
+    decodes = oracle.code2wav.register_forward_hook(seen.hook(), with_kwargs=True)
+    frames = 7
+    with torch.no_grad():
+        ids, _ = oracle.generate(
+            input_ids=torch.tensor([prompt]),
+            speaker="nano",
+            thinker_max_new_tokens=6,
+            thinker_eos_token_id=config.tokens.im_end,
+            talker_do_sample=False,
+            talker_max_new_tokens=frames + 1,
+            talker_repetition_penalty=1.0,
+        )
+    decodes.remove()
+    wanted = seen.calls[0][0]["args"][0][0].t()
+    model = talker.load(made.work, text, torch.device("cpu"))
+    embedding = thinker.load(made.work, text, torch.device("cpu")).model.embed_tokens.weight.detach()
+    said = text.tokenizer.decode(ids[0, len(prompt) : -1].tolist(), skip_special_tokens=False)
+    assert text.encode(said) == ids[0, len(prompt) : -1].tolist()
+    found, ended = speech.generate(model, embedding, text, [(question, said)], speech.Sampling(), limit=frames)
+    assert found[0].tolist() == wanted.tolist()
+    assert ended == [False]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_comes_apart_into_what_it_was_made_of(made: Made, tmp_path: Path) -> None:
+    export.take_apart(made.checkpoint, tmp_path)
+    for file in (thinker.FILE, talker.FILE, codec.DECODER):
+        before, after = load_file(made.work / file), load_file(tmp_path / file)
+        wanted = {k for k in before if not k.endswith("code_offset")}
+        assert set(after) == wanted
+        assert all(torch.equal(before[k], after[k]) for k in wanted)
