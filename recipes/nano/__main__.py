@@ -34,31 +34,36 @@ def _tokenizer(a: argparse.Namespace) -> None:
 def _codec(a: argparse.Namespace) -> None:
     from recipes.nano import codec
 
-    codec.train(
-        a.work,
-        codec.Settings(
-            a.seconds, a.audio, a.first_hours, batch=a.batch, compile=not a.no_compile, device=a.device, steps=a.steps
-        ),
+    settings = codec.Settings(
+        a.seconds,
+        a.audio,
+        a.first_hours,
+        batch=a.batch,
+        compile=not a.no_compile,
+        device=a.device,
+        steps=a.steps,
+        eager=a.eager,
     )
+    codec.train(a.work, settings)
 
 
 def _thinker(a: argparse.Namespace) -> None:
     from recipes.nano import thinker
 
-    thinker.train(a.work, a.seconds, a.batch, a.rows, a.device, a.steps, a.quiz)
+    thinker.train(a.work, thinker.Settings(a.seconds, a.batch, a.rows, a.quiz, a.device, a.steps, a.eager))
 
 
 def _talker(a: argparse.Namespace) -> None:
     from recipes.nano import talker
 
-    chosen = (a.batch, a.sampled, a.epochs, a.hours, a.device, a.steps, a.rate, a.go_on)
+    chosen = (a.batch, a.sampled, a.epochs, a.hours, a.device, a.steps, a.rate, a.go_on, a.eager)
     talker.train(a.work, talker.Settings(a.seconds, *chosen))
 
 
 def _speak(a: argparse.Namespace) -> None:
     from recipes.nano import speak
 
-    speak.write(a.work, a.out, a.device)
+    speak.write(a.work, a.out, a.device, a.count)
 
 
 def _export(a: argparse.Namespace) -> None:
@@ -117,6 +122,7 @@ def main() -> None:
         p.add_argument("--batch", type=int, default=batch)
         p.add_argument("--device")
         p.add_argument("--steps", type=int, help="stop after so many steps instead")
+        p.add_argument("--eager", action="store_true", help="no CUDA graph")
         if name == "codec":
             p.add_argument("--audio", type=Path, required=True)
             p.add_argument("--first-hours", type=float, default=1.0, help="of speech that must be there to begin")
@@ -133,6 +139,7 @@ def main() -> None:
     p = step("speak", _speak, "the sentences of the score, spoken by codec and model")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--device")
+    p.add_argument("--count", type=int, help="only so many sentences")
     p = step("export", _export, "the checkpoint in the released layout")
     p.add_argument("--out", type=Path, required=True)
     p = step("apart", _apart, "a checkpoint back into the parts that training goes on from")

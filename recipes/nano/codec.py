@@ -266,6 +266,7 @@ class Settings:
     tiny: bool = False
     device: str | None = None
     steps: int | None = None
+    eager: bool = False
 
 
 def train(work: Path, s: Settings) -> None:
@@ -339,7 +340,7 @@ def train(work: Path, s: Settings) -> None:
     table = "decoder.code_embedding"
     trained = [p for n, p in model.named_parameters() if not n.startswith(table)]
     left = s.seconds - s.reserve - (time.monotonic() - started)
-    schedule = Schedule(left, rate=1e-3, floor=0.05, betas=(0.8, 0.99), decay=0.01, max_steps=s.steps)
+    schedule = Schedule(left, rate=1e-3, floor=0.05, betas=(0.8, 0.99), decay=0.01, max_steps=s.steps, eager=s.eager)
     trainer = Trainer("codec", trained, trained, loss, schedule, ("spectral", "commit"), device, bfloat16=False,
                       exact_products=True, after_block=after_block)  # fmt: skip
     reached = trainer.run(validate)

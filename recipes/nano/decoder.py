@@ -138,25 +138,28 @@ class Moe(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, c: DecoderConfig) -> None:
+    def __init__(self, c: DecoderConfig, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.self_attn = Attention(c)
         self.mlp = Moe(c) if c.moe is not None else Mlp(c.hidden_size, c.dense_size or 0)
         self.input_layernorm = Norm(c.hidden_size, c.rms_eps)
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
-        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return y
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), rope, mask))
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 class Decoder(nn.Module):
     """Layers and final norm; embeddings belong to who calls."""
 
-    def __init__(self, c: DecoderConfig, positions: int = 1024) -> None:
+    def __init__(self, c: DecoderConfig, positions: int = 1024, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_layers))
+        self.layers = nn.ModuleList(Layer(c, dropout) for _ in range(c.num_layers))
         self.norm = Norm(c.hidden_size, c.rms_eps)
         self.rotary = Rotary(c.head_dim, c.rope_theta, positions)
 

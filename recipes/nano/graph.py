@@ -31,6 +31,7 @@ class Schedule:
     clip: float = 1.0
     average: float = 0.999
     max_steps: int | None = None  # tests
+    eager: bool = False  # no graph: some five times slower, for where capture fails
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +144,7 @@ class Trainer:
         return speed, graph
 
     def _runner(self) -> Callable[[], None]:
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.schedule.eager:
             return lambda: self._eager(bool(self.bfloat16))
         kinds = (False, True) if self.bfloat16 is None else (self.bfloat16,)
         graphs = [self._capture(kind) for kind in kinds]

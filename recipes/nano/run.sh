@@ -23,9 +23,11 @@ if [ "$step" = first ]; then
   speaking=$!
   nano thinker --seconds "${THINKER_SECONDS:-150}" ${THINKER_ARGS:-} >"$out/thinker.log" 2>&1 &
   thinking=$!
-  nano codec --audio "$audio" --seconds "${CODEC_SECONDS:-435}" ${CODEC_ARGS:-} 2>&1 | tee "$out/codec.log"
+  limit=${CODEC_SECONDS:-435}
+  nano codec --audio "$audio" --seconds "$limit" ${CODEC_ARGS:-} 2>&1 | tee "$out/codec.log" ||
+    nano codec --audio "$audio" --seconds $((limit - SECONDS)) --no-compile ${CODEC_ARGS:-} 2>&1 | tee -a "$out/codec.log"
   status=$?
-  wait $thinking || status=1
+  wait $thinking || nano thinker --eager --seconds 60 >>"$out/thinker.log" 2>&1 || status=1
   kill $speaking 2>/dev/null
   tail -n 12 "$out/thinker.log"
   tail -n 3 "$out/corpus.log"
@@ -35,7 +37,10 @@ if [ "$step" = first ]; then
 else
   cp -n "$carry"/*.safetensors "$carry"/codes-[0-9].npy "$carry"/tokenizer.json "$work"/ 2>/dev/null
   [ -f "$carry/small.tar" ] && tar -C "$work" -xf "$carry/small.tar"
-  nano talker --seconds "${TALKER_SECONDS:-390}" ${TALKER_ARGS:-} 2>&1 | tee "$work/talker.log"
+  mkdir -p "$work/speech"
+  limit=${TALKER_SECONDS:-390}
+  nano talker --seconds "$limit" ${TALKER_ARGS:-} 2>&1 | tee "$work/talker.log" ||
+    nano talker --eager --seconds $((limit - SECONDS)) ${TALKER_ARGS:-} 2>&1 | tee -a "$work/talker.log"
   status=$?
   nano export --out "$out" || status=1
   nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee "$work/speak.log" || status=1
@@ -43,5 +48,6 @@ else
   tar -C "$work" -rf "$work/rest.tar" talker.log speak.log speech $(cd "$work" && ls report-*.json)
   cp "$work/rest.tar" "$out/small.tar"
 fi
+chmod 644 "$out"/*
 ls -l "$out"
 exit $status

@@ -13,12 +13,18 @@ import numpy as np
 import torch
 
 from recipes.nano import codes, corpus, grammar, speech, talker, thinker
+from recipes.nano.audio import HOP, RATE
+from recipes.nano.export import GENERATION
 from recipes.nano.graph import device_of
 from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
 
 GREEDY = speech.Sampling()
-WARM = speech.Sampling(0.5, 20, 0.5, 20)
+_OTHERS = speech.Draw(1.0, 50, 0.8)  # fixed in the released model
+SHIPPED = speech.Sampling(
+    speech.Draw(GENERATION["talker_temperature"], int(GENERATION["talker_top_k"]), GENERATION["talker_top_p"]), _OTHERS
+)
+RELEASED = speech.Sampling(speech.Draw(0.9, 50), _OTHERS)
 
 
 def domain_pairs(count: int = 40) -> list[grammar.Pair]:
@@ -28,7 +34,7 @@ def domain_pairs(count: int = 40) -> list[grammar.Pair]:
     return rng.sample(held, count * 2 // 3) + rng.sample(grammar.domain_kinds()["talk"], count // 3)
 
 
-def write(work: Path, out: Path, device_name: str | None) -> None:
+def write(work: Path, out: Path, device_name: str | None, count: int | None = None) -> None:
     started = time.monotonic()
     device, text = device_of(device_name), Text.open(work)
     torch.manual_seed(0)
@@ -38,23 +44,22 @@ def write(work: Path, out: Path, device_name: str | None) -> None:
     embedding = thinker.load(work, text, device).model.embed_tokens.weight.detach()
     model = talker.load(work, text, device)
     rng = Random("speak")
-    asked = [(grammar.say(rng, t).question, t) for t in score.texts]
-    answers = [(p.question, p.answer) for p in domain_pairs()]
+    asked = [(grammar.say(rng, t).question, t) for t in score.texts][:count]
+    answers = [(p.question, p.answer) for p in domain_pairs()][:count]
     ended: dict[str, float] = {}
     for name, pairs, sampling in (
         ("greedy", asked, GREEDY),
-        ("sampled", asked, WARM),
-        ("greedy-with-sampled-rest", asked, speech.Sampling(0.0, 1, 0.5, 20)),
-        ("sampled-with-greedy-rest", asked, speech.Sampling(0.5, 20)),
-        ("domain", answers, WARM),
+        ("sampled", asked, SHIPPED),
+        ("hot", asked, RELEASED),
+        ("domain", answers, SHIPPED),
     ):
         found, ends = speech.generate(model, embedding, text, pairs, sampling)
         _save(out, name, [t for _, t in pairs], [c.numpy().astype(np.uint16) for c in found])
         ended[name] = sum(ends) / len(ends)
-        long = sum(map(len, found)) / sum(score.frames)
+        seconds = sum(map(len, found)) * HOP / RATE
         say(
             "speak",
-            f"{name}: {ended[name]:.3f} ended, {long:.2f} times the teacher's length, "
+            f"{name}: {ended[name]:.3f} ended, {seconds:.1f} s of speech (codec: {score.hours * 3600:.1f}), "
             f"{time.monotonic() - started:.0f} s",
         )
     gate("speak", f"every sentence ends by itself: {ended}", min(ended.values()) == 1.0)

@@ -19,21 +19,27 @@ from recipes.nano.tokens import Text
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Temperature 0 takes the most likely."""
+class Draw:
+    """How one code is chosen. Temperature 0 takes the most likely."""
 
     temperature: float = 0.0
     top_k: int = 50
-    residual_temperature: float = 0.0
-    residual_top_k: int = 50
+    top_p: float = 1.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        best = logits.topk(self.top_k, dim=-1)
+        chances = (best.values / self.temperature).softmax(dim=-1)
+        before = chances.cumsum(dim=-1) - chances  # of those more likely
+        chosen = torch.multinomial(chances * (before < self.top_p), 1)
+        return best.indices.gather(-1, chosen)[:, 0]
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    best = logits.topk(top_k, dim=-1)
-    chosen = torch.multinomial((best.values / temperature).softmax(dim=-1), 1)
-    return best.indices.gather(-1, chosen)[:, 0]
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    first: Draw = Draw()
+    others: Draw = Draw()
 
 
 @torch.no_grad()
@@ -69,7 +75,7 @@ def generate(
         x = model.inputs(embedding, texts[:, :reach], marks[:, :reach], before[:, :reach])
         hidden = model.model(x, positions[:, :reach], None)[every, row]
         logits = model.codec_head(hidden).masked_fill(suppressed, float("-inf"))
-        code = _draw(logits, sampling.temperature, sampling.top_k)
+        code = sampling.first(logits)
         ended = torch.where((code == model.end) & (ended == limit), j, ended)
         code = torch.where(code == model.end, 0, code)
         frame = _frame(model, hidden, code, sampling)
@@ -91,7 +97,7 @@ def _frame(model: Talker, hidden: Tensor, code: Tensor, sampling: Sampling) -> T
     others = torch.zeros(len(code), GROUPS - 2, first.shape[-1], device=code.device)
     for g in range(GROUPS - 1):
         logits = model.code_predictor(hidden, first, others)[:, g]
-        found.append(_draw(logits, sampling.residual_temperature, sampling.residual_top_k))
+        found.append(sampling.others(logits))
         if g < GROUPS - 2:
             others[:, g] = F.embedding(found[-1] + g * CODES, table)
     return torch.stack(found, dim=1)

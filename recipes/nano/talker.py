@@ -29,6 +29,7 @@ FILE = "talker.safetensors"
 WIDTH = 256
 NOISE = 0.07  # share of input codes replaced by chance
 LOST = 0.02  # share of input frames replaced as a whole
+DROPOUT = 0.05
 END_WEIGHT = 3.0
 RESIDUAL_WEIGHT = 2.0  # of the predictor's mean cross entropy against that of code 0
 UNEVEN = 0.01
@@ -48,7 +49,7 @@ class Predictor(nn.Module):
     def __init__(self, config: OmniConfig) -> None:
         super().__init__()
         c = config.talker.predictor
-        self.model = Decoder(c, positions=GROUPS)
+        self.model = Decoder(c, positions=GROUPS, dropout=DROPOUT)
         self.model.codec_embedding = nn.ModuleList(nn.Embedding(CODES, c.hidden_size) for _ in range(GROUPS - 1))
         self.lm_head = nn.ModuleList(nn.Linear(c.hidden_size, CODES, bias=False) for _ in range(GROUPS - 1))
         initialize(self, c.num_layers)
@@ -70,7 +71,7 @@ class Talker(nn.Module):
     def __init__(self, config: OmniConfig) -> None:
         super().__init__()
         t = config.talker
-        self.model = Decoder(t.text)
+        self.model = Decoder(t.text, dropout=DROPOUT)
         self.model.codec_embedding = nn.Embedding(t.text.vocab_size, t.text.hidden_size)
         self.codec_head = nn.Linear(t.text.hidden_size, t.text.vocab_size, bias=False)
         initialize(self, t.text.num_layers)
@@ -226,6 +227,7 @@ class Settings:
     steps: int | None = None  # tests
     rate: float = 1.2e-3
     go_on: bool = False  # from the weights of an earlier run
+    eager: bool = False
 
 
 def train(work: Path, s: Settings) -> None:
@@ -251,10 +253,12 @@ def train(work: Path, s: Settings) -> None:
 
     def validate() -> str:
         trainer.swap()
+        model.eval()
         with torch.no_grad():
             pick = torch.arange(len(held), device=device)
             v = losses(model, embedding, held, pick, min(s.sampled, len(score.codes)), noise=False)
         trainer.swap()
+        model.train()
         reached["held"] = float(v.code0)
         few, all_ = v.residual[:3].mean(), v.residual.mean()
         return f"held-out code0 {v.code0:.4f} end {v.end:.4f} codes1-3 {few:.4f} all {all_:.4f}"
@@ -262,7 +266,7 @@ def train(work: Path, s: Settings) -> None:
     reached: dict[str, float] = {}
     trained = model.trained()
     left = s.seconds - (time.monotonic() - started)
-    schedule = Schedule(left, rate=s.rate, max_steps=s.steps)
+    schedule = Schedule(left, rate=s.rate, max_steps=s.steps, eager=s.eager)
     labels = ("code0", "end", "codes1-3", "codes1-15", "uneven")
     trainer = Trainer("talker", trained, trained, loss, schedule, labels, device, every=20.0)
     reached |= trainer.run(validate)

@@ -156,14 +156,23 @@ def exactness(model: Thinker, text: Text, pairs: list[grammar.Pair]) -> dict[str
     return {kind: sum(v) / len(v) for kind, v in right.items()}
 
 
-def train(
-    work: Path, seconds: float, batch: int, num_rows: int, device_name: str | None, steps: int | None, asked: int = 320
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    seconds: float
+    batch: int = 48
+    rows: int = 24000
+    quiz: int = 320  # held-out questions to check it with
+    device: str | None = None
+    steps: int | None = None  # tests
+    eager: bool = False
+
+
+def train(work: Path, s: Settings) -> None:
     started = time.monotonic()
-    device, text = device_of(device_name), Text.open(work)
+    device, text = device_of(s.device), Text.open(work)
     torch.manual_seed(0)
     model = Thinker(text.config.thinker.text).to(device)
-    data = prepared(work, text, num_rows)
+    data = prepared(work, text, s.rows)
     ids, segments, positions = (torch.from_numpy(a).to(device) for a in (data.ids, data.segments, data.positions))
     learn = torch.from_numpy(data.learn).to(device)
     num_rows = len(ids)
@@ -173,7 +182,7 @@ def train(
     )
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
-        pick = torch.randint(0, num_rows, (batch,), device=device)
+        pick = torch.randint(0, num_rows, (s.batch,), device=device)
         row = ids[pick].long()
         hidden = model(row, positions[pick].long(), segment_mask(segments[pick]))
         logits = model.lm_head(hidden[:, :-1]).float()
@@ -183,7 +192,7 @@ def train(
         uneven = model.model.unevenness()
         return cross + UNEVEN * uneven, torch.stack((cross, uneven))
 
-    pairs = quiz(asked)
+    pairs = quiz(s.quiz)
     parameters = list(model.parameters())
 
     def validate() -> str:
@@ -192,8 +201,8 @@ def train(
         trainer.swap()
         return "exact " + " ".join(f"{k} {v:.2f}" for k, v in found.items())
 
-    left = seconds - (time.monotonic() - started)
-    schedule = Schedule(left, rate=1.5e-3, max_steps=steps)
+    left = s.seconds - (time.monotonic() - started)
+    schedule = Schedule(left, rate=1.5e-3, max_steps=s.steps, eager=s.eager)
     trainer = Trainer("thinker", parameters, parameters, loss, schedule, ("cross", "uneven"), device, every=20.0)
     reached = trainer.run(validate)
     state = {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()}
