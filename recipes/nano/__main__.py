@@ -1,0 +1,162 @@
+"""One command per step: `python -m recipes.nano STEP --work DIR`. README.md says in which order."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from recipes.nano.report import say
+
+
+def _corpus(a: argparse.Namespace) -> None:
+    from recipes.nano import corpus, festival
+
+    if a.festival is not None:
+        festival.unpack(a.festival)
+    if a.packed is not None:
+        corpus.unpack(a.packed, a.audio)
+    corpus.speak_all(a.audio, a.workers, a.seconds, a.chunks)
+
+
+def _pack(a: argparse.Namespace) -> None:
+    from recipes.nano import corpus, festival
+
+    festival.pack(a.out / "festival.tar.xz")
+    corpus.pack(a.audio, a.out / "opus", a.hours)
+
+
+def _tokenizer(a: argparse.Namespace) -> None:
+    from recipes.nano import tokens
+
+    tokens.train(a.work)
+
+
+def _codec(a: argparse.Namespace) -> None:
+    from recipes.nano import codec
+
+    settings = codec.Settings(
+        a.seconds,
+        a.audio,
+        a.first_hours,
+        batch=a.batch,
+        compile=not a.no_compile,
+        device=a.device,
+        steps=a.steps,
+        eager=a.eager,
+    )
+    codec.train(a.work, settings)
+
+
+def _thinker(a: argparse.Namespace) -> None:
+    from recipes.nano import thinker
+
+    thinker.train(a.work, thinker.Settings(a.seconds, a.batch, a.rows, a.quiz, a.device, a.steps, a.eager))
+
+
+def _talker(a: argparse.Namespace) -> None:
+    from recipes.nano import talker
+
+    chosen = (a.batch, a.sampled, a.epochs, a.hours, a.device, a.steps, a.rate, a.go_on, a.eager)
+    talker.train(a.work, talker.Settings(a.seconds, *chosen))
+
+
+def _speak(a: argparse.Namespace) -> None:
+    from recipes.nano import speak
+
+    speak.write(a.work, a.out, a.device, a.count)
+
+
+def _export(a: argparse.Namespace) -> None:
+    from recipes.nano import export
+
+    export.write(a.work, a.out)
+
+
+def _apart(a: argparse.Namespace) -> None:
+    from recipes.nano import export
+
+    export.take_apart(a.checkpoint, a.work)
+
+
+def _rows(a: argparse.Namespace) -> None:
+    from recipes.nano import thinker, tokens
+
+    thinker.prepared(a.work, tokens.Text.open(a.work), a.rows)
+
+
+def _score(a: argparse.Namespace) -> None:
+    from recipes.nano import score
+
+    score.run(a.work, a.speech, a.recogniser, a.audio, a.wav)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m recipes.nano", description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("work/nano"), help="where the steps keep their results")
+    steps = parser.add_subparsers(required=True, metavar="STEP")
+
+    def step(name: str, run: object, help_: str) -> argparse.ArgumentParser:
+        p = steps.add_parser(name, help=help_)
+        p.set_defaults(run=run, name=name)
+        return p
+
+    p = step("corpus", _corpus, "speech of the teacher")
+    p.add_argument("--audio", type=Path, required=True)
+    p.add_argument("--workers", type=int, default=1)
+    p.add_argument("--seconds", type=float, default=1e9)
+    p.add_argument("--chunks", type=int)
+    p.add_argument("--festival", type=Path, help="a packed festival, where none is installed")
+    p.add_argument("--packed", type=Path, help="a folder of speech made earlier by `pack`")
+    p = step("pack", _pack, "festival and some speech, for a machine without network")
+    p.add_argument("--audio", type=Path, required=True)
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--hours", type=float, default=2.0)
+    step("tokenizer", _tokenizer, "byte-level BPE on the recipe's text")
+    for name, run, seconds, batch, help_ in (
+        ("codec", _codec, 400, 8, "encoder, quantizer, code2wav; then all codes"),
+        ("thinker", _thinker, 120, 48, "text model of the grammar"),
+        ("talker", _talker, 420, 32, "talker and code predictor"),
+    ):
+        p = step(name, run, help_)
+        p.add_argument("--seconds", type=float, default=seconds)
+        p.add_argument("--batch", type=int, default=batch)
+        p.add_argument("--device")
+        p.add_argument("--steps", type=int, help="stop after so many steps instead")
+        p.add_argument("--eager", action="store_true", help="no CUDA graph")
+        if name == "codec":
+            p.add_argument("--audio", type=Path, required=True)
+            p.add_argument("--first-hours", type=float, default=1.0, help="of speech that must be there to begin")
+            p.add_argument("--no-compile", action="store_true")
+        elif name == "thinker":
+            p.add_argument("--rows", type=int, default=24000)
+            p.add_argument("--quiz", type=int, default=320, help="held-out questions to check it with")
+        else:
+            p.add_argument("--sampled", type=int, default=2048)
+            p.add_argument("--epochs", type=int, default=4)
+            p.add_argument("--hours", type=float)
+            p.add_argument("--rate", type=float, default=1.2e-3)
+            p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
+    p = step("speak", _speak, "the sentences of the score, spoken by codec and model")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--device")
+    p.add_argument("--count", type=int, help="only so many sentences")
+    p = step("export", _export, "the checkpoint in the released layout")
+    p.add_argument("--out", type=Path, required=True)
+    p = step("apart", _apart, "a checkpoint back into the parts that training goes on from")
+    p.add_argument("--checkpoint", type=Path, required=True)
+    p = step("rows", _rows, "the thinker's training text, ahead of its training")
+    p.add_argument("--rows", type=int, default=24000)
+    p = step("score", _score, "word error rates by an independent recogniser")
+    p.add_argument("--speech", type=Path, required=True, help="files written by `speak`")
+    p.add_argument("--audio", type=Path, help="the teacher's speech, to score it too")
+    p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
+    p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
+    a = parser.parse_args()
+    a.work.mkdir(parents=True, exist_ok=True)
+    say(a.name, "begins")
+    a.run(a)
+    say(a.name, "done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The codes of the whole corpus, as the codec wrote them: 9 bits each, in files small enough to be carried.
+
+Written by `codec.py`, read by `talker.py`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes.nano import corpus
+from recipes.nano.audio import HOP, RATE
+from recipes.nano.shape import GROUPS
+
+Codes = npt.NDArray[np.uint16]  # [frames, 16]
+FRAMES_PER_FILE = 880_000  # 15.8 MB
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spoken:
+    """Utterances: their words, and their frames in one table."""
+
+    texts: list[str]
+    frames: list[int]
+    codes: Codes
+
+    @property
+    def starts(self) -> list[int]:
+        ends = np.cumsum(self.frames)
+        return [0, *(int(e) for e in ends[:-1])]
+
+    @property
+    def hours(self) -> float:
+        return len(self.codes) * HOP / RATE / 3600
+
+    def split(self, apart: Collection[str]) -> tuple[Spoken, Spoken]:
+        """(those with these words, the others)."""
+        own = frozenset(apart)
+        return self._where([t in own for t in self.texts]), self._where([t not in own for t in self.texts])
+
+    def _where(self, take: list[bool]) -> Spoken:
+        kept = [i for i, t in enumerate(take) if t]
+        rows = np.repeat(take, self.frames)
+        return Spoken([self.texts[i] for i in kept], [self.frames[i] for i in kept], self.codes[rows])
+
+
+def _check() -> int:
+    """Changes with the corpus's text, of which only numbers are stored."""
+    return zlib.crc32("\n".join(corpus.texts()).encode())
+
+
+def write(work: Path, chunks: list[int], frames: list[int], table: Codes) -> None:
+    """`frames` of every utterance of these chunks, in order."""
+    bits = np.unpackbits(np.ascontiguousarray(table, ">u2").view(np.uint8).reshape(len(table), GROUPS, 2), axis=-1)[
+        ..., 7:
+    ]
+    packed = np.packbits(bits.reshape(len(table), -1), axis=-1)  # [frames, 18]
+    for i, start in enumerate(range(0, len(packed), FRAMES_PER_FILE)):
+        np.save(work / f"codes-{i}.npy", packed[start : start + FRAMES_PER_FILE])
+    np.savez_compressed(
+        work / "codes-index.npz", chunks=np.array(chunks), frames=np.array(frames, np.uint16), check=_check()
+    )
+
+
+def read(work: Path, hours: float | None = None) -> Spoken:
+    """All utterances, or the first so many hours."""
+    with np.load(work / "codes-index.npz") as file:
+        chunks, frames = [int(c) for c in file["chunks"]], [int(f) for f in file["frames"]]
+        if int(file["check"]) != _check():
+            raise SystemExit("the codes belong to another version of the recipe's text")
+    packed = np.concatenate([np.load(p) for p in sorted(work.glob("codes-[0-9].npy"))])
+    texts = [t for c in chunks for t in corpus.chunk_texts(c)]
+    assert len(texts) == len(frames)
+    assert sum(frames) == len(packed)
+    if hours is not None:
+        count = int(np.searchsorted(np.cumsum(frames), hours * 3600 * RATE / HOP))
+        texts, frames = texts[:count], frames[:count]
+        packed = packed[: sum(frames)]
+    bits = np.unpackbits(packed, axis=-1).reshape(len(packed), GROUPS, 9)
+    table = np.zeros((len(packed), GROUPS), np.uint16)
+    for b in range(9):
+        table = (table << 1) | bits[..., b]
+    return Spoken(texts, frames, table)

@@ -1,0 +1,129 @@
+"""The trained parts as one checkpoint in the released layout: the same tensor names, one tensor per expert.
+
+What nothing trains (the vision tower, and for now the audio tower and the talker's media projection) gets small random
+weights. Called by `__main__.py`."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipes.nano import codec, shape, talker, thinker, tokens
+from recipes.nano.report import gate, note, say
+from recipes.nano.tokens import Text
+from stretto.models.qwen3_omni.shapes import checkpoint_shapes, spread
+from stretto.models.qwen3_omni.tiny import PREPROCESSOR
+
+SHARD = 16_300_000  # bytes
+LIMIT = 60_000_000
+GENERATION = {
+    "talker_max_new_tokens": 1024,
+    "talker_repetition_penalty": 1.0,
+    "talker_temperature": 0.5,
+    "talker_top_k": 20,
+    "talker_top_p": 0.9,
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def _split(name: str, tensor: torch.Tensor) -> Tensors:
+    """A tensor of all experts as one tensor per expert and projection."""
+    head, _, last = name.rpartition(".")
+    found: Tensors = {}
+    for i, w in enumerate(tensor):
+        if last == "gate_up_proj":
+            found[f"{head}.{i}.gate_proj.weight"], found[f"{head}.{i}.up_proj.weight"] = w.chunk(2)
+        else:
+            found[f"{head}.{i}.down_proj.weight"] = w
+    return found
+
+
+def collect(work: Path) -> Tensors:
+    """Every tensor of the checkpoint, bfloat16."""
+    text = Text.open(work)
+    wanted = checkpoint_shapes(text.config)
+    trained: Tensors = {}
+    for prefix, file in (("thinker.", thinker.FILE), ("talker.", talker.FILE), ("code2wav.", codec.DECODER)):
+        for name, tensor in load_file(work / file).items():
+            full = prefix + name
+            parts = _split(full, tensor) if ".experts." in full else {full: tensor}
+            trained |= {k: v for k, v in parts.items() if k in wanted or prefix != "code2wav."}
+    unknown = set(trained) - set(wanted)
+    if unknown:
+        raise SystemExit(f"no such tensors in the released layout: {sorted(unknown)[:5]}")
+    found: Tensors = {}
+    for name, size in wanted.items():
+        if name in trained:
+            assert tuple(trained[name].shape) == tuple(size), (name, trained[name].shape, size)
+            found[name] = trained[name].to(torch.bfloat16).contiguous()
+            continue
+        if not name.startswith(("thinker.visual.", "thinker.audio_tower.", "talker.hidden_projection.")):
+            raise SystemExit(f"nothing was trained for {name}")
+        mean, std = spread(name, size)
+        noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(size, dtype=np.float32)
+        found[name] = torch.from_numpy(mean + std * noise).to(torch.bfloat16)
+    return found
+
+
+def take_apart(folder: Path, work: Path) -> None:
+    """The parts of a checkpoint as the training steps keep them, to go on from."""
+    found: dict[str, Tensors] = {}
+    experts: dict[str, dict[int, Tensors]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            part, _, rest = name.partition(".")
+            head, middle, tail = name.partition(".experts.")
+            if middle:
+                number, projection, _ = tail.split(".")
+                experts.setdefault(head + ".experts", {}).setdefault(int(number), {})[projection] = tensor
+            elif not rest.startswith(("audio_tower.", "visual.")):
+                found.setdefault(part, {})[rest] = tensor
+    for name, numbered in experts.items():
+        part, _, rest = name.partition(".")
+        each = [numbered[i] for i in range(len(numbered))]
+        joined = [torch.cat((e["gate_proj"], e["up_proj"])) for e in each]
+        found[part][f"{rest}.gate_up_proj"] = torch.stack(joined)
+        found[part][f"{rest}.down_proj"] = torch.stack([e["down_proj"] for e in each])
+    for part, file_name in (("thinker", thinker.FILE), ("talker", talker.FILE), ("code2wav", codec.DECODER)):
+        save_file(found[part], work / file_name)
+
+
+def write(work: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = collect(work)
+    shards: list[Tensors] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if used + tensor.nbytes > SHARD:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += tensor.nbytes
+    where: dict[str, str] = {}
+    for i, shard in enumerate(shards, start=1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+    total = sum(t.nbytes for t in tensors.values())
+    _json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))},
+    )
+    _json(folder / "generation_config.json", GENERATION)
+    _json(folder / "preprocessor_config.json", PREPROCESSOR)
+    tokens.write_files(work, folder)
+    _json(folder / "config.json", shape.config_json(Text.open(work).roles))
+    size = sum(p.stat().st_size for p in folder.iterdir())
+    say("export", f"{len(tensors)} tensors in {len(shards)} files")
+    gate("export", f"{size / 1e6:.2f} MB, wanted at most {LIMIT / 1e6:.0f}", size <= LIMIT)
+    note(work, "export", bytes=size, parameters=total // 2)
+
+
+def _json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

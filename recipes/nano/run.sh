@@ -1,0 +1,53 @@
+#!/bin/bash
+# The GPU part of the recipe in two runs of at most eight minutes, on a machine without network.
+#   run.sh first  CARRY WORK OUT   speech by festival on all cores; meanwhile thinker, then codec; then all codes
+#   run.sh second CARRY WORK OUT   talker and code predictor, checkpoint, codes for the score
+# CARRY holds what `pack`, `tokenizer` and `rows` made (first), or what the first run left in OUT (second).
+# OUT gets what the next step needs, each file below 16 MiB.
+set -uo pipefail
+step=${1:?first or second} carry=${2:?} work=${3:?} out=${4:?}
+python=${PYTHON:-python3}
+export PYTHONPATH=$carry/overlay:.:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true
+export TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+mkdir -p "$work" "$out"
+nano() { "$python" -m recipes.nano --work "$work" "$@"; }
+
+if [ "$step" = first ]; then
+  audio=${AUDIO:-/tmp/nano-audio}
+  cp -n "$carry"/tokenizer.json "$carry"/thinker-rows.npz "$work"/
+  {
+    OMP_NUM_THREADS=1 nice -n 10 "$python" -m recipes.nano --work "$work" corpus --audio "$audio" \
+      --festival "$carry/festival.tar.xz" --workers "${WORKERS:-13}" --seconds "${CORPUS_SECONDS:-390}" ||
+      nano corpus --audio "$audio" --packed "$carry/opus" --seconds 0
+  } >"$out/corpus.log" 2>&1 &
+  speaking=$!
+  nano thinker --seconds "${THINKER_SECONDS:-150}" ${THINKER_ARGS:-} >"$out/thinker.log" 2>&1 &
+  thinking=$!
+  limit=${CODEC_SECONDS:-435}
+  nano codec --audio "$audio" --seconds "$limit" ${CODEC_ARGS:-} 2>&1 | tee "$out/codec.log" ||
+    nano codec --audio "$audio" --seconds $((limit - SECONDS)) --no-compile ${CODEC_ARGS:-} 2>&1 | tee -a "$out/codec.log"
+  status=$?
+  wait $thinking || nano thinker --eager --seconds 60 >>"$out/thinker.log" 2>&1 || status=1
+  kill $speaking 2>/dev/null
+  tail -n 12 "$out/thinker.log"
+  tail -n 3 "$out/corpus.log"
+  cp "$work"/{thinker,code2wav,encoder}.safetensors "$work"/codes-[0-9].npy "$out"/
+  tar -C "$work" -cf "$out/small.tar" tokenizer.json codes-index.npz $(cd "$work" && ls report-*.json) -C "$out" codec.log thinker.log corpus.log
+  rm -f "$out"/*.log
+else
+  cp -n "$carry"/*.safetensors "$carry"/codes-[0-9].npy "$carry"/tokenizer.json "$work"/ 2>/dev/null
+  [ -f "$carry/small.tar" ] && tar -C "$work" -xf "$carry/small.tar"
+  mkdir -p "$work/speech"
+  limit=${TALKER_SECONDS:-390}
+  nano talker --seconds "$limit" ${TALKER_ARGS:-} 2>&1 | tee "$work/talker.log" ||
+    nano talker --eager --seconds $((limit - SECONDS)) ${TALKER_ARGS:-} 2>&1 | tee -a "$work/talker.log"
+  status=$?
+  nano export --out "$out" || status=1
+  nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee "$work/speak.log" || status=1
+  (cd "$out" && tar -cf "$work/rest.tar" --exclude '*.safetensors' ./* && rm -f *.json *.txt *.jinja)
+  tar -C "$work" -rf "$work/rest.tar" talker.log speak.log speech $(cd "$work" && ls report-*.json)
+  cp "$work/rest.tar" "$out/small.tar"
+fi
+chmod 644 "$out"/*
+ls -l "$out"
+exit $status

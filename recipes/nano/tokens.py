@@ -1,0 +1,138 @@
+"""The tokenizer: byte-level BPE of 2048 tokens trained on the recipe's own text, in the files of a Qwen2 tokenizer.
+
+Special tokens, their order, the rule that cuts text into pieces and the chat template are the released model's.
+Called by every step that reads or writes text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from recipes.nano import corpus, grammar, shape
+from recipes.nano.report import say
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.tiny_text import ATTRIBUTES, CHAT_TEMPLATE, ROLES, SHOWN, SPECIAL, SPLIT
+
+FILE = "tokenizer.json"
+
+
+def train(work: Path, pairs: int = 100_000, sentences: int | None = None) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=shape.NUM_BPE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    texts = corpus.texts()[:sentences]
+    tokenizer.train_from_iterator(_text(texts, pairs), trainer)
+    assert tokenizer.get_vocab_size() == shape.NUM_BPE
+    for token in SPECIAL:  # one call each keeps the order, and with it the ids
+        tokenizer.add_tokens([AddedToken(token, special=token not in SHOWN, normalized=False)])
+    (work / FILE).write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
+    text = Text.open(work)
+    count = sum(len(text.encode(t)) for t in texts)
+    letters = sum(map(len, texts))
+    say("tokenizer", f"{shape.NUM_BPE} tokens, {letters / count:.2f} characters per token; roles {text.roles}")
+
+
+def _text(texts: Sequence[str], pairs: int) -> Iterator[str]:
+    rng = Random("tokenizer")
+    yield from texts
+    for _ in range(pairs):
+        pair = grammar.pair(rng)
+        yield pair.question
+        yield pair.answer
+    for role in ROLES:  # each must become one token
+        for _ in range(pairs):
+            yield role
+
+
+@dataclass(frozen=True)
+class Text:
+    """The trained tokenizer and the ids the recipe needs."""
+
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, work: Path) -> Text:
+        return cls(Tokenizer.from_file(str(work / FILE)))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    @cached_property
+    def roles(self) -> dict[str, int]:
+        found = {role: self.encode(role) for role in ("system", "user", "assistant")}
+        assert all(len(ids) == 1 for ids in found.values()), found
+        return {role: ids[0] for role, ids in found.items()}
+
+    @cached_property
+    def newline(self) -> int:
+        (i,) = self.encode("\n")
+        return i
+
+    @cached_property
+    def config(self) -> OmniConfig:
+        return shape.config(self.roles)
+
+    def turn(self, role: str, content: list[int]) -> list[int]:
+        t = self.config.tokens
+        return [t.im_start, self.roles[role], self.newline, *content, t.im_end, self.newline]
+
+    @property
+    def opening(self) -> list[int]:
+        return [self.config.tokens.im_start, self.roles["assistant"], self.newline]
+
+
+def write_files(work: Path, folder: Path) -> None:
+    """The tokenizer's files of a checkpoint."""
+    raw = json.loads((work / FILE).read_text(encoding="utf-8"))
+    (folder / FILE).write_text(json.dumps(raw, ensure_ascii=False), encoding="utf-8")
+    vocab = raw["model"]["vocab"]
+    (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+    merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"]["merges"]]
+    (folder / "merges.txt").write_text("".join(f"{m}\n" for m in merges), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(_config(), indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+def _config() -> dict[str, Any]:
+    ids = shape.special_ids()
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    return {
+        "tokenizer_class": "TokenizersBackend",
+        "added_tokens_decoder": {str(ids[t]): {"content": t, **plain, "special": t not in SHOWN} for t in SPECIAL},
+        "extra_special_tokens": ATTRIBUTES,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        "model_max_length": 4096,
+        "chat_template": CHAT_TEMPLATE,
+        **ATTRIBUTES,
+    }

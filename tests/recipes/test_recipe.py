@@ -1,0 +1,138 @@
+"""The recipe's own pieces: text, samples, codes, and the checkpoint in the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.nano import codes, corpus, grammar, score, spectra, thinker
+from recipes.nano.audio import resample
+from recipes.nano.decoder import Router
+from recipes.nano.graph import Schedule, Trainer
+from recipes.nano.sentences import FIXED
+from tests.recipes.conftest import Made
+
+
+def test_a_question_has_one_answer() -> None:
+    answers: dict[str, str] = {}
+    for pair in grammar.domain():
+        assert answers.setdefault(pair.question.lower(), pair.answer) == pair.answer
+    assert len(answers) > 10_000
+
+
+def test_training_text_has_nothing_held_out() -> None:
+    rng = Random(1)
+    held = {grammar.plain(p.question) for p in grammar.domain() if p.held_out}
+    spoken = {grammar.plain(s) for s in (*FIXED, *grammar.held_out_sentences())}
+    for _ in range(5000):
+        pair = grammar.pair(rng)
+        assert pair.kind == "say" or grammar.plain(pair.question) not in held
+        assert grammar.plain(grammar.reading(rng)) not in spoken
+
+
+def test_numbers_are_written_out() -> None:
+    assert [grammar.number(n) for n in (0, 13, 40, 77, 100, 121)] == [
+        "zero", "thirteen", "forty", "seventy seven", "one hundred", "one hundred and twenty one",
+    ]  # fmt: skip
+
+
+def test_chunks_hold_every_text_once() -> None:
+    assert [t for c in range(corpus.num_chunks()) for t in corpus.chunk_texts(c)] == list(corpus.texts())
+    assert corpus.chunk_texts(0)[: len(FIXED)] == list(FIXED)
+
+
+@pytest.mark.parametrize(("to", "rate"), [(24000, 32000), (16000, 24000)])
+def test_resampling_keeps_a_tone_and_drops_what_does_not_fit(to: int, rate: int) -> None:
+    tone = np.sin(2 * np.pi * 1000 * np.arange(rate) / rate).astype(np.float32)
+    wanted = np.sin(2 * np.pi * 1000 * np.arange(to) / to)
+    assert np.abs(resample(tone, to, rate) - wanted)[300:-300].max() < 1e-3
+    high = np.sin(2 * np.pi * (to / 2 + 1500) * np.arange(rate) / rate).astype(np.float32)
+    assert np.abs(resample(high, to, rate))[300:-300].max() < 1e-2
+
+
+def test_codes_are_stored_in_nine_bits(tmp_path: Path) -> None:
+    table = np.random.default_rng(0).integers(0, 512, (700, 16)).astype(np.uint16)
+    counts = [5] * 79 + [700 - 5 * 79]
+    codes.write(tmp_path, [0], counts, table)
+    back = codes.read(tmp_path)
+    assert (back.codes == table).all()
+    assert back.frames == counts
+    assert back.texts == corpus.chunk_texts(0)
+    assert (tmp_path / "codes-0.npy").stat().st_size < 700 * 18 + 200
+    few, rest = back.split(back.texts[:2])
+    assert few.frames == [5, 5]
+    assert len(rest.codes) == 690
+    assert (rest.codes == table[10:]).all()
+
+
+def test_spectral_loss_is_zero_for_the_same_sound() -> None:
+    x = torch.randn(2, 9600, generator=torch.Generator().manual_seed(0)) * 0.1
+    loss = spectra.SpectralLoss()
+    assert float(loss(x, x)) == 0.0
+    assert float(loss(x * 0.5, x)) > 0.3
+
+
+def test_router_weighs_the_chosen_experts_only() -> None:
+    router = Router(4, 8, 2)
+    torch.nn.init.normal_(router.weight)
+    weights, uneven = router(torch.randn(50, 8))
+    assert ((weights > 0).sum(dim=-1) == 2).all()
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(50))
+    assert float(uneven.detach()) >= 0.99
+
+
+def test_the_tokenizer_reads_back_and_keeps_roles_whole(made: Made) -> None:
+    for sentence in ("Hello, how are you?", "zyxwv 12 + 7?", "naïve"):
+        assert made.text.decode(made.text.encode(sentence)) == sentence
+    assert len({*made.text.roles.values()}) == 3
+
+
+@pytest.mark.slow
+def test_the_checkpoint_loads_in_the_engine(made: Made) -> None:
+    from stretto.models.qwen3_omni.load import Source
+
+    source = Source.open(made.checkpoint, progress=False)
+    talker = source.talker()
+    assert source.thinker() is not None
+    assert source.code2wav() is not None
+    assert talker.config.tokens.user == made.text.roles["user"]
+    assert sum(p.stat().st_size for p in made.checkpoint.iterdir()) <= 60_000_000
+
+
+def test_thinker_rows_hold_whole_conversations(made: Made) -> None:
+    made_ = thinker.rows(made.text, 6, "a test")
+    end = made.text.config.tokens.im_end
+    assert made_.ids.shape == (6, thinker.WIDTH)
+    assert (made_.positions[made_.segments == 0] == 0).all()
+    for ids, segments, learn in zip(made_.ids, made_.segments, made_.learn, strict=True):
+        for n in range(1, int(segments.max()) + 1):
+            said = ids[(segments == n) & learn]
+            assert said[-1] == end
+            assert made.text.decode(said.tolist())
+
+
+def test_trainer_learns_and_leaves_the_average() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(3, 3))
+    target = torch.eye(3)
+
+    def loss(bfloat16: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        far = (weight - target).square().mean()
+        return far, far.detach()[None]
+
+    schedule = Schedule(60, rate=0.05, warm_up=5, decay=0.0, average=0.9, max_steps=150)
+    trainer = Trainer("test", [weight], [weight], loss, schedule, ("far",), torch.device("cpu"), bfloat16=False)
+    reached = trainer.run()
+    assert reached["steps"] == 150
+    assert float((weight.detach() - target).abs().max()) < 0.05
+    assert torch.equal(weight.detach(), trainer.average[0])
+
+
+def test_word_error_rate_counts_edits_in_normal_spelling() -> None:
+    assert score.error_rate([("Two plus three is five.", "2 plus 3 is 5")]) == 0.0
+    assert score.error_rate([("My favorite color.", "my favourite colour")]) == 0.0
+    assert score.error_rate([("one two three four", "one too three")]) == 0.5
