@@ -16,7 +16,7 @@ from stretto.orchestrator.messages import Admit, Sampling, encode
 from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.build import PromptBuilder
-from stretto.prompt.packed import media_digest, pack_prompt
+from stretto.prompt.packed import media_digest, pack, pack_prompt
 from stretto.prompt.prompt import Prompt
 from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
 from tests.orchestrator.common import HandDriven, picture, say
@@ -90,8 +90,8 @@ class Line:
 def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None) -> Admit:
     line, params, ask = Line(), Params(), Ask(True, None, Params(), None, spoken, owner=owner)
     none = SimpleNamespace()
-    t = Ticket(RequestId("r"), None, line, STAGES, Prompt((1, 2)), params, 7, none, 0.0)  # type: ignore[arg-type]
-    announce(t, ask, shared)
+    t = Ticket(RequestId("r"), None, line, STAGES, pack(Prompt((1, 2))), params, 7, none, 0.0)  # type: ignore[arg-type]
+    asyncio.run(announce(t, ask, shared))
     [message] = line.sent
     assert isinstance(message, Admit)
     return message

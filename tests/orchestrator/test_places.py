@@ -2,8 +2,7 @@
 whoever waits until all are over."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.messages import Ended
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.settings import EngineConfig
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.jobs import BuiltPrompt
 from tests.orchestrator.common import CHATS, collect, run
 
 
@@ -25,12 +24,12 @@ class Engine(PipelineEngine):
 
     def __init__(self, model: Path, **config: Any) -> None:
         super().__init__(model, EngineConfig(**config))
-        self.go = threading.Event()
+        self.go = asyncio.Event()
 
-    def _run(self, build: Callable[[], Prompt], ask: Ask) -> AsyncIterator[Event]:
-        def wait() -> Prompt:
-            assert self.go.wait(10)
-            return build()
+    def _run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
+        async def wait() -> BuiltPrompt:
+            await asyncio.wait_for(self.go.wait(), 10)
+            return await build()
 
         return super()._run(wait, ask)
 
