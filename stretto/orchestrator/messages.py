@@ -22,6 +22,7 @@ from stretto.types import RequestId, SamplingParams
 PREFIX = struct.Struct("<II")
 MAX_HEADER = 64 << 20
 MAX_BLOB = 1 << 30
+MAX_PATCHES = 64  # of a picture, for each token of the prompt: more than any model merges into one
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -105,11 +106,17 @@ def unpack_prompt(meta: PromptMeta, blob: bytes) -> Prompt:
         # A copy: torch wants memory that it may write to.
         return np.frombuffer(blob, np.float32, count, a.offset).reshape(a.shape).copy()
 
+    def patches(p: PatchMeta) -> Patches:
+        # A grid is laid out before it is compared with the prompt, so it must not be out of all proportion to it.
+        if min(p.grid) < 1 or math.prod(p.grid) > MAX_PATCHES * len(meta.ids):
+            raise WireError(f"a grid of {p.grid} for a prompt of {len(meta.ids)} tokens")
+        return Patches(get(p.values), p.grid, p.seconds)
+
     return Prompt(
         meta.ids,
         tuple(AudioClip(get(a)) for a in meta.audios),
-        tuple(Patches(get(p.values), p.grid, p.seconds) for p in meta.images),
-        tuple(Patches(get(p.values), p.grid, p.seconds) for p in meta.videos),
+        tuple(map(patches, meta.images)),
+        tuple(map(patches, meta.videos)),
         meta.audio_in_video,
     )
 
