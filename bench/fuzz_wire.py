@@ -18,6 +18,7 @@ import faulthandler
 import json
 import random
 import re
+import resource
 import struct
 import sys
 import time
@@ -329,6 +330,7 @@ def fuzz_inboxes(inputs: int, seed: int, step: Callable[[], None]) -> Counter[st
 
 PARTS = {"chunks": 0.4, "inboxes": 0.2, "control messages": 0.4}
 PATIENCE_S = 600
+MOST_BYTES = 4 << 30  # of memory: what asks for more fails, and does not take the machine with it
 SAMPLES = 200
 FLAT = 0.02  # KiB per input
 UNREAD = ("corrupt", "version", "frame")
@@ -411,6 +413,7 @@ def main() -> None:
         print(table(json.loads((args.out or here / "results/fuzz_wire.json").read_text())))
         return
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     from pool import store
 
     store(run(args.inputs, args.seed), args.out)

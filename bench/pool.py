@@ -27,7 +27,8 @@ from stretto.orchestrator.engine import PipelineEngine
 ROOT = Path(__file__).parent.parent
 POLL_S = 0.02
 MOST_REPORTS = 10
-BLOCKS, STUDENT = 10, 2.306  # means that a line is fitted to; 97.5 % of Student's t with 8 degrees of freedom
+BLOCKS = 10  # means that a line is fitted to
+STUDENT = {2: 2.306, 3: 2.365}  # 97.5 % of Student's t for that many parameters, with 8 and 7 degrees of freedom
 
 
 # -- questions and answers
@@ -248,17 +249,22 @@ class Memory:
 class Trend:
     """A process's memory in MiB, and the slope of the line through the second half of its samples in KiB per unit, with
     the half-width of its 95 % interval. Samples depend on their neighbours, so the line goes through the means of ten
-    runs of them, which hardly do."""
+    runs of them, which hardly do. `beside` is the slope beside the one step (in MiB) that explains most: a library that
+    keeps something for a shape that it meets for the first time makes a step; a leak makes a slope."""
 
     start: float
     middle: float
     end: float
     slope: float
     margin: float
+    step: float
+    beside: float
+    beside_margin: float
 
     def flat(self, bound: float) -> bool:
         """Is no growth, or less than the bound, within what the samples say? Falling is flat too."""
-        return self.slope - self.margin <= 0 or self.slope <= bound
+        fits = ((self.slope, self.margin), (self.beside, self.beside_margin))
+        return any(slope - margin <= 0 or slope <= bound for slope, margin in fits)
 
 
 def trend(at: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Trend:
@@ -267,12 +273,21 @@ def trend(at: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Trend:
     x, y = (
         np.array([b.mean() for b in np.array_split(v[half:].astype(np.float64), BLOCKS)]) for v in (at, sizes / 1024)
     )
-    spread = ((x - x.mean()) ** 2).sum()
-    slope = float(((x - x.mean()) * (y - y.mean())).sum() / spread)
-    rest = y - y.mean() - slope * (x - x.mean())
-    margin = STUDENT * float(np.sqrt((rest**2).sum() / (BLOCKS - 2) / spread))
+    [slope], margin, _ = _line(x, y)
+    steps = [(np.arange(BLOCKS) >= k).astype(np.float64) for k in range(1, BLOCKS)]
+    [beside, step], beside_margin, _ = min((_line(x, y, s) for s in steps), key=lambda fit: fit[2])
     start, middle, end = (round(float(sizes[i]) / 2**20, 2) for i in (0, half, -1))
-    return Trend(start, middle, end, round(slope, 4), round(margin, 4))
+    slopes = [round(float(v), 4) for v in (slope, margin, step / 1024, beside, beside_margin)]
+    return Trend(start, middle, end, *slopes)
+
+
+def _line(x: npt.NDArray[Any], y: npt.NDArray[Any], *more: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], float, float]:
+    """Least squares: the slope (and the other factors), half of its 95 % interval, and the squares that are left."""
+    design = np.stack([x - x.mean(), *more, np.ones_like(x)], axis=1)
+    found = np.linalg.lstsq(design, y, rcond=None)[0]
+    left = float(((y - design @ found) ** 2).sum())
+    spread = np.linalg.inv(design.T @ design)[0, 0] * left / (len(x) - design.shape[1])
+    return found[:-1], STUDENT[design.shape[1]] * float(np.sqrt(spread)), left
 
 
 def store(result: dict[str, Any], out: Path | None) -> None:

@@ -5,6 +5,7 @@ host of the stage that encodes media. Plain numpy and msgspec; imports no torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -17,6 +18,7 @@ from stretto.prompt.prompt import AudioClip, Patches, Prompt
 
 Bytes = bytes | bytearray | memoryview
 _NONE = np.empty((0, 0), np.float32)
+MAX_PATCHES = 64  # of a picture, for each token of the prompt: more than any model merges into one
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,11 +139,17 @@ def unpack_prompt(meta: PromptMeta, features: Bytes) -> Prompt:
         count = _check_place(a, len(memory))
         return np.frombuffer(memory, np.float32, count, a.offset).reshape(a.shape)
 
+    def patches(p: PatchMeta) -> Patches:
+        # A grid is laid out before it is compared with the prompt, so it must not be out of all proportion to it.
+        if min(p.grid) < 1 or math.prod(p.grid) > MAX_PATCHES * len(meta.ids):
+            raise WireError(f"a grid of {p.grid} for a prompt of {len(meta.ids)} tokens")
+        return Patches(get(p.values), p.grid, p.seconds)
+
     return Prompt(
         meta.ids,
         tuple(AudioClip(get(a)) for a in meta.audios),
-        tuple(Patches(get(p.values), p.grid, p.seconds) for p in meta.images),
-        tuple(Patches(get(p.values), p.grid, p.seconds) for p in meta.videos),
+        tuple(map(patches, meta.images)),
+        tuple(map(patches, meta.videos)),
         meta.audio_in_video,
     )
 

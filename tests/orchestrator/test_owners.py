@@ -1,5 +1,6 @@
 """Whose prompts a request finds in the caches of the stages: those of its own root, with its own voice."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count

@@ -137,7 +137,7 @@ def test_the_loop_decodes_nothing_large(front: Front, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(chat, "decode", decode)
     os.kill(front.worker, signal.SIGSTOP)
-    nested = b'{"messages":[' + b"[{}]," * (3 << 20) + b"0]}"
+    nested = b'{"messages":[' + b"[{}]," * (1 << 18) + b"0]}"
     s = front.post(nested)
     front.until(lambda: front.pool.lane.running == 1)
     assert front.running.ask("/live").status == 200

@@ -9,8 +9,6 @@ from stretto.orchestrator.messages import Admit
 
 def check_ids(a: Admit, vocab: int) -> None:
     """Are all token ids of this vocabulary: the prompt's, those to be read aloud, and those with a bias?"""
-    if not a.prompt.ids:
-        raise Invalid(f"{a.request}: a prompt without tokens", "messages")
     for ids in (a.prompt.ids, a.spoken or (), tuple(i for i, _ in a.logit_bias)):
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             raise Invalid(f"{a.request}: token ids beyond the vocabulary of {vocab}", "messages")

@@ -1,0 +1,75 @@
+"""A host through which many requests went holds no more than before them. What is remembered within a bound (ids of
+requests that are over, headers that were seen) is cut down to a few here, so that it is full before counting begins."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.connector import wire
+from stretto.connector.contract import Fences
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.orchestrator.messages import Admit, Cancel, Ended, Failed, Sampling
+from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.prompt.packed import PromptMeta
+from stretto.types import GREEDY, RequestId
+from tests.orchestrator.common import HandDriven
+
+FEW = 4
+WARM, COUNTED = 30, 40
+SETTINGS = HostSettings(max_rows=4, max_context=256, thinker_blocks=32, talker_blocks=32)
+
+
+def admit(number: int, ids: tuple[int, ...]) -> Admit:
+    s = Sampling.of(GREEDY)
+    return Admit(RequestId(f"r{number}"), PromptMeta(ids), True, None, s, s, s, 2, 1, want_codes=True)
+
+
+def answer(driven: HandDriven, number: int, ids: tuple[int, ...]) -> None:
+    """One request, to its end; or, every third, to its cancellation in the middle."""
+    driven.host.handle(admit(number, ids), b"")
+    rounds = 2 if number % 3 == 2 else 500
+    for _ in range(rounds):
+        if not driven.host.loop.round():
+            break
+    reports = [m for m, _ in driven.reports]
+    assert not any(isinstance(m, Failed) for m in reports), reports
+    if rounds == 2:
+        driven.host.handle(Cancel(RequestId(f"r{number}")), b"")
+        while driven.host.loop.round():
+            pass
+    else:
+        assert sum(isinstance(m, Ended) for m in reports) == len(STAGES)
+    driven.reports.clear()
+    driven.launched.clear()
+
+
+def blocks() -> int:
+    """Pieces of memory that Python's objects take up. Without the interpreter's cache of methods: it keeps the names
+    that were looked up, and torch makes them anew, so that it takes hundreds of requests to fill."""
+    gc.collect()
+    sys._clear_type_cache()
+    return sys.getallocatedblocks()
+
+
+def test_requests_leave_nothing_behind(
+    tiny_dir: Path, tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t = tiny_config.tokens
+    ids = (t.im_start, t.user, 11, 12, 13, t.im_end, t.im_start, t.assistant, 10)
+    monkeypatch.setattr(wire, "_FORMS", FEW)
+    driven = HandDriven(tiny_dir, SETTINGS)
+    for found in gc.get_objects():
+        if type(found) is Fences:
+            found.limit = FEW
+    del found
+    for number in range(WARM):
+        answer(driven, number, ids)
+    before = blocks()
+    for number in range(WARM, WARM + COUNTED):
+        answer(driven, number, ids)
+    more = blocks() - before
+    assert more < 0.75 * COUNTED, f"{more} of {COUNTED} requests"

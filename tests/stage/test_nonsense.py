@@ -1,0 +1,133 @@
+"""Messages that look right and mean nonsense: a request that fits nothing fails alone, a link that is not here is
+refused, and the host answers the next request as if nothing had been. `bench/fuzz_control.py` looks for more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stretto.errors import WireError
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.orchestrator.messages import Admit, Cancel, Connect, Ended, Failed, Listen, Ping, Sampling, Stats, ToHost
+from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
+from stretto.prompt.packed import ArrayMeta, PatchMeta, PromptMeta
+from stretto.stage.host import Host
+from stretto.types import GREEDY, RequestId
+from tests.orchestrator.common import HandDriven
+
+BAD = RequestId("bad")
+HUGE = 2**62
+
+
+@pytest.fixture(scope="module")
+def laid() -> list[ToHost]:
+    """How the links of the host were laid."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def driven(tiny_dir: Path, laid: list[ToHost]) -> HandDriven:
+    handle = Host.handle
+
+    def hear(self: Host, message: ToHost, blob: bytes) -> None:
+        laid.append(message)
+        handle(self, message, blob)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "handle", hear)
+        return HandDriven(tiny_dir, HostSettings(max_rows=4, max_context=256, thinker_blocks=32, talker_blocks=32))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_config: OmniConfig) -> Admit:
+    t, s = tiny_config.tokens, Sampling.of(GREEDY)
+    ids = (t.im_start, t.user, 11, 12, 13, t.im_end, t.im_start, t.assistant, 10)
+    return Admit(BAD, PromptMeta(ids), True, None, s, s, s, 2, 1)
+
+
+def changed(**fields: Any) -> Callable[[Admit, Any], Admit]:
+    return lambda a, _: msgspec.structs.replace(a, **fields)
+
+
+def with_ids(edit: Callable[[tuple[int, ...], Any], tuple[int, ...]], speak: bool) -> Callable[[Admit, Any], Admit]:
+    return lambda a, t: msgspec.structs.replace(a, prompt=PromptMeta(edit(a.prompt.ids, t)), speak=speak)
+
+
+def with_picture(grid: tuple[int, int, int], values: ArrayMeta | None) -> Callable[[Admit, Any], Admit]:
+    def make(a: Admit, tokens: Any) -> Admit:
+        ids = (*a.prompt.ids[:3], tokens.image_pad, *a.prompt.ids[3:])
+        return msgspec.structs.replace(a, prompt=PromptMeta(ids, images=(PatchMeta(grid, 1.0, values),)))
+
+    return make
+
+
+CASES: dict[str, tuple[str, Callable[[Admit, Any], Admit]]] = {
+    "an id beyond the vocabulary": ("Invalid", with_ids(lambda ids, t: (HUGE, *ids), speak=False)),
+    "an id beyond the talker's": ("Invalid", with_ids(lambda ids, t: (HUGE, *ids), speak=True)),
+    "an id below 0": ("Invalid", with_ids(lambda ids, t: (-1, *ids), speak=False)),
+    "no ids": ("Invalid", with_ids(lambda ids, t: (), speak=False)),
+    "words beyond the vocabulary": ("Invalid", changed(spoken=(HUGE,))),
+    "a bias beyond the vocabulary": ("Invalid", changed(logit_bias=((HUGE, 1.0),), speak=False)),
+    "a pad without its picture": ("Bug", with_ids(lambda ids, t: (t.image_pad, *ids), speak=False)),
+    "a picture without numbers": ("Bug", with_picture((1, 2, 2), None)),
+    "a picture of another size": ("Bug", with_picture((1, 2, 2), ArrayMeta((3, 4), 0))),
+    "a picture of no size": ("WireError", with_picture((1, 0, 2), ArrayMeta((0, 4), 0))),
+    "a picture that might fill all memory": ("WireError", with_picture((2**20, 2, 2), None)),
+    "a product that overflows": ("WireError", with_picture((1, 2, 2), ArrayMeta((2**32, 2**32), 0))),
+    "a size below 0": ("WireError", with_picture((1, 2, 2), ArrayMeta((-4, 4), 0))),
+    "an offset below 0": ("WireError", with_picture((1, 2, 2), ArrayMeta((1, 1), -4))),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_request_that_fits_nothing_fails_alone(
+    driven: HandDriven, plain: Admit, tiny_config: OmniConfig, case: str
+) -> None:
+    kind, spoil = CASES[case]
+    driven.reports.clear()
+    driven.host.handle(spoil(plain, tiny_config.tokens), bytes(64))
+    [failed] = [m for m, _ in driven.reports if isinstance(m, Failed)]
+    assert (failed.request, failed.kind) == (BAD, kind), failed
+    driven.reports.clear()
+    driven.host.handle(Ping(1), b"")
+    [(told, _)] = driven.reports
+    assert isinstance(told, Stats)
+    assert [told.values[f'stretto_stage_requests{{stage="{s}"}}'] for s in STAGES] == [0, 0, 0]
+    driven.reports.clear()
+    good = RequestId("good-after-" + case.replace(" ", "-"))
+    driven.answer(msgspec.structs.replace(plain, request=good), b"")
+    assert sum(isinstance(m, Ended) for m, _ in driven.reports) == len(STAGES)
+
+
+def test_a_lost_device_is_the_end_of_the_host(
+    driven: HandDriven, plain: Admit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> None:
+        raise torch.AcceleratorError("gone")
+
+    monkeypatch.setattr(type(driven.host.nodes["thinker"]), "admit", lost)
+    with pytest.raises(torch.AcceleratorError):
+        driven.host.handle(plain, b"")
+    monkeypatch.undo()
+    driven.host.handle(Cancel(BAD), b"")
+
+
+@pytest.mark.parametrize("name", ["", "a>b", "code2wav>talker", *LINKS])
+@pytest.mark.parametrize("kind", [Listen, Connect])
+def test_a_link_that_is_not_here_is_refused(driven: HandDriven, laid: list[ToHost], kind: Any, name: str) -> None:
+    like = next(m for m in laid if isinstance(m, kind))
+    generation = -1 if name in LINKS else like.generation
+    with pytest.raises(WireError, match="no such end"):
+        driven.host.handle(msgspec.structs.replace(like, link=name, generation=generation), b"")
+
+
+@pytest.mark.parametrize("endpoint", [b"", b"\xa5\xff\xff\xff\xff\xff", b"\x81\xa9connector\xa2\xff\xff"])
+def test_an_endpoint_that_is_none_is_refused(driven: HandDriven, laid: list[ToHost], endpoint: bytes) -> None:
+    like = next(m for m in laid if isinstance(m, Connect))
+    with pytest.raises(WireError, match="not an endpoint"):
+        driven.host.handle(msgspec.structs.replace(like, endpoint=endpoint), b"")
