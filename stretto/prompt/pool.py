@@ -306,16 +306,23 @@ class PromptPool:
         if not data:
             self._end_call(call)
             return
-        try:
-            file = Spool.received(fds[0]) if fds else None
-            answer = decode_from_worker(data)
-        except (msgspec.MsgspecError, StrettoError) as e:
-            answer, file = Failed("Bug", f"a prompt cannot be understood: {e}"), None
+        answer, file = self._understood(data, fds)
         if call.answer.done():  # cancelled, or a second answer
             if file is not None:
                 file.close()
         else:
             call.answer.set_result((answer, file))
+
+    @staticmethod
+    def _understood(data: bytes, fds: list[int]) -> tuple[FromWorker, Spool | None]:
+        file: Spool | None = None
+        try:
+            file = Spool.received(fds[0]) if fds else None
+            return decode_from_worker(data), file
+        except (msgspec.MsgspecError, StrettoError) as e:
+            if file is not None:
+                file.close()
+            return Failed("Bug", f"a prompt cannot be understood: {e}"), None
 
     def _end_call(self, call: _Call) -> None:
         """Nothing of it runs any more."""
