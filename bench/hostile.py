@@ -191,11 +191,6 @@ async def silent(e: Enemy) -> None:
     await asyncio.gather(*(e.send(b"", leave_after=2.0) for _ in range(300)))
 
 
-async def flood(e: Enemy) -> None:
-    """Many small requests at once: most are told to come back."""
-    await asyncio.gather(*(e.send(e.post(ask("hi", max_tokens=1))) for _ in range(100)))
-
-
 async def strangers(e: Enemy) -> None:
     """What a page of another origin can send, bad hosts, and a handshake for a WebSocket."""
     await e.send(e.post(ask("hi"), "Origin: https://evil.example\r\n"))
@@ -210,7 +205,7 @@ async def strangers(e: Enemy) -> None:
 ATTACKS: dict[str, Attack] = {
     f.__name__: f
     for f in (nested, nested_elsewhere, tools, upload, text, videos, media, leavers, slow_bodies, headers, silent,
-              flood, strangers)
+              strangers)
 }  # fmt: skip
 
 
