@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -54,7 +55,8 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)
+RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
+YOUNG_S = 10.0
 
 Work = Build | Read | Outline
 
@@ -82,6 +84,10 @@ class _Call:
     sock: socket.socket
     answer: asyncio.Future[tuple[FromWorker, Spool | None]]
     over: Callable[[], None]
+
+
+class _NotSent(StageDead):
+    """A job that the worker never got."""
 
 
 class PromptPool:
@@ -117,11 +123,11 @@ class PromptPool:
             while self._broken is None:
                 await self._begin()
                 assert self._process is not None
+                began = time.monotonic()
                 await self._process.wait()
-                lived = self._ready.is_set()
                 self._end()
                 if self._broken is None:
-                    deaths = 1 if lived else deaths + 1
+                    deaths = 1 if time.monotonic() - began > YOUNG_S else deaths + 1
                     self._counts["restarts"] += 1
                     log.warning("the prompt worker died (%s) and is started again", self._process.returncode)
                     await asyncio.sleep(RESTART_DELAYS[min(deaths - 1, len(RESTART_DELAYS) - 1)])
@@ -166,6 +172,7 @@ class PromptPool:
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._control)
+            self._ready.clear()
             return
         message = msgspec.msgpack.decode(data, type=Ready | Failed)
         if isinstance(message, Failed):
@@ -228,6 +235,13 @@ class PromptPool:
 
     async def _do(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
         await self._wait_until_ready(PATIENCE_S)
+        try:
+            return await self._ask(work, files, sender)
+        except _NotSent:  # the worker died a moment ago: nothing of this was done
+            await self._wait_until_ready(PATIENCE_S)
+            return await self._ask(work, files, sender)
+
+    async def _ask(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
             answer, file = await self._at_once(work, files)
             if not isinstance(answer, Apart):
@@ -277,7 +291,7 @@ class PromptPool:
         if self._control is None:
             if isinstance(message, Stop):
                 return  # the worker is gone, and its children with it
-            raise StageDead("the prompt worker has died and is being started again")
+            raise _NotSent("the prompt worker has died and is being started again")
         try:
             socket.send_fds(self._control, [encode(message)], list(fds))
         except BlockingIOError:
@@ -286,8 +300,9 @@ class PromptPool:
                 return
             raise Busy("too many prompts wait to be built") from None
         except OSError:
+            self._ready.clear()  # its end will be told soon
             if not isinstance(message, Stop):
-                raise StageDead("the prompt worker has died and is being started again") from None
+                raise _NotSent("the prompt worker has died and is being started again") from None
 
     def _kill(self) -> None:
         """A worker that does not answer; its successor is started by `_keep`."""
