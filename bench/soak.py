@@ -17,6 +17,7 @@ import json
 import logging
 import random
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -210,7 +211,7 @@ def table(result: dict[str, Any]) -> str:
         cells = [name, *(f"{m[when]:.1f}" for when in ("start", "middle", "end"))]
         cells += [f"{m['slope']:.3f} ± {m['margin']:.3f}", "yes" if m["flat"] else "no"]
         rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    return "\n".join([textwrap.fill(rows[0], 120), *rows[1:]])
 
 
 def main() -> None:
