@@ -21,6 +21,7 @@ import os
 import random
 import signal
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -225,7 +226,8 @@ def table(result: dict[str, Any]) -> str:
     m = result["orchestrator_mib"]
     return "\n".join(
         [
-            *rows,
+            textwrap.fill(rows[0], 120),
+            *rows[1:],
             "",
             f"Orchestrator: {m['start']:.1f} MiB before the first kill, {m['end']:.1f} MiB after the last; in the "
             f"second half {m['slope']:.2f} ± {m['margin']:.2f} KiB per kill.",

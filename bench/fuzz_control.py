@@ -42,6 +42,7 @@ from stretto.orchestrator.messages import (
     Connect,
     Ended,
     Failed,
+    Features,
     FromHost,
     LinkDown,
     Linked,
@@ -66,7 +67,8 @@ from stretto.orchestrator.messages import (
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.settings import LINKS, PROCESSES, STAGES, EngineConfig, HostSettings
 from stretto.prompt.build import PromptBuilder
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.packed import Packed, pack
+from stretto.stage.channel import Channel
 from stretto.stage.host import Host
 from stretto.types import RequestId
 
@@ -221,6 +223,17 @@ def prefixes(rng: random.Random, inputs: int) -> Counter[str]:
 # -- to a host
 
 
+class Fed:
+    """A socket's other end, as far as the host's channel reads from it."""
+
+    data = memoryview(b"")
+
+    def recv_into(self, view: memoryview) -> int:
+        size = min(len(view), len(self.data))
+        view[:size], self.data = self.data[:size], self.data[size:]
+        return size
+
+
 @dataclass(slots=True)
 class Told:
     """A real host with all stages, and what it was told to come so far."""
@@ -232,6 +245,11 @@ class Told:
     right: Said = field(default_factory=list)
     seen: set[RequestId] = field(default_factory=set)
     asked: int = 0
+    sock: Fed = field(default_factory=lambda: Fed())
+    channel: Channel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.channel = Channel(self.sock)  # type: ignore[arg-type]
 
     @classmethod
     def make(cls, model: Path) -> Told:
@@ -247,10 +265,21 @@ class Told:
         plain += [Unlink(link) for link in LINKS]
         plain += [message for message, _ in self.links]
         plain.append(Configure("", STAGES, {"max_rows": 4}))
-        return self.admits * 3 + [(encode(m)[PREFIX.size :], b"") for m in plain]
+        pieces = [(encode(Features(r, 64))[PREFIX.size :], bytes(size)) for size in (16, 64)]
+        return self.admits * 3 + pieces + [(encode(m)[PREFIX.size :], b"") for m in plain]
 
-    def take(self, message: ToHost, blob: bytes) -> str:
+    def take(self, header: bytes, blob: bytes) -> str:
         """As the host's process does; what came of it."""
+        self.sock.data = memoryview(PREFIX.pack(len(header), len(blob)) + header + blob)
+        try:
+            item = self.channel.read()
+        except WireError:  # features that do not fit each other
+            return "the host ends: WireError"
+        assert item is not None
+        message, blob = item
+        if isinstance(message, Features):
+            self.seen.add(message.request)
+            return "gathered"
         if isinstance(message, Admit):
             self.seen.add(message.request)
         try:
@@ -294,8 +323,9 @@ class Told:
     def look(self) -> None:
         """All requests are cancelled: nothing may be held, and the next answer is the right one."""
         for id in self.seen:
-            self.host.handle(Cancel(id), b"")
+            self.take(encode(Cancel(id))[PREFIX.size :], b"")
         self.seen.clear()
+        assert not self.channel._features._parts, "features of requests that are over"
         self.run()
         for message, _ in self.reports:
             decode_from_host(encode(message)[PREFIX.size :])
@@ -350,8 +380,8 @@ def admissions(model: Path) -> list[Frame]:
         ("image", False, None),
         ("text", True, (1, 2)),
     ):
-        prompt = played.builder.build(CHATS[name])
-        announce(played.ticket(prompt, speak, spoken), Ask(speak, None, PARAMS, None, spoken))
+        ask = Ask(speak, None, PARAMS, None, spoken)
+        asyncio.run(announce(played.ticket(pack(played.builder.build(CHATS[name])), ask), ask, shared=True))
     return sent
 
 
@@ -365,7 +395,7 @@ def to_host(told: Told, inputs: int, seed: int, step: Callable[[], None]) -> Cou
             if message is None:
                 outcomes["to a host: refused"] += 1
             else:
-                outcomes[f"to a host: {type(message).__name__} {told.take(message, blob)}"] += 1
+                outcomes[f"to a host: {type(message).__name__} {told.take(header, blob)}"] += 1
                 if rng.random() < ROUND:
                     told.host.loop.round()
             if index % LOOK_EVERY == LOOK_EVERY - 1:
@@ -418,7 +448,7 @@ class Played:
         config = EngineConfig(placement=tuple(map(tuple, placement)), restart=False, max_buffered_s=0.1)
         self.engine = PipelineEngine(model, config)
         self.builder = PromptBuilder.open(model, OmniConfig.read(model))
-        self.prompt = self.builder.build(CHATS["text"])
+        self.prompt = pack(self.builder.build(CHATS["text"]))
         self.pipeline = self.engine._pipelines[0]
         self.engine._up = self.pipeline._started = True
         self.pipeline._links = dict.fromkeys(LINKS, True)
@@ -430,8 +460,8 @@ class Played:
         host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
         return host
 
-    def ticket(self, prompt: Prompt, speak: bool, spoken: tuple[int, ...] | None = None) -> Any:
-        return self.engine._admit(prompt, Ask(speak, None, PARAMS, None, spoken), 0.0)
+    def ticket(self, prompt: Packed, ask: Ask) -> Any:
+        return self.engine._admit(prompt, ask, 0.0)
 
     @property
     def tickets(self) -> list[Any]:
@@ -454,7 +484,7 @@ class Played:
                 elif type(event).__name__ == "AudioChunk":
                     t.take(len(event.samples), self.engine.config.max_buffered_s)
         while len(self.engine._tickets) < len(IDS):
-            self.ticket(self.prompt, speak=len(self.engine._tickets) % 3 > 0)
+            self.ticket(self.prompt, Ask(len(self.engine._tickets) % 3 > 0, None, PARAMS, None))
 
     def look(self) -> None:
         p = self.pipeline
