@@ -371,7 +371,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     (
         "host: another host's nonsense ends this one",
         ENDS,
-        "    except msgspec.MsgspecError as e:\n",
+        "    except (msgspec.MsgspecError, UnicodeDecodeError) as e:\n",
         "    except ZeroDivisionError as e:\n",
         [_ENDS + "nonsense_from_another_host_is_an_error_of_the_link[b'']"],
     ),

@@ -56,7 +56,7 @@ OWNERS = [
         [NAMELESS],
     ),
     ("the engine does not pass the owner on", ENGINE, "session=session, owner=owner)", "session=session)", [GUESS]),
-    ("nor of what is read aloud", ENGINE, "request_id, spoken, owner=owner)", "request_id, spoken)", [GUESS_ALOUD]),
+    ("nor of what is read aloud", ENGINE, "Params(), request_id, owner=owner)", "Params(), request_id)", [GUESS_ALOUD]),
     (
         "the engine's setting has no effect",
         ENGINE,
