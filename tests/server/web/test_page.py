@@ -105,7 +105,7 @@ def test_figures_and_timeline_are_shown(tab: Tab, server: FakeServer) -> None:
     server.wait_for_requests(1)
     for wait, then in (
         (120, "strettoStats().turns[0].firstText !== null"),
-        (30, "strettoStats().turns[0].packets === 3"),
+        (30, f"strettoStats().turns[0].packets === 3 && document.body.textContent.includes({ANSWER[-30:]!r})"),
         (50, "strettoStats().turns[0].packets === 4"),
         (40, DONE),
     ):
