@@ -20,6 +20,15 @@ def wrong_field(error: msgspec.ValidationError, root: str = "") -> Invalid:
     return Invalid(f"{param}: {_plain(words)}" if param else _plain(words), param)
 
 
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not JSON."""
+
+
+def not_json(error: Exception) -> str:
+    """What is wrong with them, in a client's words."""
+    return f"the request is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
+
+
 def _path(path: str, words: str, root: str) -> str | None:
     """From msgspec's `$.audio[...]` and its message to `audio.format`."""
     steps = re.sub(r"\[\.\.\.\]", "", path.strip("`")).removeprefix("$")

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import Invalid
+from stretto.fields import NOT_JSON, not_json
 from stretto.prompt.build import PromptBuilder
 from stretto.prompt.prompt import Prompt
 
@@ -35,9 +36,8 @@ def read_aloud(builder: PromptBuilder, text: str) -> tuple[Prompt, tuple[int, ..
 def decode(data: Json, name: str) -> Any:
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        reason = str(e).removeprefix("JSON is malformed: ")
-        raise Invalid(f"{name}: the request is not valid JSON: {reason}", name) from None
+    except NOT_JSON as e:
+        raise Invalid(f"{name}: {not_json(e)}", name) from None
 
 
 def has_media(messages: Any) -> bool:
@@ -75,9 +75,8 @@ def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise Invalid("the request must be a JSON object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        reason = str(e).removeprefix("JSON is malformed: ")
-        raise Invalid(f"the request is not valid JSON: {reason}") from None
+    except NOT_JSON as e:
+        raise Invalid(not_json(e)) from None
     size = 0
     for name, value in fields.items():
         if name not in long:

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from stretto.errors import Gone, Invalid
-from stretto.fields import wrong_field
+from stretto.fields import NOT_JSON, not_json, wrong_field
 from stretto.server.body import Body
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused, describe, respond
@@ -225,5 +225,5 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         return decoder.decode(data)
     except msgspec.ValidationError as e:
         raise wrong_field(e) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise Invalid(f"the request is not valid JSON: {str(e).removeprefix('JSON is malformed: ')}") from None
+    except NOT_JSON as e:
+        raise Invalid(not_json(e)) from None
