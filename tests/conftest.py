@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (directory / "config.json").exists():  # written last
             write_tiny(directory, changes=EVEN if os.environ.get("STRETTO_TEST_SIZES") == "even" else None)
     return directory
+
+
+@pytest.fixture(scope="session")
+def roomy_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with room for many pictures: prompts that take seconds to build are not refused early."""
+    path = tmp_path_factory.mktemp("roomy")
+    for file in tiny_dir.iterdir():
+        (path / file.name).symlink_to(file)
+    config = json.loads((tiny_dir / "config.json").read_text())
+    config["thinker_config"]["text_config"]["max_position_embeddings"] = 1 << 20
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ def talk(messages: Any, tools: Any = None, **more: Any) -> Conversation:
 
 
 def heavy(count: int = 8, **more: Any) -> Conversation:
-    """Seconds of work: pictures of 36 million pixels."""
+    """Seconds of work with `roomy_dir`: pictures of 36 million pixels."""
     return talk([{"role": "user", "content": [picture(6000)] * count}], **more)
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
         with_pool(tmp_path, test)
 
 
-def test_limits_of_time_and_memory(tiny_dir: Path) -> None:
+def test_limits_of_time_and_memory(roomy_dir: Path) -> None:
     async def time(pool: PromptPool) -> None:
         with pytest.raises(Invalid, match="1 s of CPU time"):
             await pool.build(heavy())
@@ -187,11 +187,11 @@ def test_limits_of_time_and_memory(tiny_dir: Path) -> None:
             await pool.build(heavy(1))
         assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).packed.meta.images
 
-    with_pool(tiny_dir, time, cpu_s=1)
-    with_pool(tiny_dir, memory, memory_mb=40)
+    with_pool(roomy_dir, time, cpu_s=1)
+    with_pool(roomy_dir, memory, memory_mb=40)
 
 
-def test_a_caller_that_leaves_ends_its_process(tiny_dir: Path) -> None:
+def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         running = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "abcd"]
         await until(lambda: pool.lane.running == 2 and pool.lane.waiting == 2)
@@ -208,7 +208,7 @@ def test_a_caller_that_leaves_ends_its_process(tiny_dir: Path) -> None:
         assert pool.metrics()["stretto_prompts_killed_total"] == 2
         assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).packed.meta.images
 
-    with_pool(tiny_dir, test)
+    with_pool(roomy_dir, test)
 
 
 def processes(pool: PromptPool) -> list[int]:
@@ -218,7 +218,7 @@ def processes(pool: PromptPool) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_short_texts_do_not_wait_for_long_work(tiny_dir: Path) -> None:
+def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         long = [asyncio.create_task(pool.build(heavy(sender="a"))) for _ in range(4)]
         await until(lambda: pool.lane.running == 1 and pool.lane.waiting == 3)
@@ -232,7 +232,7 @@ def test_short_texts_do_not_wait_for_long_work(tiny_dir: Path) -> None:
         await asyncio.gather(*long, return_exceptions=True)
         await until(lambda: not pool.lane.running)
 
-    with_pool(tiny_dir, test)
+    with_pool(roomy_dir, test)
 
 
 def test_media_are_decoded_apart_however_small_their_file(tiny_dir: Path) -> None:
@@ -247,7 +247,7 @@ def test_media_are_decoded_apart_however_small_their_file(tiny_dir: Path) -> Non
     with_pool(tiny_dir, test)
 
 
-def test_a_worker_that_dies_comes_back(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_comes_back(roomy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(pool: PromptPool) -> None:
         long = asyncio.create_task(pool.build(heavy()))
         await until(lambda: pool.lane.running == 1)
@@ -271,7 +271,7 @@ def test_a_worker_that_dies_comes_back(tiny_dir: Path, monkeypatch: pytest.Monke
         await until(lambda: pool.metrics()["stretto_prompt_worker_restarts_total"] == 2)
         assert len((await pool.build(talk(HELLO))).packed.ids) > 3
 
-    with_pool(tiny_dir, test)
+    with_pool(roomy_dir, test)
 
 
 def test_what_a_worker_says_is_checked(tiny_dir: Path) -> None:

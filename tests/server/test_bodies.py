@@ -79,8 +79,8 @@ class Front:
 
 
 @pytest.fixture(scope="module")
-def front(tiny_dir: Path) -> Iterator[Front]:
-    with Front(tiny_dir, max_concurrent=2) as front:
+def front(roomy_dir: Path) -> Iterator[Front]:
+    with Front(roomy_dir, max_concurrent=2) as front:
         yield front
         front.nothing_is_held()
 
