@@ -56,8 +56,8 @@ Attack = Callable[["Enemy"], Awaitable[None]]
 class Enemy:
     """One process of attackers: what it sends, and what it was answered."""
 
-    def __init__(self, port: int, seconds: float) -> None:
-        self.port, self.until = port, time.monotonic() + seconds
+    def __init__(self, port: int, seconds: float, bodies: dict[str, bytes]) -> None:
+        self.port, self.until, self.bodies = port, time.monotonic() + seconds, bodies
         self.statuses: Counter[str] = Counter()
 
     @property
@@ -86,7 +86,10 @@ class Enemy:
         except (TimeoutError, OSError, IndexError) as e:
             self.statuses[type(e).__name__] += 1
 
-    def post(self, body: bytes, extra: str = "") -> bytes:
+    def post(self, body: bytes | str, extra: str = "") -> bytes:
+        """A request with this body, or with the one of this name."""
+        if isinstance(body, str):
+            body = self.bodies[body]
         head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{extra}"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -95,9 +98,18 @@ def ask(content: Any, **more: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}).encode()
 
 
+def letters(count: int) -> str:
+    return "".join(random.choices("etaoin shrdlu", k=count))
+
+
+def described(size: int) -> bytes:
+    tool = {"type": "function", "function": {"name": "f", "description": letters(size), "parameters": {}}}
+    return ask("hi", tools=[tool])
+
+
 async def nested(e: Enemy) -> None:
     """16 MiB of `[{}],`."""
-    await e.send(e.post(b'{"messages":[' + b"[{}]," * ((16 << 20) // 5) + b"0]}"))
+    await e.send(e.post("nested"))
 
 
 async def nested_elsewhere(e: Enemy) -> None:
@@ -106,71 +118,90 @@ async def nested_elsewhere(e: Enemy) -> None:
 
 
 async def tools(e: Enemy) -> None:
-    for size in (1 << 20, 8 << 20):
-        text = "".join(random.choices("etaoin shrdlu", k=1 << 16)) * (size >> 16)
-        tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {}}}
-        await e.send(e.post(ask("hi", tools=[tool])))
+    """Descriptions of 1 and 8 MiB."""
+    for name in ("tool of 1 MiB", "tool of 8 MiB"):
+        await e.send(e.post(name))
 
 
-async def upload(e: Enemy) -> None:
-    """An honest sound of 40 MiB."""
+def sound() -> bytes:
     import soundfile
 
     out = io.BytesIO()
     soundfile.write(out, np.zeros(15 << 20, np.int16), 16_000, format="WAV", subtype="PCM_16")
     data = base64.b64encode(out.getvalue()).decode()
-    await e.send(e.post(ask([{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}])))
+    return ask([{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}])
+
+
+async def upload(e: Enemy) -> None:
+    """An honest sound of 40 MiB."""
+    await e.send(e.post("sound"))
 
 
 async def text(e: Enemy) -> None:
-    await e.send(e.post(ask("".join(random.choices("etaoin shrdlu", k=900_000)))))
-
-
-_video: list[bytes] = []
+    """900,000 characters."""
+    await e.send(e.post("text"))
 
 
 def video() -> bytes:
     """30 kB that are 1,000 frames of 2048 x 2048."""
-    if not _video:
-        import av
+    import av
 
-        out = io.BytesIO()
-        with av.open(out, "w", format="mp4") as container:
-            stream = container.add_stream("mpeg4", rate=25)
-            stream.width = stream.height = 2048
-            stream.pix_fmt = "yuv420p"
-            stream.gop_size = 1000
-            frame = av.VideoFrame.from_ndarray(np.zeros((2048, 2048, 3), np.uint8), format="rgb24")
-            for i in range(1000):
-                frame.pts = i
-                container.mux(stream.encode(frame))
-            container.mux(stream.encode())
-        _video.append(out.getvalue())
-    url = "data:video/mp4;base64," + base64.b64encode(_video[0]).decode()
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width = stream.height = 2048
+        stream.pix_fmt = "yuv420p"
+        stream.gop_size = 1000
+        frame = av.VideoFrame.from_ndarray(np.zeros((2048, 2048, 3), np.uint8), format="rgb24")
+        for i in range(1000):
+            frame.pts = i
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    url = "data:video/mp4;base64," + base64.b64encode(out.getvalue()).decode()
     return ask([{"type": "video_url", "video_url": {"url": url}}])
 
 
-def pictures() -> bytes:
-    """As many white pixels as are taken, in a few kB each."""
+def pictures(side: int, count: int) -> bytes:
+    """White pixels, in a few kB each."""
     from PIL import Image
 
     out = io.BytesIO()
-    Image.new("L", (7000, 7000), 255).save(out, "PNG")
+    Image.new("L", (side, side), 255).save(out, "PNG")
     url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-    return ask([{"type": "image_url", "image_url": {"url": url}}] * 4)
+    return ask([{"type": "image_url", "image_url": {"url": url}}] * count)
+
+
+BODIES: dict[str, Callable[[], bytes]] = {
+    "nested": lambda: b'{"messages":[' + b"[{}]," * ((16 << 20) // 5) + b"0]}",
+    "tool of 1 MiB": lambda: described(1 << 20),
+    "tool of 8 MiB": lambda: described(8 << 20),
+    "text": lambda: ask(letters(900_000)),
+    "sound": sound,
+    "video": video,
+    "pictures": lambda: pictures(7000, 4),  # as many pixels as are taken
+    "a large picture": lambda: pictures(2700, 1),  # as large as the model takes
+}
+"""Made once, before the listeners come: attackers stand for other machines, so that making them must cost this one
+nothing while it is measured."""
 
 
 async def videos(e: Enemy) -> None:
-    await asyncio.gather(*(e.send(e.post(video())) for _ in range(4)))
+    await asyncio.gather(*(e.send(e.post("video")) for _ in range(4)))
 
 
 async def media(e: Enemy) -> None:
-    await asyncio.gather(*(e.send(e.post(pictures())) for _ in range(4)))
+    await asyncio.gather(*(e.send(e.post("pictures")) for _ in range(4)))
+
+
+async def large_pictures(e: Enemy) -> None:
+    """One that is answered, if they wait for it, and three that leave when it is on its way to the encoder."""
+    large = e.post("a large picture")
+    await asyncio.gather(e.send(large), *(e.send(large, leave_after=3.0) for _ in range(3)))
 
 
 async def leavers(e: Enemy) -> None:
     """Ten that send a video or pictures and leave."""
-    bodies = [video(), pictures()]
+    bodies = ("video", "pictures")
     await asyncio.gather(*(e.send(e.post(bodies[i % 2]), leave_after=0.3) for i in range(10)))
 
 
@@ -204,7 +235,8 @@ async def strangers(e: Enemy) -> None:
 
 ATTACKS: dict[str, Attack] = {
     f.__name__: f
-    for f in (nested, nested_elsewhere, tools, upload, text, videos, media, leavers, slow_bodies, headers, silent,
+    for f in (nested, nested_elsewhere, tools, upload, text, videos, media, large_pictures,
+              leavers, slow_bodies, headers, silent,
               strangers)
 }  # fmt: skip
 
@@ -218,8 +250,8 @@ async def control(e: Enemy) -> None:
     await e.send(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
 
 
-async def attack(port: int, names: list[str], seconds: float) -> dict[str, Any]:
-    enemy = Enemy(port, seconds)
+async def attack(port: int, names: list[str], seconds: float, folder: Path) -> dict[str, Any]:
+    enemy = Enemy(port, seconds, {name: (folder / name).read_bytes() for name in BODIES})
     rounds: Counter[str] = Counter()
 
     async def keep_on(name: str) -> None:
@@ -285,7 +317,8 @@ class Phase:
 
     def _role(self, role: str, seconds: float, *attacks: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "bench.hostile", "--role", role, "--port", str(self.port), "--seconds"]
-        return subprocess.Popen([*command, str(seconds), "--attacks", *attacks], stdout=subprocess.PIPE, text=True)
+        command += [str(seconds), "--folder", str(self.folder / "attacks"), "--attacks", *attacks]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def _summary(self, name: str, heard: list[Heard], live: list[float], told: dict[str, Any]) -> dict[str, Any]:
         answers = [h.sample for h in heard]
@@ -359,13 +392,14 @@ def main() -> int:
     p.add_argument("--role", choices=("main", "probe", "attack"), default="main", help=argparse.SUPPRESS)
     p.add_argument("--port", type=int, help=argparse.SUPPRESS)
     p.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    p.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.role == "probe":
         print(json.dumps(asyncio.run(probe(args.port, args.seconds))))
         return 0
     if args.role == "attack":
         os.nice(19)
-        print(json.dumps(asyncio.run(attack(args.port, args.attacks, args.seconds))))
+        print(json.dumps(asyncio.run(attack(args.port, args.attacks, args.seconds, args.folder))))
         return 0
     return run(args)
 
@@ -382,6 +416,9 @@ def run(args: argparse.Namespace) -> int:
             for i in range(4000)
         ]  # fmt: skip
         (Path(folder) / "bodies").write_text("\n".join(bodies))
+        (Path(folder) / "attacks").mkdir()
+        for name, made in BODIES.items():
+            (Path(folder) / "attacks" / name).write_bytes(made())
         write_tiny(Path(folder) / "tiny")
         settings = argparse.Namespace(device="cpu", model="tiny", max_rows=32, serve=[])
         with serving(settings, Path(folder) / "tiny", Path(folder)) as server:

@@ -197,8 +197,10 @@ class Engine(Protocol):
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
+        sender: str = "",
     ) -> AsyncIterator[Event]:
-        """Read a text aloud: the talker is given the text instead of an answer of the thinker's."""
+        """Read a text aloud: the talker is given the text instead of an answer of the thinker's. `sender`: who takes
+        turns with whom where prompts are built, as in `Conversation`."""
         ...
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:

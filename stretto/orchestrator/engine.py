@@ -177,12 +177,13 @@ class PipelineEngine:
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
+        sender: str = "",
     ) -> AsyncIterator[Event]:
         self._check(("audio",), voice)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
         ask = Ask(True, voice, params or Params(), request_id, owner=owner)
-        return self._run(lambda: self._prompts.read(text, owner), ask)
+        return self._run(lambda: self._prompts.read(text, sender), ask)
 
     def _check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
         unknown = set(modalities) - {"text", "audio"}

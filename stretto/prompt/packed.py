@@ -118,7 +118,7 @@ def lay_out(prompt: Prompt) -> tuple[PromptMeta, list[npt.NDArray[np.float32]]]:
 
 def media_digest(prompt: Prompt) -> bytes:
     """What the ids of a prompt do not tell: a digest of all its media together (coarse, and never wrong)."""
-    if not (prompt.audios or prompt.images or prompt.videos):
+    if not prompt.has_media:
         return b""
     digest = blake2b(digest_size=16)
     for clip in prompt.audios:

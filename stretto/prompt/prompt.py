@@ -37,3 +37,7 @@ class Prompt:
     images: tuple[Patches, ...] = ()
     videos: tuple[Patches, ...] = ()
     audio_in_video: bool = False  # each video is followed (interleaved) by its own sound track, in `audios`
+
+    @property
+    def has_media(self) -> bool:
+        return bool(self.audios or self.images or self.videos)

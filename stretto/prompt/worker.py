@@ -53,7 +53,7 @@ from stretto.prompt.packed import lay_out, media_digest
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
 
-NICE = 10  # of jobs apart: running answers come first
+NICE = 19  # of jobs apart: running answers come first
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
 
@@ -113,18 +113,19 @@ class Worker:
             return failed(e), None
 
     def _fork(self, job: Job, files: list[Spool], answer: socket.socket) -> None:
+        worker = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._apart(job, files, answer)
+            self._apart(job, files, answer, worker)
         pidfd = os.pidfd_open(pid)
         self.children[job.number] = (pid, pidfd, answer)
         self.selector.register(pidfd, selectors.EVENT_READ, job.number)
 
-    def _apart(self, job: Job, files: list[Spool], answer: socket.socket) -> None:
+    def _apart(self, job: Job, files: list[Spool], answer: socket.socket, worker: int) -> None:
         """The child: does not return."""
         code = 1
         try:
-            die_with_parent()
+            die_with_parent(worker)
             self.control.close()
             self.selector.close()
             for _, pidfd, other in self.children.values():
@@ -156,6 +157,7 @@ class Worker:
 def limit(limits: Limits) -> None:
     """Of this process, from now on."""
     os.nice(NICE)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + (limits.memory_mb << 20)
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])

@@ -48,6 +48,7 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         params=Params(**drop_none(given)),
         request_id=visit.request_id,
         owner=visit.owner,
+        sender=visit.sender,
     )
     encoder = codecs.streamed(format, engine.info.sample_rate)
     async with closing(events):

@@ -126,13 +126,19 @@ def test_slabs_hold_whole_frames_and_change_nothing(encoder: VisionEncoder, monk
     grids: list[Grid] = [(7, 4, 4), (1, 8, 8), (2, 2, 4)]
     patches = random_patches(grids, seed=6)
     expected = encoder.encode(patches, grids)
-    monkeypatch.setattr(vision_encoder, "SLAB_PATCHES", 40)
+    for name in ("SLAB_PATCHES", "SLAB_PATCHES_CPU"):
+        monkeypatch.setattr(vision_encoder, name, 40)
+    for name in ("PAIRS", "PAIRS_CPU"):
+        monkeypatch.setattr(vision_encoder, name, 64 * 24)
     frames = [(h, w) for t, h, w in grids for _ in range(t)]
-    groups = list(slabs(frames))
+    groups = list(slabs(frames, 40))
     assert [f for g in groups for f in g] == frames
     assert [sum(h * w for h, w in g) for g in groups] == [32, 32, 32, 16, 64, 16]
     ours = encoder.encode(patches, grids)
     assert_rows(ours, expected)
+    # Six slabs, one of which is a large frame, three times 24 patches in each block: so often can others have a turn.
+    parts = encoder.encoding(patches.split([112, 64, 16]), grids)
+    assert 1 + sum(1 for _ in parts) == len(groups) + 3 * len(encoder.blocks)
 
 
 def test_nothing_in_nothing_out(encoder: VisionEncoder) -> None:

@@ -28,7 +28,7 @@ MUTATIONS = [
     (
         "jobs die with the worker",
         WORKER,
-        "            die_with_parent()\n",
+        "            die_with_parent(worker)\n",
         "",
         [f"{POOL}::test_a_worker_that_dies_comes_back"],
     ),

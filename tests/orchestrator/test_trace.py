@@ -12,9 +12,12 @@ from stretto.orchestrator.api import ChunkSizes, Params, TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.messages import (
     Admit,
+    Cancel,
     Ended,
     Pcm,
+    Ping,
     Sampling,
+    Stats,
     Text,
 )
 from stretto.orchestrator.settings import STAGES, HostSettings
@@ -123,3 +126,36 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     frames = [m.frames for m, _ in driven.reports if isinstance(m, Pcm)]
     assert frames[0] == 1
     assert frames[-1] == 7
+
+
+def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) -> None:
+    """Its frames go through the encoder in parts: a question that came after it is answered in between. One that is
+    cancelled meanwhile leaves nothing."""
+    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+    film = {"type": "video", "data": np.zeros((20, 320, 320, 3), np.uint8), "fps": 2.0}
+    messages = [{"role": "user", "content": [film, say("What is it?")]}]
+    seen, heard = builder.build(messages), builder.build(CHATS["text"])
+    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    driven = HandDriven(tiny_dir, HostSettings())
+    host, parts = driven.host, sum(1 for _ in models.thinker.encoding(seen))
+    assert parts > 4
+    try:
+        for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
+            meta, blob = pack_prompt(prompt, features=True)
+            host.handle(Admit(RequestId(id), meta, False, None, *greedy, 3, 0, media=media_digest(prompt)), blob)
+        host.loop.round()
+        host.handle(Cancel(RequestId("left")), b"")
+        while len(ended := [m.request for m, _ in driven.reports if isinstance(m, Ended)]) < 2:
+            assert host.loop.round()
+        assert ended == ["text", "video"]
+        assert not host.nodes["thinker"].encoding
+        host.handle(Ping(1), b"")
+        told = driven.reports[-1][0]
+        assert isinstance(told, Stats)
+        assert told.values['stretto_stage_requests{stage="thinker"}'] == 0
+    finally:
+        host.close()
+    params = Params(max_text_tokens=3)
+    for id, chat in (("text", CHATS["text"]), ("video", messages)):
+        ids = [i for m, _ in driven.reports if isinstance(m, Text) and m.request == id for i in m.ids]
+        assert ids == expected(models, builder, chat, params, speak=False).ids

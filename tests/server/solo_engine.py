@@ -168,6 +168,7 @@ class SoloEngine:
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
+        sender: str = "",
     ) -> AsyncIterator[Event]:
         params = self._check(params)
 

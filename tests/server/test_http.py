@@ -83,6 +83,7 @@ def test_speech_fields(running: Running, engine: ScriptedEngine) -> None:
     params = engine.calls[-1]["params"]
     assert (params.seed, params.min_frames, params.max_frames) == (5, 2, 6)
     assert engine.calls[-1]["text"] == "Hi"
+    assert engine.calls[-1]["sender"] == "127.0.0.1", "without keys, addresses take turns"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stretto.layers.linear import Linear
 from stretto.models.qwen3_omni.config import AudioConfig, conv_length
+from stretto.models.qwen3_omni.parts import Parts, run_through
 from stretto.prompt.mel import RANGE, normalise
 from stretto.prompt.prompt import Array
 
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 
 # Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks peak near
-# 400 MB with the activation's copy; 32 windows are 3,328 tokens, enough to fill a device.
+# 400 MB with the activation's copy; 32 windows are 3,328 tokens, enough to fill a device. Other requests wait for one.
 CONV_BATCH = 64
 WINDOW_BATCH = 32
+WINDOW_BATCH_CPU = 4
 
 
 class Qkv(Linear):
@@ -146,12 +148,19 @@ class AudioEncoder(nn.Module):
 
     def encode(self, mel: torch.Tensor) -> torch.Tensor:
         """A whole clip: normalised mel [bins, frames] -> [audio_tokens(frames), out]. No frames, no rows."""
+        return run_through(self.encoding(mel))
+
+    def encoding(self, mel: torch.Tensor) -> Parts[torch.Tensor]:
+        """`encode` in parts, each of a batch of windows."""
         c = self.config
         bins, frames = mel.shape
         assert bins == c.num_mel_bins, f"expected mel of [{c.num_mel_bins}, frames], got {tuple(mel.shape)}"
         outs = [self.proj2.weight.new_empty(0, c.output_size)]
-        for at in range(0, frames, c.window_frames * WINDOW_BATCH):
-            part = mel[:, at : at + c.window_frames * WINDOW_BATCH]
+        batch = c.window_frames * (WINDOW_BATCH_CPU if outs[0].device.type == "cpu" else WINDOW_BATCH)
+        for at in range(0, frames, batch):
+            if at:
+                yield
+            part = mel[:, at : at + batch]
             n, width = part.shape[1], min(frames, c.chunk_frames)
             lengths = [min(width, n - i) for i in range(0, n, width)]
             chunks = F.pad(part, (0, -n % width)).view(-1, len(lengths), width).transpose(0, 1)

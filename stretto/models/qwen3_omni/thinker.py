@@ -20,6 +20,7 @@ from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.parts import Parts, run_through
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
 from stretto.prompt.prompt import Prompt
 
@@ -84,7 +85,11 @@ class Thinker(nn.Module):
 
     def encode(self, prompt: Prompt) -> MediaRows | None:
         """Run the encoders over a prompt's media. None if it has none."""
-        if not (prompt.audios or prompt.images or prompt.videos):
+        return run_through(self.encoding(prompt))
+
+    def encoding(self, prompt: Prompt) -> Parts[MediaRows | None]:
+        """`encode` in parts, so that other requests' steps can come between them."""
+        if not prompt.has_media:
             return None
         tokens, device, dtype = self.config.tokens, self.device, self.dtype
         ids = np.asarray(prompt.ids)
@@ -101,13 +106,17 @@ class Thinker(nn.Module):
             """Which of `places` hold this pad."""
             return to_device(np.flatnonzero(ids[places] == pad), device, torch.int64)
 
-        if prompt.audios:
-            mels = [to_device(c.mel, device, torch.float32).to(dtype) for c in prompt.audios]
-            rows.index_copy_(0, among(tokens.audio_pad, media), torch.cat([self.audio_tower.encode(m) for m in mels]))
+        heard: list[torch.Tensor] = []
+        for clip in prompt.audios:
+            if heard:
+                yield
+            mel = to_device(clip.mel, device, torch.float32).to(dtype)
+            heard.append((yield from self.audio_tower.encoding(mel)))
+        if heard:
+            rows.index_copy_(0, among(tokens.audio_pad, media), torch.cat(heard))
         for pad, pictures in ((tokens.image_pad, prompt.images), (tokens.video_pad, prompt.videos)):
             if pictures:
-                patches = to_device(np.concatenate([m.values for m in pictures]), device, torch.float32).to(dtype)
-                seen = self.visual.encode(patches, [m.grid for m in pictures])
+                seen = yield from self.visual.encoding([m.values for m in pictures], [m.grid for m in pictures])
                 rows.index_copy_(0, among(pad, media), seen.main)
                 deep.index_copy_(1, among(pad, visual), torch.stack(list(seen.deep)))
         return MediaRows(torch.from_numpy(media), rows, torch.from_numpy(visual), deep)

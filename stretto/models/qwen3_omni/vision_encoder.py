@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,10 @@ from torch import nn
 
 from stretto.kernels.fast import usable
 from stretto.layers.linear import Embedding, Linear
+from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.config import VisionConfig
+from stretto.models.qwen3_omni.parts import Parts, run_through
+from stretto.prompt.prompt import Array
 
 if TYPE_CHECKING:
     from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
@@ -26,9 +29,15 @@ ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 
 # Frames go through the blocks in slabs of at most so many patches (a larger frame goes alone), which bounds the
-# activations whatever the length of a video. At the released size, in bf16, one patch peaks near 40 kB: a full slab
-# takes 1.2 GB, and the largest image (12.8 megapixels, 50,176 patches) 2 GB.
-SLAB_PATCHES = 32_768
+# activations whatever the length of a video, and the time that others wait. At the released size one patch costs about
+# a gigaflop: a slab takes an H200 some 10 ms. In bf16 it peaks near 40 kB: the largest image (12.8 megapixels, 50,176
+# patches) takes 2 GB.
+SLAB_PATCHES = 4096
+SLAB_PATCHES_CPU = 512
+
+# Attention of a larger frame is cut by pairs of patches: 10 ms there, some 50 ms of a core with a tiny model.
+PAIRS = 1 << 30
+PAIRS_CPU = 1 << 23
 
 Grid = tuple[int, int, int]  # t, h, w in patches
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [patches, 1, head_dim / 2], float32
@@ -62,6 +71,10 @@ class Attention(nn.Module):
         self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
 
     def forward(self, x: torch.Tensor, rope: Rope, mix: Mix) -> torch.Tensor:
+        out: torch.Tensor = self.proj(mix(*self.project(x, rope)))
+        return out
+
+    def project(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv = self.qkv(x).view(len(x), 3, self.num_heads, -1)
         if usable(x):
             from stretto.kernels.fast.vision import rotate_qk
@@ -71,8 +84,7 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.unbind(1)
             q, k = rotate(q, rope), rotate(k, rope)
-        out: torch.Tensor = self.proj(mix(q, k, v))
-        return out
+        return q, k, v
 
 
 class Mlp(nn.Module):
@@ -95,9 +107,22 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: torch.Tensor, rope: Rope, mix: Mix) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), rope, mix)
+        return self.finish(x, self.attn(self.norm1(x), rope, mix))
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = x + attended
         out: torch.Tensor = x + self.mlp(self.norm2(x))
         return out
+
+    def in_parts(self, x: torch.Tensor, rope: Rope, most: int) -> Parts[torch.Tensor]:
+        """One frame, whose patches all see each other: so many of them at a time look at all."""
+        q, k, v = self.attn.project(self.norm1(x), rope)
+        mixed: list[torch.Tensor] = []
+        for some in torch.split(q, most):
+            if mixed:
+                yield
+            mixed.append(attend(some, k, v, 1))
+        return self.finish(x, self.attn.proj(torch.cat(mixed)))
 
 
 class Merger(nn.Module):
@@ -139,21 +164,36 @@ class VisionEncoder(nn.Module):
         """Images and videos one after the other: [sum of t*h*w, patch values], in merge-block order.
 
         Frames of equal size that follow each other are attended in one launch, so sort by size if you can."""
+        sizes = [t * h * w for t, h, w in grids]
+        assert len(patches) == sum(sizes), f"{len(patches)} patches for grids of {sum(sizes)}"
+        return run_through(self.encoding(torch.split(patches, sizes), grids))
+
+    def encoding(self, pictures: Sequence[torch.Tensor | Array], grids: Sequence[Grid]) -> Parts[VisionRows]:
+        """`encode` in parts: slabs of frames, or parts of one that is larger than a slab. `pictures`: the
+        patches of each image or video, here or on the host, from where they are taken as they are needed."""
         merge = self.config.merge
         assert all(t > 0 and h > 0 and w > 0 and h % merge == 0 and w % merge == 0 for t, h, w in grids), (
             f"grids must be multiples of {merge}, got {list(grids)}"
         )
         frames = [(h, w) for t, h, w in grids for _ in range(t)]
-        total = sum(h * w for h, w in frames)
-        assert len(patches) == total, f"{len(patches)} patches for grids of {total}"
         if not frames:
             empty = self.pos_embed.weight.new_empty(0, self.config.output_size)
             return VisionRows(empty, (empty,) * len(self.merger_list))
-        parts, at = [], 0
-        for slab in slabs(frames):
-            size = sum(h * w for h, w in slab)
-            parts.append(self._encode(patches[at : at + size], slab))
-            at += size
+        cpu = self.pos_embed.weight.device.type == "cpu"
+        most, pairs = (SLAB_PATCHES_CPU, PAIRS_CPU) if cpu else (SLAB_PATCHES, PAIRS)
+        patches = (
+            p[i * h * w : (i + 1) * h * w] for p, (t, h, w) in zip(pictures, grids, strict=True) for i in range(t)
+        )
+        parts: list[VisionRows] = []
+        for slab in slabs(frames, most):
+            if parts:
+                yield
+            some = [self._upload(p) for p in islice(patches, len(slab))]
+            x = some[0] if len(some) == 1 else torch.cat(some)
+            if len(x) > most:
+                parts.append((yield from self._encode_large(x, slab[0], max(1, pairs // len(x)))))
+            else:
+                parts.append(self._encode(x, slab))
         if len(parts) == 1:
             return parts[0]
         deep = tuple(torch.cat(level) for level in zip(*(p.deep for p in parts), strict=True))
@@ -163,6 +203,12 @@ class VisionEncoder(nn.Module):
         """One temporal patch of a video (or one image), as soon as it is there: [height * width, patch values]."""
         return self.encode(patches, [(1, height, width)])
 
+    def _upload(self, patches: torch.Tensor | Array) -> torch.Tensor:
+        weight = self.patch_embed.proj.weight
+        if isinstance(patches, torch.Tensor):
+            return patches.to(weight.device, weight.dtype, non_blocking=True)
+        return to_device(patches, weight.device, torch.float32).to(weight.dtype)
+
     def _encode(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> VisionRows:
         x, rope = self.embed(patches, frames)
         # Several frames go together instead: each launch serves all of them, so the device is what takes the time.
@@ -171,6 +217,16 @@ class VisionEncoder(nn.Module):
             return captured
         runs = [(len(list(same)), n) for n, same in groupby(h * w for h, w in frames)]
         return self.transform(x, rope, lambda q, k, v: attend_runs(q, k, v, runs))
+
+    def _encode_large(self, patches: torch.Tensor, frame: tuple[int, int], most: int) -> Parts[VisionRows]:
+        x, rope = self.embed(patches, [frame])
+        deep: list[torch.Tensor] = []
+        for i, block in enumerate(self.blocks):
+            yield
+            assert isinstance(block, Block)
+            x = yield from block.in_parts(x, rope, most)
+            self._look(i, x, deep)
+        return VisionRows(self.merger(x), tuple(deep))
 
     def embed(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Rope]:
         """What the blocks start from, for frames of (height, width): rows [patches, hidden] and their turns."""
@@ -186,9 +242,13 @@ class VisionEncoder(nn.Module):
         deep: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
             x = block(x, rope, mix)
-            if i in self.config.deepstack_layers:
-                deep.append(self.merger_list[self.config.deepstack_layers.index(i)](x))
+            self._look(i, x, deep)
         return VisionRows(self.merger(x), tuple(deep))
+
+    def _look(self, block: int, x: torch.Tensor, deep: list[torch.Tensor]) -> None:
+        """Some blocks' rows are DeepStack rows, too."""
+        if block in self.config.deepstack_layers:
+            deep.append(self.merger_list[self.config.deepstack_layers.index(block)](x))
 
     def _positions(self, height: int, width: int) -> torch.Tensor:
         """The learned square table, resampled (bilinear, corners on corners) to the grid, in patch order."""
@@ -228,10 +288,10 @@ def attend(
     Without a mask, the fastest fused kernels apply (flash on CPU and for bf16 on CUDA, memory-efficient for float32
     on CUDA). They never hold the scores: those of the largest image, 50k x 50k in 16 heads, would take 80 GB.
     `mask` is added to the scores."""
-    n = len(q) // frames
-    q, k, v = (x.reshape(frames, n, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    rows = len(q)
+    q, k, v = (x.reshape(frames, len(x) // frames, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return mixed.transpose(1, 2).reshape(frames * n, -1)
+    return mixed.transpose(1, 2).reshape(rows, -1)
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -257,12 +317,12 @@ def block_order(grid: torch.Tensor, merge: int) -> torch.Tensor:
     return grid.reshape(h // merge, merge, w // merge, merge, d).transpose(1, 2).reshape(h * w, d)
 
 
-def slabs(frames: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Consecutive frames in groups of at most SLAB_PATCHES patches, at least one frame each."""
+def slabs(frames: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Consecutive frames in groups of at most so many patches, at least one frame each."""
     slab: list[tuple[int, int]] = []
     size = 0
     for h, w in frames:
-        if slab and size + h * w > SLAB_PATCHES:
+        if slab and size + h * w > most:
             yield slab
             slab, size = [], 0
         slab.append((h, w))

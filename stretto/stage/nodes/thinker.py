@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from stretto.errors import Bug, StrettoError
+from stretto.models.qwen3_omni.parts import Parts
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.orchestrator.messages import Admit, Text
 from stretto.prompt.prompt import Prompt
 from stretto.stage.links import Link
@@ -29,6 +32,17 @@ from stretto.types import Mark, RequestId, Span
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
 """Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report for each token
 would cost the host more than its share of the step. The first ones go one by one, since the talker waits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """A request whose media are being encoded."""
+
+    admit: Admit
+    prompt: Prompt
+    positions: npt.NDArray[np.float32]
+    first: float
+    parts: Parts[MediaRows | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +66,7 @@ class ThinkerNode:
         self.stage, self.model, self.report, self.clock = stage, model, report, clock
         self.config = model.config
         self.link: Link[ThinkerRows] = Link(ThinkerRows)
+        self.encoding: dict[RequestId, Encoding] = {}
         self.tellings: dict[RequestId, Telling] = {}
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         stage.emit = self._emit
@@ -74,13 +89,31 @@ class ThinkerNode:
             prompt.videos,
             prompt.audio_in_video,
         )
-        with self.stage.runner.on_stream(), torch.inference_mode():
-            media = self.model.encode(prompt)
+        self.tellings[a.request] = Telling(Journal(self.clock()), a.speak)
+        if a.speak:
+            self.link.open(a.request)
+        self.encoding[a.request] = Encoding(a, prompt, positions, first, self.model.encoding(prompt))
+        if not prompt.has_media:
+            self._encode(a.request)  # there is nothing to do
+
+    def _encode(self, id: RequestId) -> None:
+        """Run one part of a request's media through the encoders; when that was the last one, it is for the stage."""
+        e = self.encoding.pop(id)
+        try:
+            with self.stage.runner.on_stream(), torch.inference_mode():
+                next(e.parts)
+        except StopIteration as end:
+            self._submit(e, end.value)
+        else:
+            self.encoding[id] = e  # behind the others
+
+    def _submit(self, e: Encoding, media: MediaRows | None) -> None:
+        a, prompt, c = e.admit, e.prompt, self.config
         capture = None
         if a.speak and media is not None:
             capture = media.places.numpy()
         edit = bias_edit(a.logit_bias) if a.logit_bias else None
-        given = ThinkerInput(positions, first, a.text.params(), media, capture, edit, a.min_text_tokens)
+        given = ThinkerInput(e.positions, e.first, a.text.params(), media, capture, edit, a.min_text_tokens)
         spec = RequestSpec(
             a.request,
             a.max_text_tokens,
@@ -92,11 +125,9 @@ class ThinkerNode:
             cache_root=a.cache_root,
         )
         self.stage.submit(spec, given, prompt.ids, salts=thinker_salts(a, prompt, c.tokens.media_pads))
-        self.tellings[a.request] = Telling(Journal(self.clock()), a.speak)
-        if a.speak:
-            self.link.open(a.request)
 
     def cancel(self, id: RequestId) -> None:
+        self.encoding.pop(id, None)
         self.stage.cancel(id)
         self.link.close(id, purge=True)
         self.tellings.pop(id, None)
@@ -120,7 +151,22 @@ class ThinkerNode:
     def turn(self) -> bool:
         for id in self.link.flush():
             self.link.settle(id, self.stage.scheduler)
-        return self.stage.turn()
+        encoded = bool(self.encoding)
+        if encoded:
+            self._encode_next()
+        return self.stage.turn() or encoded
+
+    def _encode_next(self) -> None:
+        """A part of one request's media, each in its turn: all others have their steps between two parts."""
+        id = next(iter(self.encoding))
+        try:
+            self._encode(id)
+        except torch.AcceleratorError:
+            raise  # the device is lost
+        except Exception as e:  # noqa: BLE001  what features that fit nothing make of the models
+            error = e if isinstance(e, StrettoError) else Bug(f"its media cannot be encoded: {e!r}")
+            self.cancel(id)
+            self.report(failed(id, self.name, error), b"")
 
     def _emit(self, o: Output) -> None:
         request, reason = o.request, o.reason
