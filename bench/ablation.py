@@ -45,13 +45,14 @@ from bench.workload import Workload, read, words
 from stretto.client.bench import Bench, Closed, Level, Limits, Sample, Send, SystemClock
 from stretto.client.stats import percentile
 from stretto.client.wire import Piece, RequestFailed
+from stretto.control.request import ChunkSizes
+from stretto.control.settings import EngineConfig
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.api import ChunkSizes
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.settings import ONE_HOST, PROCESSES, TWO_HOSTS, EngineConfig
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.template import Tokenizer
 from stretto.stage.host import settle_down
+from tests.pipeline import ONE_HOST, PROCESSES, TWO_HOSTS
 
 DEFAULT, SPLIT = "default", "processes"
 How = Callable[[PipelineEngine, Questions, SystemClock], Send]

@@ -32,11 +32,12 @@ from env import quantile
 from pool import POLL_S, ROOT, Answer, Case, Census, Memory, prepared, settle, store, trend
 from tqdm import tqdm
 
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StrettoError
-from stretto.orchestrator.api import Params
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import PROCESSES, EngineConfig, HostSettings
+from tests.pipeline import PROCESSES
 
 RESULT = ROOT / "bench/results/faults.json"
 IN_FLIGHT = 8

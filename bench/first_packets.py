@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.client.player import Packet, play
-from stretto.stage.pace import FRAME_S, Rhythm
+from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
+from stretto.stage.pace import Rhythm
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,7 +34,7 @@ def paces(samples: list[Any]) -> list[tuple[float, float]]:
 
 def replay(samples: list[Any]) -> dict[str, list[float]]:
     """By answer, in seconds: wait and first sound as they were, and with the rule."""
-    seen, rhythm, at = paces(samples), Rhythm(), 0
+    seen, rhythm, at = paces(samples), Rhythm(FRAME_S, OPENING_S), 0
     found: dict[str, list[float]] = {"wait": [], "first": [], "wait, held": [], "first, held": []}
     for s in sorted(samples, key=lambda s: s["sent"] + s["packets"][0][0]):
         (first, sound), *others = s["packets"]

@@ -16,9 +16,9 @@ import torch
 from bench.env import describe
 from stretto.models.qwen3_omni.config import audio_tokens, parse
 from stretto.models.qwen3_omni.load import Models, Source
+from stretto.models.qwen3_omni.solo import Audio, Frame, Options, Solo, TextToken
 from stretto.models.qwen3_omni.tiny import released_config
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
-from stretto.solo import Audio, Frame, Options, Solo, TextToken
 
 
 def prompt(kind: str, config) -> Prompt:

@@ -25,14 +25,7 @@ import msgspec
 import numpy as np
 from pool import ROOT, held
 
-from stretto.errors import StageDead, StrettoError, WireError
-from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.tiny import write_tiny
-from stretto.orchestrator import pipeline as pipelines
-from stretto.orchestrator.admission import Ask, announce
-from stretto.orchestrator.api import Params
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     PREFIX,
     Admit,
     Broken,
@@ -64,13 +57,21 @@ from stretto.orchestrator.messages import (
     encode,
     lengths,
 )
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig, HostSettings
+from stretto.errors import StageDead, StrettoError, WireError
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.qwen3_omni.tiny import write_tiny
+from stretto.orchestrator import pipeline as pipelines
+from stretto.orchestrator.admission import Ask, announce
+from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import LINKS, PROCESSES, STAGES, EngineConfig, HostSettings
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.packed import Packed, pack
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
 from stretto.types import RequestId
+from tests.pipeline import LINKS, PROCESSES, STAGES, configure
 
 sys.path.insert(0, str(ROOT))
 from tests.orchestrator.common import CHATS, HandDriven
@@ -97,9 +98,9 @@ IDS = [RequestId(f"r{i}") for i in range(6)]
 LOOK_EVERY = 1000  # inputs between two looks at everything
 ROUND = 0.03  # how often a host has a round after a message: a round is a step of the models, and those are slow
 PARAMS = Params(max_text_tokens=3, max_frames=3, seed=1, temperature=0.0, greedy_speech=True, want_codes=True)
-SETTINGS = HostSettings(max_rows=4, max_waiting=8, max_context=512, thinker_blocks=64, talker_blocks=64)
+SETTINGS = HostSettings(max_rows=4, max_waiting=8, max_context=512, blocks={"thinker": 64, "talker": 64})
 
-DEEP = encode(Configure("", (), {"": None}))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
+DEEP = encode(configure("", (), {"": None}))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
 
 SAID = Text | Codes | Pcm
 
@@ -264,7 +265,7 @@ class Told:
         plain: list[ToHost] = [Cancel(r), StopText(r), Throttle(r, True), Throttle(r, False), Ping(1), Quit()]
         plain += [Unlink(link) for link in LINKS]
         plain += [message for message, _ in self.links]
-        plain.append(Configure("", STAGES, {"max_rows": 4}))
+        plain.append(configure("", STAGES, {"max_rows": 4}))
         pieces = [(encode(Features(r, 64))[PREFIX.size :], bytes(size)) for size in (16, 64)]
         return self.admits * 3 + pieces + [(encode(m)[PREFIX.size :], b"") for m in plain]
 

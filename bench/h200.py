@@ -49,7 +49,7 @@ from stretto.client.bench import Closed, Level, Open
 from stretto.client.player import play
 from stretto.client.report import client, table
 from stretto.client.workload import poisson
-from stretto.orchestrator.settings import HostSettings
+from stretto.control.settings import HostSettings
 from stretto.prompt.template import Tokenizer
 from stretto.server.command import ModelConfig, find_device
 from stretto.server.settings import add_flags

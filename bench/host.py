@@ -35,10 +35,8 @@ import torch
 from bench.env import describe, quantile
 from bench.pipeline import checkpoint, host_fields, rounded
 from bench.workload import Question, Workload
-from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     Admit,
-    Configure,
     Connect,
     Ended,
     Failed,
@@ -48,17 +46,20 @@ from stretto.orchestrator.messages import (
     Pcm,
     Sampling,
 )
-from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
-from stretto.prompt.build import PromptBuilder
+from stretto.control.settings import HostSettings
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import pack_prompt
 from stretto.server.command import find_device
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
-from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.runner.lane import Captured
 from stretto.stage.runner.step import Step
 from stretto.stage.stage import StageStats
-from stretto.types import CODE0, RESIDUAL, SECRET_BYTES, RequestId, SamplingParams, stage_seed
+from stretto.types import SECRET_BYTES, RequestId, SamplingParams, stage_seed
+from tests.pipeline import LINKS, STAGES, announcement, configure
 
 
 class Stopwatch:
@@ -148,7 +149,7 @@ class Bench:
         self.ended: dict[str, set[RequestId]] = defaultdict(set)
         self.endpoint = b""
         self.failed: str | None = None
-        self.host = Host(Configure(str(directory), STAGES, settings.as_dict()), settings, self._report, self._push)
+        self.host = Host(configure(str(directory), STAGES, settings.as_dict()), settings, self._report, self._push)
         start = time.perf_counter()
         self.host.load()
         self.load_s = time.perf_counter() - start
@@ -326,7 +327,7 @@ def requests(builder: PromptBuilder, args: argparse.Namespace, streams: int, run
         speech = stage_seed(number, "talker")
         made.append(
             (
-                Admit(
+                announcement(
                     request=RequestId(f"r{number}"), prompt=meta, speak=True, voice=None, text=Sampling.of(text),
                     code0=Sampling.of(replace(CODE0, seed=speech)),
                     residual=Sampling.of(replace(RESIDUAL, seed=speech)), max_text_tokens=args.text,

@@ -35,11 +35,12 @@ from stretto.connector.contract import Endpoint, LinkOptions
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import connectors
 from stretto.connector.switches import OverlapSwitches
+from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.stage.outbox import Outbox
 from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
 from stretto.stage.payload.copies import DeviceToHost, HostToDevice, adopt
 from stretto.stage.payload.ring import Ring
-from stretto.stage.payload.schema import ThinkerRows, unpack
+from stretto.stage.payload.schema import unpack
 from stretto.types import SECRET_BYTES, RequestId, Span
 
 ROWS = (1, 64, 2500, 10000)

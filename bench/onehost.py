@@ -27,11 +27,7 @@ from bench.workload import Workload
 from stretto.client.bench import Sample
 from stretto.client.player import Packet
 from stretto.connector.switches import OverlapSwitches
-from stretto.errors import StageDead
-from stretto.kernels.fast import dtypes
-from stretto.layers.decoder import Decoder
-from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     Admit,
     Connect,
     Ended,
@@ -42,15 +38,21 @@ from stretto.orchestrator.messages import (
     Text,
     Unlink,
 )
-from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
-from stretto.prompt.build import PromptBuilder
+from stretto.control.settings import HostSettings
+from stretto.errors import StageDead
+from stretto.kernels.fast import dtypes
+from stretto.layers.decoder import Decoder
+from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
+from stretto.models.qwen3_omni.lanes.talker import TalkerLane
+from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.stage.loop import TICK_NS
-from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
-from stretto.stage.runner.talker import TalkerLane
-from stretto.types import CODE0, RESIDUAL, SECRET_BYTES, RequestId, SamplingParams, stage_seed
+from stretto.types import SECRET_BYTES, RequestId, SamplingParams, stage_seed
+from tests.pipeline import LINKS, STAGES, announcement
 
 Question = tuple[Admit, bytes]
 Change = Callable[["OneHost"], AbstractContextManager[Any]]
@@ -296,7 +298,7 @@ class Asker:
         p = workload.params(number)
         text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(number, "thinker"))
         seed = stage_seed(number, "talker")
-        admit = Admit(
+        admit = announcement(
             request=RequestId(f"a{number}"), prompt=meta, speak=True, voice=None, text=Sampling.of(text),
             code0=Sampling.of(replace(CODE0, seed=seed)), residual=Sampling.of(replace(RESIDUAL, seed=seed)),
             max_text_tokens=workload.text_tokens, max_frames=workload.frames, min_text_tokens=workload.text_tokens,

@@ -23,7 +23,10 @@ from bench.env import describe, quantile
 from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig, parse
+from stretto.models.qwen3_omni.lanes.talker import TalkerInput, TalkerLane
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput, ThinkerLane
 from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.prompt.prompt import Prompt
 from stretto.stage.ahead import Ahead
@@ -34,13 +37,11 @@ from stretto.stage.request import RequestSpec
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.runner import Runner
-from stretto.stage.runner.talker import TalkerInput, TalkerLane
-from stretto.stage.runner.thinker import ThinkerInput, ThinkerLane
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, Stage
-from stretto.types import CODE0, RESIDUAL, RequestId
+from stretto.types import RequestId
 
 
 class TimedGraphs(DecodeGraphs):

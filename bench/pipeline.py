@@ -20,12 +20,12 @@ from bench.workload import Workload
 from stretto.client.bench import Bench, Level, Limits, Load, Send, SystemClock
 from stretto.client.report import record, table
 from stretto.client.wire import Ended, Piece, RequestFailed, Sound, Used, Words
+from stretto.control.settings import EngineConfig, HostSettings, parse_placement
 from stretto.errors import Invalid, StrettoError
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config, write_tiny
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
 from stretto.prompt.template import Tokenizer
 from stretto.server.command import find_device
 

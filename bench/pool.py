@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from env import describe
 
-from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Modality, Params, TextDelta
+from stretto.control.request import Params
+from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Modality, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 
 ROOT = Path(__file__).parent.parent
@@ -107,8 +108,8 @@ def _prepare(model: Path, params: Params, lengths: list[tuple[int, int]], silent
     sys.path.insert(0, str(ROOT))
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.load import Models, Source
+    from stretto.models.qwen3_omni.prompts import PromptBuilder
     from stretto.models.qwen3_omni.tiny import write_tiny
-    from stretto.prompt.build import PromptBuilder
     from tests.orchestrator.common import CHATS, expected, picture, say, sound
 
     questions: dict[str, list[dict[str, Any]]] = {

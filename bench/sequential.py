@@ -13,15 +13,15 @@ import torch
 
 from stretto.client.bench import Sample
 from stretto.client.player import Packet
+from stretto.control.request import Params
+from stretto.control.settings import HostSettings
 from stretto.kernels.paged import KVCache
 from stretto.models.qwen3_omni.bridge import TalkerPrompt
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.load import Models, Source
-from stretto.orchestrator.api import Params
-from stretto.orchestrator.settings import HostSettings
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.qwen3_omni.solo import Audio, Event, Frame, Options, Solo, TalkerVoice, TextToken, ThinkerVoice
 from stretto.prompt.prompt import Prompt
-from stretto.solo import Audio, Event, Frame, Options, Solo, TalkerVoice, TextToken, ThinkerVoice
 from stretto.types import SamplingParams
 
 

@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from stretto.orchestrator.api import AudioChunk, Event, Finished, ModelInfo, Progress, TextDelta, Usage
+from stretto.family import ModelInfo
+from stretto.orchestrator.api import AudioChunk, Event, Finished, Progress, TextDelta, Usage
 from stretto.server.config import ServerConfig
 from stretto.server.run import Server
 

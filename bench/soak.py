@@ -28,9 +28,10 @@ from typing import Any
 from pool import ROOT, Answer, Case, Census, Memory, prepared, settle, store, trend
 from tqdm import tqdm
 
-from stretto.orchestrator.api import AudioChunk, ChunkSizes, Params
+from stretto.control.request import ChunkSizes, Params
+from stretto.control.settings import EngineConfig, HostSettings, parse_placement
+from stretto.orchestrator.api import AudioChunk
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
 
 RESULT = ROOT / "bench/results/soak.json"
 LENGTHS = [(4, 6), (6, 4), (2, 5), (5, 6), (3, 3), (6, 6), (4, 2), (2, 6), (6, 5), (4, 4), (6, 2), (3, 2)]

@@ -21,16 +21,17 @@ from stretto.kernels.paged import KVCache
 from stretto.layers.decoder import Decoder
 from stretto.layers.mlp import MoeMLP
 from stretto.models.qwen3_omni.config import parse
+from stretto.models.qwen3_omni.lanes.talker import TalkerLane
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.lane import decode_step
 from stretto.stage.runner.rows import How
-from stretto.stage.runner.talker import TalkerLane
-from stretto.stage.runner.thinker import ThinkerLane
-from stretto.types import CODE0, GREEDY, RESIDUAL, SamplingParams
+from stretto.types import GREEDY, SamplingParams
 
 BLOCK = 16
 

@@ -28,13 +28,13 @@ from bench.env import describe, quantile
 from bench.steps import BLOCK, filled_cache, ready
 from stretto.kernels.paged import Paging
 from stretto.models.qwen3_omni.config import parse
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
-from stretto.stage.runner.thinker import ThinkerLane
 
 STEPS = {"thinker": 64, "talker": 125}
 PRIORITIES = {"service priorities": (0, -1), "equal priorities": (0, 0)}  # of thinker and talker: lower goes first

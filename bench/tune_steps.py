@@ -38,13 +38,13 @@ from stretto.kernels.fast import sampling, tuning
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
 from stretto.models.qwen3_omni.config import OmniConfig, parse
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.lane import decode_step
-from stretto.stage.runner.thinker import ThinkerLane
 from stretto.types import ExpertWeights
 
 SHALLOW = 2  # layers in which every variant of a layer's kernels occurs: the first and the last differ from others

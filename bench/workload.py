@@ -20,8 +20,8 @@ import soundfile
 from PIL import Image
 
 from stretto.client.workload import COMMON
+from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid
-from stretto.orchestrator.api import ChunkSizes, Params
 
 FOLDER = Path(__file__).parent / "workloads"
 RATE = 16_000

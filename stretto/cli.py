@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_tiny(args: argparse.Namespace) -> int:
-    from stretto.models.qwen3_omni.tiny import write_tiny
+    from stretto.registry import write_tiny
 
     write_tiny(args.directory, args.seed)
     print(f"wrote a tiny checkpoint to {args.directory}")

@@ -16,9 +16,10 @@ from stretto.errors import Invalid, StrettoError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.orchestrator.api import Event, Finished, Modality, Params
+    from stretto.control.request import Params
+    from stretto.control.settings import EngineConfig
+    from stretto.orchestrator.api import Event, Finished, Modality
     from stretto.orchestrator.engine import PipelineEngine
-    from stretto.orchestrator.settings import EngineConfig
 
 
 def add_generate_parser(jobs: Any) -> None:
@@ -54,10 +55,10 @@ def add_generate_parser(jobs: Any) -> None:
     run.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU")
     run.add_argument("--load-format", choices=["safetensors", "dummy"], default="safetensors")
     run.add_argument(
-        "--expert-weights", choices=["full", "float8"], default="full", help="of the thinker; float8: half the bytes"
+        "--expert-weights", choices=["full", "float8"], default="full", help="of a mixture; float8: half the bytes"
     )
-    run.add_argument("--placement", default="one", help="one, two, processes, or such as thinker,talker+code2wav")
-    run.add_argument("--connector", help="between processes: shm, tcp, mooncake (default: by placement)")
+    run.add_argument("--placement", default="one", help="one, two, processes, or stages such as a,b+c")
+    run.add_argument("--connector", default="shm", help="between processes: shm, tcp, mooncake")
     run.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
     gen.set_defaults(job=run_generate)
 
@@ -66,6 +67,7 @@ def add_generate_parser(jobs: Any) -> None:
 class Result:
     """One answer, collected."""
 
+    rate: int  # samples per second
     ids: list[int] = field(default_factory=list)
     text: str = ""
     codes: list[Any] = field(default_factory=list)
@@ -118,25 +120,23 @@ class Result:
         import numpy as np
         import soundfile
 
-        from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
-
         wave = np.concatenate([np.zeros(0, np.float32), *self.samples])
         for path in (out, samples, codes, report):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
         if out is not None:
-            soundfile.write(out, wave, SAMPLE_RATE_OUT, subtype="PCM_16")
+            soundfile.write(out, wave, self.rate, subtype="PCM_16")
         if samples is not None:
             np.save(samples, wave)
         if codes is not None:
-            np.save(codes, np.concatenate([np.zeros((0, 16), np.int32), *self.codes]))
+            np.save(codes, np.concatenate(self.codes) if self.codes else np.zeros((0, 0), np.int32))
         if report is not None:
             report.write_text(json.dumps(self.report(load), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def settings(args: argparse.Namespace) -> tuple[EngineConfig, Params]:
-    from stretto.orchestrator.api import ChunkSizes, Params
-    from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
+    from stretto.control.request import ChunkSizes, Params
+    from stretto.control.settings import EngineConfig, HostSettings, parse_placement
     from stretto.server.command import find_device
 
     host = HostSettings(
@@ -201,7 +201,7 @@ async def _generate(args: argparse.Namespace) -> int:
 async def _answer(
     engine: PipelineEngine, messages: list[dict[str, Any]], args: Any, params: Params, show: bool
 ) -> Result:
-    result, since = Result(), time.perf_counter()
+    result, since = Result(engine.info.sample_rate), time.perf_counter()
     modalities: Sequence[Modality] = ("text",) if args.text_only else ("text", "audio")
     events = engine.generate(messages, modalities=modalities, voice=args.voice, params=params, allow_paths=True)
     async for event in events:

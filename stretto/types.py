@@ -21,7 +21,7 @@ SECRET_BYTES = 32
 """Of the secret of a link between processes: random, and new for each of its generations."""
 
 ExpertWeights = Literal["full", "float8"]
-"""How the thinker's experts are kept: in the model's dtype, or in 8 bits."""
+"""How the experts of a mixture are kept: in the model's dtype, or in 8 bits."""
 
 
 class Mark(IntEnum):
@@ -80,10 +80,6 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
-CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the talker was made to pick code 0 of a frame."""
-RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
-"""How the code predictor was made to pick the other codes."""
 
 
 def stage_seed(seed: int, stage: str) -> int:

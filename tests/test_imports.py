@@ -16,7 +16,7 @@ def loaded(module: str) -> set[str]:
     ("module", "never"),
     [
         ("stretto.stage.scheduler.scheduler", {"torch"}),
-        ("stretto.prompt.build", {"torch", "transformers"}),
+        ("stretto.models.qwen3_omni.prompts", {"torch", "transformers"}),
         ("stretto.orchestrator.engine", {"torch", "transformers", "stretto.stage.stage"}),
         ("stretto.server.app", {"torch", "transformers", "stretto.stage"}),
         ("stretto.cli", {"torch", "transformers"}),

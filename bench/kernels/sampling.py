@@ -12,7 +12,8 @@ from itertools import pairwise
 import torch
 
 from stretto.kernels.fast import sampling
-from stretto.types import CODE0, GREEDY, RESIDUAL, SamplingParams
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.types import GREEDY, SamplingParams
 
 INPUTS, REPLAYS = 8, 100
 TEXT = {

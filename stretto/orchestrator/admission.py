@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 
-from stretto.errors import Invalid, TooLong
-from stretto.orchestrator.api import Params
-from stretto.orchestrator.messages import (
-    Admit,
-    Sampling,
-)
+import msgspec
+
+from stretto.control.messages import Admit
+from stretto.control.request import Params
+from stretto.errors import Bug, Invalid, TooLong
+from stretto.family import Capability, Wanted
 from stretto.orchestrator.pipeline import PIECE
-from stretto.orchestrator.settings import STAGES
 from stretto.orchestrator.ticket import Ticket
-from stretto.types import CODE0, RESIDUAL, RequestId, SamplingParams, stage_seed
+from stretto.types import RequestId
 
 _GIVEN = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # what a link carries as a request's name, less room for a number
 
@@ -32,15 +31,16 @@ class Ask:
     voice: str | None
     params: Params
     id: RequestId | None
-    spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer of the thinker's
+    spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer to be made
     session: str | None = None
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
 
     @property
-    def stages(self) -> tuple[str, ...]:
+    def capability(self) -> Capability:
+        """What its stages have to do."""
         if not self.speak:
-            return STAGES[:1]
-        return STAGES if self.spoken is None else STAGES[1:]
+            return "text"
+        return "speech" if self.spoken is None else "reading"
 
 
 def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
@@ -77,42 +77,29 @@ class Names:
 
 
 async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
-    """Tell all stages of a request at once, so that each is ready before its first input comes. Features go to the
-    thinker's host alone, large ones ahead and piece by piece. `shared`: prompts of all owners are one in the prefix
-    caches."""
-    p = t.params
-    text, code0, residual = _sampling(p, t.seed)
+    """Tell all stages of a request at once, so that each is ready before its first input comes. Features go to hosts
+    whose stages encode them alone, large ones ahead and piece by piece. `shared`: prompts of all owners are one in the
+    prefix caches."""
+    wanted = Wanted(ask.capability, t.params, t.seed, ask.voice, ask.spoken)
+    told = {stage: msgspec.Raw(_encode(params)) for stage, params in t.model.stage_params(wanted).items()}
+    if set(told) != set(t.stages):
+        raise Bug(f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}")
     root = b"" if shared else cache_root(ask.owner)
     bare, blob = t.prompt.without_features(), t.prompt.features
-    if ask.spoken is None and len(blob) > PIECE:
-        await t.pipeline.send_features(("thinker",), t.id, blob)
+    encoding = [s.name for s in t.model.pipeline.stages if s.encodes_media and s.name in t.stages]
+    if encoding and len(blob) > PIECE:
+        await t.pipeline.send_features(encoding, t.id, blob)
         blob = b""
-    for stages in t.pipeline.hosts_of(t.stages):
-        encodes = "thinker" in stages and ask.spoken is None
-        message = Admit(
-            request=t.id,
-            prompt=t.prompt.meta if encodes else bare.meta,
-            speak=ask.speak,
-            voice=ask.voice,
-            text=text,
-            code0=code0,
-            residual=residual,
-            max_text_tokens=p.max_text_tokens,
-            max_frames=p.max_frames,
-            min_text_tokens=p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
-            min_frames=p.min_frames,
-            first_frames=p.packets.first,
-            each_frames=p.packets.each,
-            ramp=p.packets.ramp,
-            priority=p.priority,
-            want_codes=p.want_codes,
-            logit_bias=tuple(p.logit_bias.items()),
-            spoken=ask.spoken,
-            media=t.prompt.media,
-            cache_root=root,
-        )
-        t.pipeline.send(stages[:1], message, blob if encodes else b"")
+    for host in t.pipeline.hosts_of(t.stages):
+        encodes = any(stage in host for stage in encoding)
+        here = {stage: params for stage, params in told.items() if stage in host}
+        prompt = t.prompt.meta if encodes else bare.meta
+        message = Admit(t.id, prompt, here, t.params.priority, t.prompt.media, root)
+        t.pipeline.send(host[:1], message, blob if encodes else b"")
     t.prompt = bare  # nobody needs the features any more
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def cache_root(owner: str) -> bytes:
@@ -122,13 +109,3 @@ def cache_root(owner: str) -> bytes:
         if owner
         else b""
     )
-
-
-def _sampling(p: Params, seed: int) -> tuple[Sampling, Sampling, Sampling]:
-    """Of text, code 0 and the other codes: each stage has draws of its own from the request's one seed."""
-    text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(seed, "thinker"))
-    speech = stage_seed(seed, "talker")
-    code0, residual = replace(CODE0, seed=speech), replace(RESIDUAL, seed=speech)
-    if p.greedy_speech:
-        code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
-    return Sampling.of(text), Sampling.of(code0), Sampling.of(residual)

@@ -21,7 +21,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import Invalid
+from stretto.control.request import Params
+from stretto.family import ModelInfo
 from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.spool import Spool
 from stretto.types import RequestId
@@ -31,65 +32,6 @@ FinishReason = Literal["stop", "length", "cancelled"]
 EngineState = Literal["loading", "ready", "draining", "dead"]
 Message = Mapping[str, Any]
 """A message in OpenAI's chat format."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSizes:
-    """How many frames (80 ms each) an audio packet carries: the first, then growing by `ramp` up to `each`. Packets
-    after the first are smaller where a listener would otherwise have to wait for them (see `stage/pace.py`), and may
-    be joined where the vocoder is behind."""
-
-    # Eight frames cost the vocoder little more than one, and the host an eighth of the work.
-    first: int = 1
-    each: int = 8
-    ramp: int | None = 2  # None: from `first` to `each` at once
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.first <= self.each:
-            raise Invalid(
-                f"packets must grow from at least 1 frame: first={self.first}, each={self.each}", "first_frames"
-            )
-        if self.ramp is not None and self.ramp < 2:
-            raise Invalid(f"ramp must be at least 2, or none, got {self.ramp}", "ramp")
-
-
-@dataclass(frozen=True, slots=True)
-class Params:
-    """How a request is answered. Defaults are the released model's."""
-
-    temperature: float = 0.0  # of the text; 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None  # None: a fresh one, reported in `Finished`
-    greedy_speech: bool = False  # speech without chance (the default samples, as the model was made to)
-    max_text_tokens: int = 1024
-    max_frames: int = 4095
-    stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    ignore_eos: bool = False  # the text runs to `max_text_tokens`
-    min_text_tokens: int = 0  # come before the end token, or the token that completes a stop string, may
-    min_frames: int = 0
-    packets: ChunkSizes = field(default_factory=ChunkSizes)
-    want_codes: bool = False  # also yield `CodeFrames`
-    priority: int = 0  # lower goes first
-
-    def __post_init__(self) -> None:
-        checks = {
-            "temperature": 0.0 <= self.temperature <= 2.0,
-            "top_p": 0.0 < self.top_p <= 1.0,
-            "top_k": self.top_k >= 0,
-            "repetition_penalty": 0.0 < self.repetition_penalty <= 10.0,
-            "max_text_tokens": self.max_text_tokens >= 1,
-            "max_frames": self.max_frames >= 1,
-            "min_text_tokens": 0 <= self.min_text_tokens <= self.max_text_tokens,
-            "min_frames": 0 <= self.min_frames <= self.max_frames,
-            "stop": len(self.stop) <= 16 and all(0 < len(s) <= 256 for s in self.stop),
-            "logit_bias": len(self.logit_bias) <= 1024 and all(-100 <= b <= 100 for b in self.logit_bias.values()),
-        }
-        for name, fine in checks.items():
-            if not fine:
-                raise Invalid(f"{name} is out of range: {getattr(self, name)!r}", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +88,6 @@ class Finished:
 
 
 Event = TextDelta | CodeFrames | AudioChunk | Finished
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    name: str
-    voices: tuple[str, ...]
-    default_voice: str
-    sample_rate: int
-    max_positions: int
-    input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
-    output_modalities: tuple[Modality, ...] = ("text", "audio")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """The engine: requests in, events out, over one or more pipelines of host processes. Asyncio; imports no torch.
 
 It builds the prompt, chooses a pipeline, mints the one request id, announces the request to every stage that it needs
-at once (text-only requests never touch talker or code2wav), and passes on what the stages report. Tensors never come
-here, and neither does a chunk: text goes from thinker to talker, and frames from talker to code2wav, over their own
-links. All on the event loop, but for the prompt: what came over the network is decoded and built by the prompt worker,
-a process of its own; what a caller of this process gave, in a thread."""
+at once (which ones, its model's family says), and passes on what the stages report. Tensors never come here, and
+neither does a chunk: what one stage makes for the next goes over their own link. All on the event loop, but for the
+prompt: what came over the network is decoded and built by the prompt worker, a process of its own; what a caller of
+this process gave, in a thread."""
 
 from __future__ import annotations
 
@@ -21,32 +21,24 @@ from typing import Any
 import numpy as np
 
 from stretto import errors
+from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Text, Working
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
-from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
+from stretto.family import Capability, ModelInfo, load
 from stretto.orchestrator.admission import Ask, Names, announce, fitted
-from stretto.orchestrator.api import (
-    AudioChunk,
-    CodeFrames,
-    Event,
-    Finished,
-    Message,
-    Modality,
-    ModelInfo,
-    Params,
-    Progress,
-)
-from stretto.orchestrator.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Text
+from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Progress
 from stretto.orchestrator.pipeline import Pipeline, labelled
 from stretto.orchestrator.routing import Router
-from stretto.orchestrator.settings import EngineConfig
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
 from stretto.prompt.packed import Packed
 from stretto.prompt.pool import PromptPool
 from stretto.prompt.spool import Spool
 from stretto.prompt.template import TextStream
 from stretto.prompt.threads import InThreads, Prompts
+from stretto.prompt.work import Builder
+from stretto.registry import open_model
 from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -61,20 +53,13 @@ class PipelineEngine:
 
     def __init__(self, model: Path, config: EngineConfig) -> None:
         self.config = config
-        self.model = OmniConfig.read(model)
-        self._builder = PromptBuilder.open(model, self.model)
+        self.model = m = open_model(model)
+        self._builder: Builder = load(m.builder)(model)
         self._threads = InThreads(self._builder)
-        self._prompts: Prompts = PromptPool(model, config.prompts) if config.prompts else self._threads
-        t = self.model.talker
-        self._info = ModelInfo(
-            name=model.name,
-            voices=tuple(t.speakers),
-            default_voice=t.default_voice,
-            sample_rate=SAMPLE_RATE_OUT,
-            max_positions=min(self.model.thinker.text.max_positions, config.host.max_context),
-        )
+        self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
+        self._info = replace(m.info, max_positions=min(m.info.max_positions, config.host.max_context))
         self._pipelines = [
-            Pipeline(f"p{i}", str(model), config, self._message, self._loss) for i in range(config.replicas)
+            Pipeline(f"p{i}", str(model), m.pipeline, config, self._message, self._loss) for i in range(config.replicas)
         ]
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
@@ -127,7 +112,8 @@ class PipelineEngine:
             return Progress("loading", stages)
         if self._draining:
             return Progress("draining", stages)
-        if not any(p.ready(speak=False) for p in self._pipelines):
+        paths = self.model.pipeline.paths.values()
+        if not any(p.ready(path) for p in self._pipelines for path in paths):
             return Progress("dead", stages, "no pipeline is up")
         return Progress("ready", stages)
 
@@ -190,7 +176,7 @@ class PipelineEngine:
         if unknown or not modalities:
             raise Invalid(f"modalities must be text and/or audio, got {sorted(modalities)}", "modalities")
         if voice is not None:
-            self.model.talker.speaker_id(voice)
+            self.model.check_voice(voice)
         if self._draining:
             raise Busy("the server is shutting down")
         return "audio" in modalities
@@ -239,21 +225,28 @@ class PipelineEngine:
     def _admit(self, prompt: Packed, ask: Ask, arrived: float) -> Ticket:
         if self._closed:
             raise errors.Gone("the engine was closed")
-        params = fitted(ask, len(prompt.ids), self._info.max_positions, self.model.thinker.text.vocab_size)
-        pipeline = self._choose(ask.speak, ask.session)
+        params = fitted(ask, len(prompt.ids), self._info.max_positions, self.model.vocab_size)
+        stages = self._path(ask.capability)
+        pipeline = self._choose(stages, ask.speak, ask.session)
         id = self._names.new(ask.id, self._tickets.values())
         seed = params.seed if params.seed is not None else secrets.randbits(53)  # exact in any language
         now = time.monotonic()
         words = TextStream(self._builder.tokenizer)
-        ticket = Ticket(id, ask.id, pipeline, ask.stages, prompt, params, seed, words, arrived, progressed=now)
+        ticket = Ticket(id, ask.id, pipeline, self.model, stages, prompt, params, seed, words, arrived, progressed=now)
         self._tickets[id] = ticket
         self._counts["requests"] += 1
         pipeline.active += 1
         return ticket
 
-    def _choose(self, speak: bool, session: str | None = None) -> Pipeline:
+    def _path(self, capability: Capability) -> tuple[str, ...]:
         try:
-            return self._router.choose(speak, session, self._tickets.values())
+            return self.model.pipeline.paths[capability]
+        except KeyError:
+            raise Invalid(f"this model does not offer {capability}", "modalities") from None
+
+    def _choose(self, stages: tuple[str, ...], speak: bool, session: str | None = None) -> Pipeline:
+        try:
+            return self._router.choose(stages, speak, session, self._tickets.values())
         except Busy:
             self._counts["refused"] += 1
             raise
@@ -289,11 +282,13 @@ class PipelineEngine:
                 t.add_text(ids)
             case Pcm(start=start, frames=frames):
                 t.add_sound(start, frames, np.frombuffer(blob, np.float32), self.config.max_buffered_s)
-            case Codes(start=start):
-                codes = np.frombuffer(blob, np.int32).reshape(-1, self.model.talker.num_code_groups)
+            case Codes(start=start, width=width):
+                codes = np.frombuffer(blob, np.int32).reshape(-1, width)
                 t.events.put_nowait(CodeFrames(start, codes))
             case Ended():
-                t.end(message, self.model.tokens)
+                t.end(message)
+            case Working():
+                pass  # that is all it says
             case Failed(stage=stage, kind=kind, message=text):
                 t.fail(_error(kind, f"{stage}: {text}"))
             case _:

@@ -12,10 +12,10 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
-from stretto.errors import StageDead, StrettoError, WireError
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     Broken,
     Configure,
     Connect,
@@ -32,8 +32,10 @@ from stretto.orchestrator.messages import (
     ToHost,
     Unlink,
 )
+from stretto.control.settings import EngineConfig, places
+from stretto.errors import StageDead, StrettoError, WireError
+from stretto.family import LinkSpec, PipelineSpec
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import LINKS, STAGES, EngineConfig
 from stretto.prompt.packed import Bytes
 from stretto.types import SECRET_BYTES, RequestId
 
@@ -50,37 +52,41 @@ class Pipeline:
         self,
         name: str,
         model: str,
+        spec: PipelineSpec,
         config: EngineConfig,
         on_message: Callable[[FromHost, bytes], None],
         on_loss: Callable[[Pipeline, frozenset[str], StrettoError], None],
     ) -> None:
         """`on_loss` is told which stages can no longer be reached, and why."""
-        self.name, self.model, self.config = name, model, config
+        self.name, self.model, self.spec, self.config = name, model, spec, config
+        self._places = places(config.placement, spec.names)
         self._on_message, self._on_loss = on_message, on_loss
         self._hosts: list[HostProcess] = []
-        self._stages: dict[str, int] = {s: i for i, host in enumerate(config.placement) for s in host}
-        self._links: dict[str, bool] = dict.fromkeys(LINKS, False)
-        self._generations: dict[str, int] = dict.fromkeys(LINKS, 0)  # of the latest try to make each link
+        self._stages: dict[str, int] = {s: i for i, host in enumerate(self._places) for s in host.stages}
+        # Links between hosts; within one, payloads are handed over.
+        self._between = {k.name: k for k in spec.links if self._stages[k.sender] != self._stages[k.receiver]}
+        self._links: dict[str, bool] = dict.fromkeys(self._between, False)
+        self._generations: dict[str, int] = dict.fromkeys(self._between, 0)  # of the latest try to make each link
         self._secrets: dict[str, bytes] = {}  # by which its two ends know each other; of that try too
         self._joining = asyncio.Lock()
         self._making: str | None = None  # the link that is being made
         self._refused: str | None = None  # why it could not be
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._deaths = [0] * len(config.placement)
+        self._deaths = [0] * len(self._places)
         self._closing = False
         self._started = False
         self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
-        self.progress: dict[str, str] = dict.fromkeys(STAGES, "starting")
+        self.progress: dict[str, str] = dict.fromkeys(spec.names, "starting")
         self.broken: str | None = None  # why it will not come up at all
         self.active = 0  # requests, counted by the engine
 
     # -- life
 
     async def start(self) -> None:
-        self._hosts = [self._host(i) for i in range(len(self.config.placement))]
+        self._hosts = [self._host(i) for i in range(len(self._places))]
         await asyncio.gather(*(self._launch(h, i) for i, h in enumerate(self._hosts)))
-        while not self.ready(speak=True):  # again, if a host died between its start and its links
+        while not self.ready(self.spec.names):  # again, if a host died between its start and its links
             await self._wait(lambda: all(h.state == "ready" for h in self._hosts))
             await self._join()
         self._started = True
@@ -92,11 +98,11 @@ class Pipeline:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(h.stop() for h in self._hosts))
 
-    def ready(self, speak: bool) -> bool:
-        """Can it take a request now?"""
-        if not self._hosts or self._hosts[self._stages["thinker"]].state != "ready":
+    def ready(self, stages: Sequence[str]) -> bool:
+        """Can it take a request now that needs these stages?"""
+        if not self._hosts or any(self._hosts[self._stages[s]].state != "ready" for s in stages):
             return False
-        return not speak or (all(h.state == "ready" for h in self._hosts) and all(self._links.values()))
+        return all(self._links.get(link.name, True) for link in self.spec.links_of(stages))
 
     def send(self, stages: Sequence[str], message: ToHost, blob: Bytes = b"") -> None:
         """To each host that holds one of the stages, once."""
@@ -112,7 +118,7 @@ class Pipeline:
                 host.send(Features(request, len(features)), features[at : at + PIECE])
 
     def hosts_of(self, stages: Sequence[str]) -> list[tuple[str, ...]]:
-        return [self.config.placement[i] for i in sorted({self._stages[s] for s in stages})]
+        return [self._places[i].stages for i in sorted({self._stages[s] for s in stages})]
 
     def ping(self, number: int) -> None:
         for host in self._hosts:
@@ -125,13 +131,13 @@ class Pipeline:
     def metrics(self) -> dict[str, float]:
         """What its hosts said last of themselves, and the plan. Stages and links are told apart by their names; what is
         a host's own says which, where there are several. A dead host says nothing, and its successor begins anew."""
-        values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(self.memory.get(s, 0)) for s in STAGES}
-        for stages, host in zip(self.config.placement, self._hosts, strict=False):  # none yet, before the start
+        values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(self.memory.get(s, 0)) for s in self.spec.names}
+        for place, host in zip(self._places, self._hosts, strict=False):  # none yet, before the start
             if host.state != "dead":
                 several = len(self._hosts) > 1
                 for name, value in host.stats.items():
                     own = several and "{" not in name
-                    values[labelled(name, "host", "+".join(stages)) if own else name] = value
+                    values[labelled(name, "host", place.name) if own else name] = value
         return values
 
     @property
@@ -145,10 +151,16 @@ class Pipeline:
 
     async def _launch(self, host: HostProcess, index: int) -> None:
         await host.start()
-        host.send(Configure(self.model, self.config.placement[index], self.config.host.as_dict()))
+        place, settings = self._places[index], self.config.host
+        if place.device is not None:
+            settings = replace(settings, device=place.device)
+        links = tuple((link.sender, link.receiver) for link in self.spec.links)
+        host.send(Configure(self.model, self.spec.build, place.stages, links, settings.as_dict()))
 
     def _message(self, host: HostProcess, message: FromHost, blob: bytes) -> None:
         if isinstance(message, Listening | Linked | LinkDown):
+            if message.link not in self._between:
+                raise WireError(f"it speaks of a link {message.link!r}")
             # Both ends tell of a link's end, one of them maybe late: its successor has nothing to do with it.
             if message.generation == self._generations[message.link]:
                 self._link_message(message)
@@ -178,18 +190,18 @@ class Pipeline:
     def _died(self, host: HostProcess, index: int) -> None:
         if self._closing:
             return
-        stages = self.config.placement[index]
+        stages = self._places[index].stages
         for stage in stages:
             self.progress[stage] = "dead"
         log.warning("%s", host.death())
         self._notify()
         # What was on its way from here is lost too: a stage behind it waits for it, also where this one had ended.
         lost = set(stages)
-        for a, b in LINKS.values():
-            if a in stages or b in stages:
-                self._links[f"{a}>{b}"] = False
-            if a in stages:
-                lost.add(b)
+        for link in self._between.values():
+            if link.sender in stages or link.receiver in stages:
+                self._links[link.name] = False
+            if link.sender in stages:
+                lost.add(link.receiver)
         self._on_loss(self, frozenset(lost), host.death())
         if self.config.restart and self.broken is None:
             self._task(self._restart(index))
@@ -220,9 +232,8 @@ class Pipeline:
         link = message.link
         match message:
             case Listening(generation=generation, endpoint=endpoint):
-                a, _ = link.split(">")
-                connect = Connect(link, self._connector(link), endpoint, generation, self._secrets[link])
-                self._hosts[self._stages[a]].send(connect)
+                connect = Connect(link, self.config.connector, endpoint, generation, self._secrets[link])
+                self._hosts[self._stages[self._between[link].sender]].send(connect)
             case Linked():
                 if link == self._making:
                     self._links[link] = True
@@ -230,42 +241,37 @@ class Pipeline:
             case LinkDown(message=text):
                 self._link_down(link, text)
 
-    def _connector(self, link: str) -> str:
-        a, b = link.split(">")
-        if self._stages[a] == self._stages[b]:
-            return "local"
-        return self.config.connector or "shm"
-
     async def _join(self) -> None:
         """Make the links that are down and whose hosts are up, the last first, so that a stage has somewhere to send
         before it is sent anything. One at a time: two restarts that made the same link would undo each other's."""
         async with self._joining:
-            for a, b in reversed(LINKS.values()):
+            for link in reversed(self._between.values()):
                 for delay in LINK_DELAYS:
-                    if self._links[f"{a}>{b}"] or not self._up(a, b) or await self._make(a, b):
+                    if self._links[link.name] or not self._up(link) or await self._make(link):
                         break
-                    log.warning("link %s>%s: %s", a, b, self._refused)
+                    log.warning("link %s: %s", link.name, self._refused)
                     await asyncio.sleep(delay)
                 else:
-                    raise StageDead(f"link {a}>{b} cannot be made: {self._refused}")
+                    raise StageDead(f"link {link.name} cannot be made: {self._refused}")
 
-    async def _make(self, a: str, b: str) -> bool:
+    async def _make(self, link: LinkSpec) -> bool:
         """One try. True: the link is up, or one of its hosts has died, whose restart makes it."""
-        name = f"{a}>{b}"
+        name = link.name
         self._generations[name] += 1
         self._making, self._refused = name, None
-        for stage in (a, b):
+        for stage in (link.sender, link.receiver):
             self._hosts[self._stages[stage]].send(Unlink(name))
         secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)
-        self._hosts[self._stages[b]].send(Listen(name, self._connector(name), self._generations[name], secret))
+        listen = Listen(name, self.config.connector, self._generations[name], secret)
+        self._hosts[self._stages[link.receiver]].send(listen)
         try:
-            await self._wait(lambda: self._links[name] or self._refused is not None or not self._up(a, b))
+            await self._wait(lambda: self._links[name] or self._refused is not None or not self._up(link))
         finally:
             self._making = None
         return self._refused is None
 
-    def _up(self, a: str, b: str) -> bool:
-        return all(self._hosts[self._stages[s]].state == "ready" for s in (a, b))
+    def _up(self, link: LinkSpec) -> bool:
+        return all(self._hosts[self._stages[s]].state == "ready" for s in (link.sender, link.receiver))
 
     def _link_down(self, link: str, text: str) -> None:
         if self._closing:
@@ -276,8 +282,7 @@ class Pipeline:
                 self._notify()
             return
         self._links[link] = False
-        _, b = link.split(">")
-        self._on_loss(self, frozenset({b}), StageDead(f"link {link} is down: {text}"))
+        self._on_loss(self, frozenset({self._between[link].receiver}), StageDead(f"link {link} is down: {text}"))
         self._task(self._mend())
 
     async def _mend(self) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Literal
 
+from stretto.control.messages import PREFIX, FromHost, Ping, Quit, ToHost, decode_from_host, encode, lengths
 from stretto.errors import StageDead, StrettoError
-from stretto.orchestrator.messages import PREFIX, FromHost, Ping, Quit, ToHost, decode_from_host, encode, lengths
 from stretto.prompt.packed import Bytes
 
 State = Literal["starting", "ready", "dead"]

@@ -6,9 +6,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+from stretto.control.settings import EngineConfig
 from stretto.errors import Busy, StageDead
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.settings import EngineConfig
 from stretto.orchestrator.ticket import Ticket
 
 MAX_SESSIONS = 4096  # whose last pipeline is remembered
@@ -19,10 +19,10 @@ class Router:
         self._pipelines, self._min_pace = pipelines, config.min_pace
         self._sessions: OrderedDict[str, Pipeline] = OrderedDict()
 
-    def choose(self, speak: bool, session: str | None, running: Collection[Ticket]) -> Pipeline:
-        """Where the session was last, since its prompts are cached there; else the least loaded pipeline that is up
-        and keeps pace."""
-        up = [p for p in self._pipelines if p.ready(speak)]
+    def choose(self, stages: Sequence[str], speak: bool, session: str | None, running: Collection[Ticket]) -> Pipeline:
+        """Where the session was last, since its prompts are cached there; else the least loaded pipeline that is up,
+        as far as these stages go, and keeps pace."""
+        up = [p for p in self._pipelines if p.ready(stages)]
         if not up:
             raise StageDead("no pipeline is up; it is being restarted")
         if speak and self._min_pace > 0:

@@ -14,10 +14,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
+from stretto.control.settings import EngineConfig
 from stretto.errors import Gone
 from stretto.orchestrator.api import Event, Message
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.settings import EngineConfig
 
 T = TypeVar("T")
 AHEAD = 4  # events that wait for the caller here; more wait in the engine, which bounds them by `max_buffered_s`

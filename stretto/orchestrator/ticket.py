@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from stretto.control.messages import Cancel, Ended, Finish, Throttle
+from stretto.control.request import Params
 from stretto.errors import Bug, StrettoError
-from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, TokenIds
-from stretto.orchestrator.api import AudioChunk, Event, Finished, FinishReason, Params, TextDelta, Usage
-from stretto.orchestrator.messages import Cancel, Ended, StopText, Throttle
+from stretto.family import Model, Output
+from stretto.orchestrator.api import AudioChunk, Event, Finished, FinishReason, TextDelta, Usage
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.timeline import timeline
 from stretto.prompt.packed import Packed
 from stretto.prompt.template import TextStream
 from stretto.types import RequestId
 
+OUTPUTS: tuple[Output, Output] = ("text", "audio")
 SETTLED_S = 0.5  # of a stream, before its pace says anything
 
 
@@ -32,6 +34,7 @@ class Ticket:
     id: RequestId
     given: RequestId | None  # by the caller
     pipeline: Pipeline
+    model: Model
     stages: tuple[str, ...]
     prompt: Packed
     params: Params
@@ -63,13 +66,13 @@ class Ticket:
     @property
     def buffered_s(self) -> float:
         """Sound that waits for its consumer."""
-        return (self.samples - self.taken) / SAMPLE_RATE_OUT
+        return (self.samples - self.taken) / self.model.info.sample_rate
 
     def pace(self, now: float) -> float:
         """How fast its sound is made, in times of real time; infinite where that does not say anything."""
         if self.first_pcm is None or self.throttled or now - self.first_pcm <= SETTLED_S:
             return float("inf")
-        return self.samples / SAMPLE_RATE_OUT / (now - self.first_pcm)
+        return self.samples / self.model.info.sample_rate / (now - self.first_pcm)
 
     # -- text
 
@@ -98,8 +101,9 @@ class Ticket:
         end = len(self.text)
         if found:
             self.stopped, (_, end) = True, min(found)
-            if "thinker" not in self.ended:
-                self.pipeline.send(("thinker",), StopText(self.id))
+            writer = self.model.pipeline.deciding("text")
+            if writer is not None and writer not in self.ended:
+                self.pipeline.send((writer,), Finish(self.id, writer))
         elif not last:
             end -= max((self._begun(stop) for stop in self.params.stop), default=0)
         shown, self.shown = self.text[self.shown : end], end
@@ -139,40 +143,41 @@ class Ticket:
 
     # -- the end
 
-    def end(self, how: Ended, tokens: TokenIds) -> None:
+    def end(self, how: Ended) -> None:
         """A stage is done with it. When the last one is, so is the request."""
         self.ended[how.stage] = how
         if not self.unfinished:
-            self._finish(tokens)
+            self._finish()
 
-    def _finish(self, tokens: TokenIds) -> None:
-        thinker, talker = self.ended.get("thinker"), self.ended.get("talker")
-        if thinker is not None:
+    def _finish(self) -> None:
+        spec = self.model.pipeline
+        text, audio = (self.ended.get(spec.deciding(output) or "") for output in OUTPUTS)
+        if text is not None:
             self._grow(self.words.finish())
             rest = "" if self.stopped else self._show(last=True)
             if rest:
                 self.events.put_nowait(TextDelta((), rest))
         self.events.put_nowait(
             Finished(
-                text=_reason(thinker.reason) if thinker is not None and not self.stopped else "stop",
-                audio=_reason(talker.reason) if talker is not None else None,
-                usage=self._usage(tokens),
+                text=_reason(text.reason) if text is not None and not self.stopped else "stop",
+                audio=_reason(audio.reason) if audio is not None else None,
+                usage=self._usage(text),
                 seed=self.seed,
-                timeline=timeline(self.arrived, self.ended, self.packets),
+                timeline=timeline(spec, self.arrived, self.ended, self.packets),
                 prompt_ids=self.prompt.ids,
             )
         )
 
-    def _usage(self, tokens: TokenIds) -> Usage:
-        thinker, ids = self.ended.get("thinker"), self.prompt.ids
+    def _usage(self, text: Ended | None) -> Usage:
+        ids, media = self.prompt.ids, self.model.media_tokens
         return Usage(
             prompt_tokens=len(ids),
             text_tokens=self.ids,
             frames=self.frames,
             samples=self.samples,
-            cached_tokens=thinker.cached if thinker is not None else 0,
-            audio_prompt_tokens=ids.count(tokens.audio_pad),
-            image_prompt_tokens=ids.count(tokens.image_pad) + ids.count(tokens.video_pad),
+            cached_tokens=text.cached if text is not None else 0,
+            audio_prompt_tokens=sum(ids.count(i) for i in media.audio),
+            image_prompt_tokens=sum(ids.count(i) for i in media.image),
         )
 
     def fail(self, error: StrettoError) -> None:

@@ -6,28 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from stretto.control.messages import Ended
+from stretto.family import PipelineSpec
 from stretto.orchestrator.api import TimelineSpan
-from stretto.orchestrator.messages import Ended
 
 MOST = 600
 """Outputs of one stage that get a span each; of more, every n-th does."""
 
-FIRST = {"thinker": "prompt", "talker": "prompt", "code2wav": "first frame"}
-NEXT = {"thinker": "token", "talker": "frame", "code2wav": "packet"}
 
-
-def timeline(arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]) -> tuple[TimelineSpan, ...]:
+def timeline(
+    spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
+) -> tuple[TimelineSpan, ...]:
     """Spans in seconds from the request's arrival. A stage's output spans from the one before to itself."""
     spans: list[TimelineSpan] = []
-    for stage, e in ended.items():
-        if not e.marks:
+    for s in spec.stages:
+        stage, e = s.name, ended.get(s.name)
+        if e is None or not e.marks:
             continue
         begun = thin([e.begun, *(c for c in e.chunks if c < e.marks[0]), e.marks[0]])
-        spans += [TimelineSpan(stage, FIRST[stage], a - arrived, b - arrived) for a, b in pairwise(begun)]
+        spans += [TimelineSpan(stage, s.first, a - arrived, b - arrived) for a, b in pairwise(begun)]
         marks = thin(e.marks)
-        spans += [TimelineSpan(stage, NEXT[stage], a - arrived, b - arrived) for a, b in pairwise(marks)]
+        spans += [TimelineSpan(stage, s.each, a - arrived, b - arrived) for a, b in pairwise(marks)]
     spans += [TimelineSpan("packets", "packet", t - arrived, t - arrived) for t in thin(packets)]
-    return tuple(sorted(spans, key=lambda s: s.start))
+    return tuple(sorted(spans, key=lambda span: span.start))
 
 
 def thin(marks: Sequence[float]) -> list[float]:
@@ -37,14 +38,14 @@ def thin(marks: Sequence[float]) -> list[float]:
 
 def trace(requests: Iterable[tuple[str, Sequence[TimelineSpan]]]) -> dict[str, Any]:
     """Chrome trace events: one process per request, one thread per lane. Opens in ui.perfetto.dev."""
-    lanes = ("thinker", "talker", "code2wav", "packets")
     events: list[dict[str, Any]] = []
     for pid, (name, spans) in enumerate(requests, start=1):
+        lanes = list(dict.fromkeys(s.lane for s in spans))
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         for tid, lane in enumerate(lanes, start=1):
             events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
         for s in spans:
-            tid = lanes.index(s.lane) + 1 if s.lane in lanes else len(lanes) + 1
+            tid = lanes.index(s.lane) + 1
             where = {"pid": pid, "tid": tid, "name": s.name, "cat": s.lane, "ts": 1e6 * s.start}
             events.append({**where, "ph": "X", "dur": max(1.0, 1e6 * (s.stop - s.start))})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -137,7 +137,7 @@ class Reader:
         if kind is None:
             raise Invalid(f"{at}.type must be one of text, {', '.join(_MEDIA)}, got {reprlib.repr(name)}", f"{at}.type")
         if role != "user":
-            # The talker looks for media in user turns only.
+            # Speech looks for media in user turns only.
             raise Invalid(f"{at}: {kind} is only allowed in user messages, not in a {role} message", at)
         with _blaming(at):
             self.budget.add_medium()

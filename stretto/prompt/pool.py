@@ -91,8 +91,9 @@ class _NotSent(StageDead):
 
 
 class PromptPool:
-    def __init__(self, model: Path, settings: PoolSettings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(self, model: Path, builder: str, settings: PoolSettings) -> None:
+        """`builder`: the function that opens the model's prompt builder, as "module:function"."""
+        self.model, self.builder, self.settings = model, builder, settings
         self.lane = Lane(settings.workers)
         self._control: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -145,7 +146,7 @@ class PromptPool:
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "stretto.prompt.worker", str(self.model), "--fd", str(theirs.fileno())),
-                *("--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
+                *("--builder", self.builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},

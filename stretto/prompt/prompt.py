@@ -1,4 +1,4 @@
-"""What the prompt side hands to the thinker: token ids with the media already expanded, and the media's features.
+"""What the prompt side hands to the stages: token ids with the media already expanded, and the media's features.
 
 Plain numpy: the process that makes these imports no torch."""
 

@@ -32,13 +32,13 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto.errors import CheckpointError, Invalid
-from stretto.prompt.images import read_json
+from stretto.prompt.files import read_json
 
 # Unicode sets these aside for a program's own use; text is not supposed to hold any of them.
 _PRIVATE = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 
-# How the Qwen family cuts text into pieces that merges do not cross; for checkpoints that state vocabulary and
-# merges but not the whole tokenizer.
+# How text is cut into pieces that merges do not cross, for checkpoints that state vocabulary and merges but not the
+# whole tokenizer: the widespread rule of byte-level vocabularies, with digits one by one.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

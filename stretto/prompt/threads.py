@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from stretto.prompt import work
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
 from stretto.prompt.packed import pack
 from stretto.prompt.spool import Spool
+from stretto.prompt.work import Builder
 from stretto.prompt.worker import do_outline
 
 
@@ -38,7 +38,7 @@ class Prompts(Protocol):
 
 
 class InThreads:
-    def __init__(self, builder: PromptBuilder) -> None:
+    def __init__(self, builder: Builder) -> None:
         self._builder = builder
 
     async def start(self) -> None:

@@ -4,20 +4,38 @@ engine's). Pure functions; imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.prompt import Prompt
+from stretto.prompt.template import Tokenizer
 
 Json = bytes | memoryview
 
 
+class Builder(Protocol):
+    """What a family makes prompts with. Holds no state of a request; called from any thread."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def build(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        use_audio_in_video: bool = False,
+        *,
+        allow_paths: bool = False,
+    ) -> Prompt:
+        """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins."""
+        ...
+
+
 def build_conversation(
-    builder: PromptBuilder,
+    builder: Builder,
     messages: Any,
     tools: Json | None,
     recalled: Mapping[str, str],
@@ -28,7 +46,7 @@ def build_conversation(
     return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False)
 
 
-def read_aloud(builder: PromptBuilder, text: str) -> tuple[Prompt, tuple[int, ...]]:
+def read_aloud(builder: Builder, text: str) -> tuple[Prompt, tuple[int, ...]]:
     """The prompt before a text that is read aloud, and the text's tokens."""
     return builder.build([{"role": "user", "content": text}]), tuple(builder.tokenizer.encode(text))
 

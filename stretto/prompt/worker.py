@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ import numpy as np
 
 from stretto.child import die_with_parent
 from stretto.errors import Invalid, StrettoError
-from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.prompt import work
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
     MAX_WORDS,
@@ -52,6 +51,7 @@ from stretto.prompt.jobs import (
 from stretto.prompt.packed import lay_out, media_digest
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
+from stretto.prompt.work import Builder
 
 NICE = 19  # of jobs apart: running answers come first
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
@@ -68,7 +68,7 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class Worker:
     control: socket.socket
-    builder: PromptBuilder
+    builder: Builder
     limits: Limits
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     children: dict[int, tuple[int, int, socket.socket]] = field(default_factory=dict)  # by job: pid, pidfd, answer
@@ -169,7 +169,7 @@ def limit(limits: Limits) -> None:
 
 
 def do(
-    builder: PromptBuilder, job: Build | Read | Outline, files: list[Spool], *, only_text: bool
+    builder: Builder, job: Build | Read | Outline, files: list[Spool], *, only_text: bool
 ) -> tuple[FromWorker, Spool | None]:
     data = files[0].view()
     match job:
@@ -235,6 +235,7 @@ def say(answer: socket.socket, message: FromWorker, file: Spool | None) -> None:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("model", type=Path)
+    p.add_argument("--builder", required=True, help="module:function that opens the model's prompt builder")
     p.add_argument("--fd", type=int, required=True)
     p.add_argument("--cpu-s", type=int, required=True)
     p.add_argument("--memory-mb", type=int, required=True)
@@ -243,7 +244,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the server's to handle
     control = socket.socket(fileno=args.fd)
     try:
-        builder = PromptBuilder.open(args.model, OmniConfig.read(args.model))
+        module, _, function = args.builder.partition(":")
+        builder: Builder = getattr(import_module(module), function)(args.model)
     except StrettoError as e:
         control.send(encode(failed(e)))
         sys.exit(1)

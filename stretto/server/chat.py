@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
+from stretto.control.request import Params
 from stretto.errors import Invalid
-from stretto.orchestrator.api import AudioChunk, Event, Finished, ModelInfo, Params, TextDelta, Usage
+from stretto.family import ModelInfo
+from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
 from stretto.prompt.jobs import Conversation, references
 from stretto.server import codecs
 from stretto.server.answer import closing, drop_none, finish_reason, note, report, slices, unfinished

@@ -28,8 +28,8 @@ from stretto.server.settings import add_flags, read, read_yaml, unknown_variable
 from stretto.types import ExpertWeights
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
+    from stretto.control.settings import EngineConfig
     from stretto.orchestrator.api import Engine
-    from stretto.orchestrator.settings import EngineConfig
     from stretto.server.run import Server
     from stretto.server.service import Service
 
@@ -66,16 +66,15 @@ class ModelConfig:
     )
     load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
     expert_weights: ExpertWeights = setting(  # noqa: RUF009 - a field, which ruff does not see behind an alias
-        "full", "model", "of the thinker; float8: half the bytes, so larger batches are faster; other answers than full"
+        "full", "model", "of a mixture; float8: half the bytes, so larger batches are faster; other answers than full"
     )
     max_model_len: int | None = setting(None, "model", "longest context, in tokens", "TOKENS")
     placement: str = setting(
-        "one", "model", "stages by process: one, two, processes, or such as thinker,talker+code2wav", "HOSTS"
+        "one", "model", "stages by process: one, two, processes, or their names: a,b+c or a@cuda:0,b+c@cuda:1", "HOSTS"
     )
     replicas: int = setting(1, "model", "pipelines side by side", "N")
     max_rows: int | None = setting(None, "model", "requests in a stage's batch", "N")
-    thinker_blocks: int | None = setting(None, "model", "size of the thinker's cache, in blocks of 16 tokens", "N")
-    talker_blocks: int | None = setting(None, "model", "size of the talker's cache, in blocks of 16 frames", "N")
+    kv_blocks: str = setting("", "model", "size of stages' KV caches, in blocks of 16 rows", "STAGE=N,...")
     threads: int | None = setting(None, "model", "of arithmetic on a CPU, for each process", "N")
     prompt_workers: int = setting(2, "model", "processes that prepare large requests and media, at most", "N")
     prompt_cpu_s: int = setting(60, "model", "CPU time that preparing one request may take", "SECONDS")
@@ -85,7 +84,7 @@ class ModelConfig:
     )
 
     def engine(self, max_requests: int) -> EngineConfig:
-        from stretto.orchestrator.settings import EngineConfig, HostSettings, parse_placement
+        from stretto.control.settings import EngineConfig, HostSettings, parse_blocks, parse_placement
         from stretto.prompt.pool import PoolSettings
 
         host = HostSettings()
@@ -97,8 +96,7 @@ class ModelConfig:
             expert_weights=self.expert_weights,
             max_context=self.max_model_len or host.max_context,
             max_rows=self.max_rows or host.max_rows,
-            thinker_blocks=self.thinker_blocks or host.thinker_blocks,
-            talker_blocks=self.talker_blocks or host.talker_blocks,
+            blocks=parse_blocks(self.kv_blocks),
             threads=self.threads or host.threads,
         )
         return EngineConfig(
@@ -210,7 +208,7 @@ def checkpoint(model: str | None) -> Iterator[Path]:
             raise Invalid(f"{model}: there is no such directory", "model")
         yield Path(model)
         return
-    from stretto.models.qwen3_omni.tiny import write_tiny
+    from stretto.registry import write_tiny
 
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         _say("stretto: no model given: serving the tiny built-in one (its words mean nothing)")

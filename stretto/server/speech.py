@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from stretto.control.request import Params
 from stretto.errors import Invalid
-from stretto.orchestrator.api import AudioChunk, Event, Finished, Params
+from stretto.orchestrator.api import AudioChunk, Event, Finished
 from stretto.server import codecs
 from stretto.server.answer import closing, drop_none, note, report, slices, unfinished
 from stretto.server.body import Body

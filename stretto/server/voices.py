@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.errors import Invalid
-from stretto.orchestrator.api import ModelInfo
+from stretto.family import ModelInfo
 from stretto.server.schema import VoiceId
 
 _HIGH, _LOW = ("chelsie",), ("ethan", "aiden")

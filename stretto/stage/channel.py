@@ -8,8 +8,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from stretto.errors import WireError
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     MAX_BLOB,
     PREFIX,
     Admit,
@@ -21,6 +20,7 @@ from stretto.orchestrator.messages import (
     encode,
     lengths,
 )
+from stretto.errors import WireError
 from stretto.prompt.packed import Bytes
 from stretto.types import RequestId
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,9 @@ import torch
 
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
 from stretto.layers.capture import Captured, capture_graphs
-from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
-from stretto.types import RequestId
+from stretto.types import RequestId, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,49 @@ class CodecConfig:
         return replace(self, slot_sizes=(1, 8, 16, 32, 64, 128), spare_cells=48)
 
 
+class VocoderConfig(Protocol):
+    @property
+    def num_quantizers(self) -> int:
+        """Codes of a frame."""
+        ...
+
+    @property
+    def samples_per_frame(self) -> int: ...
+
+
+class VocoderState(Protocol):
+    """Of all slots: what a stream's next samples depend on."""
+
+    frames: torch.Tensor  # that each slot has seen
+
+    def head(self, slots: int) -> Self:
+        """The first slots of it, as views."""
+        ...
+
+    def reset(self, slots: int | torch.Tensor) -> None: ...
+
+
+class Vocoder(Protocol):
+    """A model that makes samples of frames, stream by stream."""
+
+    @property
+    def config(self) -> VocoderConfig: ...
+
+    def state(self, slots: int, max_frames: int) -> Any: ...
+
+    def step(self, state: Any, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Push `lengths` frames to each slot; the samples they give."""
+        ...
+
+    def valid(self, before: int, length: int) -> Span:
+        """Which of a step's samples are a stream's, that had so many frames before and was given so many."""
+        ...
+
+    def num_samples(self, frames: int) -> int:
+        """That so many frames have given."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioOutput:
     """Samples [start, start + len) of a stream. The last one of a stream says why it ended."""
@@ -75,6 +117,9 @@ class AudioOutput:
     frames: int  # decoded so far, these included
     reason: Reason | None
     error: StrettoError | None = None
+
+
+AudioEmit = Callable[[AudioOutput], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -166,8 +211,8 @@ def on_host(codes: torch.Tensor) -> npt.NDArray[Any]:
 class CodecStage:
     def __init__(
         self,
-        model: Code2Wav,
-        emit: Callable[[AudioOutput], None],
+        model: Vocoder,
+        emit: AudioEmit,
         config: CodecConfig | None = None,
         waiter: Waiter | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -1,38 +1,34 @@
 """The ends of links that are in a host: laid when the orchestrator says so, watched in each round, taken up again.
 
-A link within the host has both of its ends here, and is a mere hand-over; others have couriers, which do the waiting.
-Called by the host; on the loop thread."""
+Couriers do the waiting. Links between stages of one host are none of these: their nodes hand payloads over. Called by
+the host; on the loop thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
 
 from stretto.connector.contract import Endpoint, LinkOptions, OnLink, Receiver, Sender
 from stretto.connector.courier import Incoming, InLink, Outgoing, OutLink
-from stretto.connector.inline import InlineIn, InlineOut
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.messages import Connect, LinkDown, Linked, Listen, Listening
+from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
-from stretto.orchestrator.messages import Connect, LinkDown, Linked, Listen, Listening
-from stretto.orchestrator.settings import LINKS, HostSettings
-from stretto.stage.nodes.code2wav import Code2WavNode
-from stretto.stage.nodes.node import Node
-from stretto.stage.nodes.report import Report
-from stretto.stage.nodes.talker import TalkerNode
-from stretto.stage.nodes.thinker import ThinkerNode
+from stretto.stage.links import Inlet, Outlet
+from stretto.stage.node import Node
 from stretto.stage.payload.copies import HostToDevice
-from stretto.stage.payload.schema import CodecFrames, ThinkerRows
-from stretto.stage.stage import Stage
+from stretto.stage.report import Report
 from stretto.types import RequestId
 
 
 @dataclass(slots=True, eq=False)
 class LinkEnd:
-    """What there is of one link: one of its ends, or both."""
+    """What there is of one link: one of its ends."""
 
     generation: int
     receiver: Receiver | None = None
@@ -47,7 +43,8 @@ class LinkEnd:
 class LinkEnds:
     """By the name of their link. Has a turn in the loop, to look for faults."""
 
-    nodes: Mapping[str, Node]
+    inlets: Mapping[str, tuple[Node, Inlet[Any]]]  # by link: those of this host that may be laid
+    outlets: Mapping[str, tuple[Node, Outlet[Any]]]
     settings: HostSettings
     device: torch.device
     ring: Callable[[], None]  # the loop's bell
@@ -66,17 +63,12 @@ class LinkEnds:
             raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.receiver = receiver
-        node = self.nodes[LINKS[m.link][1]]
-        assert not isinstance(node, ThinkerNode)
-        if connector.inline:
-            end.incoming = InlineIn(receiver, m.link, self.ring)  # type: ignore[arg-type]
-        else:
-            keep = ThinkerRows.HOST if isinstance(node, TalkerNode) else CodecFrames.HOST
-            uploader = HostToDevice(self.device, switches, keep, self._stream_for(f"{m.link} in", node, switches))
-            incoming = Incoming(receiver, m.link, self.ring, uploader=uploader)
-            incoming.start()
-            end.incoming = incoming
-        node.intake.link = end.incoming
+        node, inlet = self.inlets[m.link]
+        stream = self._stream_for(f"{m.link} in", node, switches)
+        uploader = HostToDevice(self.device, switches, inlet.kind.HOST, stream)
+        end.incoming = incoming = Incoming(receiver, m.link, self.ring, uploader=uploader)
+        incoming.start()
+        inlet.attach(incoming)
         self.report(Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint)), b"")
 
     def connect(self, m: Connect, switches: OverlapSwitches) -> None:
@@ -85,25 +77,20 @@ class LinkEnds:
         sender: Sender = connector.connect(endpoint, self._options(switches, m.generation, m.secret))
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.sender = sender
-        node = self.nodes[LINKS[m.link][0]]
-        assert not isinstance(node, Code2WavNode)
-        if connector.inline:
-            end.outgoing = InlineOut(sender, m.link, self.ring)
-        else:
-            stream = self._stream_for(f"{m.link} out", node, switches)
-            outgoing = Outgoing(sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h)
-            outgoing.start()
-            end.outgoing = outgoing
-        node.link.out = end.outgoing
+        node, outlet = self.outlets[m.link]
+        stream = self._stream_for(f"{m.link} out", node, switches)
+        end.outgoing = outgoing = Outgoing(sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h)
+        outgoing.start()
+        outlet.attach(outgoing)
         self.report(Linked(m.link, m.generation), b"")
 
     def _stream_for(self, end: str, node: Node, switches: OverlapSwitches) -> torch.cuda.Stream | None:
         """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands out 32 streams and
-        then the same ones again, so that copies would sooner or later queue behind the thinker's steps."""
+        then the same ones again, so that copies would sooner or later queue behind a stage's steps."""
         if self.device.type != "cuda":
             return None
         if not switches.payload_stream:
-            return node.stage.runner.stream if isinstance(node.stage, Stage) else node.stage.stream
+            return node.stream
         if end not in self.streams:
             self.streams[end] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self.streams[end]
@@ -121,16 +108,11 @@ class LinkEnds:
         end = self.ends.pop(name, None)
         if end is None:
             return
-        sender, receiver = LINKS[name]
         if end.outgoing is not None:
-            node = self.nodes[sender]
-            assert not isinstance(node, Code2WavNode)
-            node.link.out = None
+            self.outlets[name][1].detach()
             end.outgoing.close(drain=False)
         if end.incoming is not None:
-            node = self.nodes[receiver]
-            assert not isinstance(node, ThinkerNode)
-            node.intake.link = None
+            self.inlets[name][1].detach()
             end.incoming.close()
 
     def close(self) -> None:

@@ -15,41 +15,40 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from stretto.child import die_with_parent
 from stretto.connector.switches import OverlapSwitches
-from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     Admit,
     Broken,
     Cancel,
     Configure,
     Connect,
     Features,
+    Finish,
     LinkDown,
     Listen,
     Ping,
     Quit,
     Ready,
     Stats,
-    StopText,
     Throttle,
     ToHost,
     Unlink,
 )
-from stretto.orchestrator.settings import LINKS, HostSettings
+from stretto.control.settings import HostSettings
+from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
+from stretto.family import load
 from stretto.prompt.packed import Bytes, unpack_prompt
-from stretto.stage.build import Builder
 from stretto.stage.channel import Channel
+from stretto.stage.context import Build, StageContext
 from stretto.stage.ends import LinkEnds
-from stretto.stage.loop import Loop
-from stretto.stage.nodes.node import Node
-from stretto.stage.nodes.report import Report, failed
-from stretto.stage.nodes.thinker import ThinkerNode
-from stretto.stage.runner.waiter import Waiter
+from stretto.stage.loop import Bell, Loop
+from stretto.stage.node import Node
+from stretto.stage.report import Report, failed
 from stretto.stage.stats import host_stats
 from stretto.stage.turns import Fresh, in_order
 from stretto.types import RequestId
@@ -59,39 +58,42 @@ CONTROL = 2048
 """Of the places for messages, those that new requests leave free: what was taken must be able to end."""
 
 
-@dataclass(slots=True, eq=False)
 class Host:
-    """The stages of this process and their links."""
+    """The stages of this process and their links. `load` makes them; `report` collects what they say and `push` sends
+    what was collected."""
 
-    configure: Configure
-    settings: HostSettings
-    report: Report  # collects
-    push: Callable[[], None] = lambda: None  # sends what was collected
-    device: torch.device = field(init=False)
-    switches: OverlapSwitches = field(init=False)  # links are laid by what they say then
-    nodes: dict[str, Node] = field(init=False, default_factory=dict)
-    links: LinkEnds = field(init=False)
-    loop: Loop = field(init=False)
-    fresh: Fresh | None = field(init=False, default=None)
-    waiters: list[Waiter] = field(init=False, default_factory=list)
-    memory: dict[str, int] = field(init=False, default_factory=dict)  # bytes by stage
+    def __init__(
+        self, configure: Configure, settings: HostSettings, report: Report, push: Callable[[], None] = lambda: None
+    ) -> None:
+        self.configure, self.report, self.push = configure, report, push
+        self.device = torch.device(settings.device)
+        self.switches = OverlapSwitches.read(settings.switches, os.environ)
+        if self.device.type == "cpu":
+            torch.set_num_threads(settings.threads)
+        self.bell = Bell()
+        self.context = StageContext(
+            configure.model, settings, self.device, self.switches, self.bell.ring, report, push, self.num_requests
+        )
+        self.nodes: dict[str, Node] = {}
 
     def load(self) -> None:
         """Build the stages and give them turns. On the main thread; the loop does not run yet."""
-        s = self.settings
-        self.device = torch.device(s.device)
-        self.switches = OverlapSwitches.read(s.switches, os.environ)
-        if self.device.type == "cpu":
-            torch.set_num_threads(s.threads)
-        self.loop = Loop([])
-        model, stages = self.configure.model, self.configure.stages
-        builder = Builder(model, stages, s, self.device, self.switches, self.loop, self.report, self.push)
-        self.nodes = builder.build()
-        self.settings, self.memory, self.waiters = builder.settings, builder.memory, builder.waiters
-        ring = self.loop.bell.ring
-        self.links = LinkEnds(self.nodes, self.settings, self.device, ring, self.report, self._fail)
-        self.fresh = Fresh(self.nodes["thinker"]) if "thinker" in self.nodes else None
-        self.loop.stages = in_order(self.nodes, self.fresh, self.push, self.links)
+        c = self.configure
+        build: Build = load(c.build)
+        self.nodes = build(c.stages, self.context)
+        nodes = list(self.nodes.values())
+        inlets = {i.link: (node, i) for node in nodes for i in node.inlets}
+        outlets = {o.link: (node, o) for node in nodes for o in node.outlets}
+        for name in inlets.keys() & outlets.keys():
+            outlets.pop(name)[1].join(inlets.pop(name)[1])
+        s, ring = self.context.settings, self.bell.ring
+        self.links = LinkEnds(inlets, outlets, s, self.device, ring, self.report, self._fail)
+        self.fresh = Fresh(nodes[0]) if not nodes[0].inlets else None  # it takes prompts
+        self.loop = Loop(in_order(nodes, self.fresh, self.push, self.links), self.bell)
+
+    def num_requests(self) -> int:
+        """That any stage here holds something for."""
+        return max((len(node) for node in self.nodes.values()), default=0)
 
     # -- messages, on the loop thread
 
@@ -101,15 +103,14 @@ class Host:
                 self._admit(message, blob)
             case Cancel(request=id):
                 self._cancel(id)
-            case StopText(request=id):
-                thinker = self.nodes.get("thinker")
-                if isinstance(thinker, ThinkerNode):
-                    thinker.stop_text(id)
+            case Finish(request=id, stage=stage):
+                if stage in self.nodes:
+                    self.nodes[stage].finish(id)
             case Throttle(request=id, on=on):
                 for node in self.nodes.values():
                     node.throttle(id, on)
-            case Listen() | Connect() if not self._has_end(message):
-                raise WireError(f"link {message.link!r}, generation {message.generation}, has no such end here")
+            case Listen(link=name) | Connect(link=name) if not self._has_end(message):
+                raise WireError(f"link {name!r}, generation {message.generation}, has no such end here")
             case Listen():
                 self.links.listen(message, self.switches)
             case Connect():
@@ -122,24 +123,26 @@ class Host:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
     def _has_end(self, m: Listen | Connect) -> bool:
-        sender, receiver = LINKS.get(m.link, ("", ""))
-        return (receiver if isinstance(m, Listen) else sender) in self.nodes and m.generation >= 0
+        ends = self.links.inlets if isinstance(m, Listen) else self.links.outlets
+        return m.link in ends and m.generation >= 0
 
     def _admit(self, a: Admit, blob: Bytes) -> None:
-        """Announce a request to all stages here, the last one first, so that its inputs find it ready. One that cannot
+        """Announce a request to its stages here, the last one first, so that its inputs find it ready. One that cannot
         be taken, for whatever is wrong with it, fails alone."""
+        first = next(iter(self.nodes))
         try:
             prompt = unpack_prompt(a.prompt, blob)
-            for node in reversed(self.nodes.values()):
-                node.admit(a, prompt)
+            for name, node in reversed(self.nodes.items()):
+                if name in a.stages:
+                    node.admit(a, _decoded(a.stages[name], node), prompt)
             if self.fresh is not None:
                 self.fresh.came = True
         except StrettoError as e:
-            self._fail(a.request, next(iter(self.nodes)), e)
+            self._fail(a.request, first, e)
         except torch.AcceleratorError:
             raise  # the device is lost, and this host with it
         except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
-            self._fail(a.request, next(iter(self.nodes)), Bug(f"it cannot be taken: {e!r}"))
+            self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
 
     def _cancel(self, id: RequestId) -> None:
         for node in self.nodes.values():
@@ -156,8 +159,15 @@ class Host:
     def close(self) -> None:
         self.loop.stop()
         self.links.close()
-        for waiter in self.waiters:
+        for waiter in self.context.waiters:
             waiter.close()
+
+
+def _decoded(params: msgspec.Raw, node: Node) -> msgspec.Struct:
+    try:
+        return msgspec.msgpack.decode(params, type=node.params)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise WireError(f"{node.name}: not what a request tells it: {e}") from None
 
 
 # -- the process
@@ -179,9 +189,9 @@ def serve(sock: socket.socket) -> int:
         channel.flush()
         return 1
     if host.device.type == "cuda":
-        host.memory["allocated"] = torch.cuda.memory_allocated(host.device)
+        host.context.memory["allocated"] = torch.cuda.memory_allocated(host.device)
     settle_down()
-    channel.send(Ready(configure.stages, time.perf_counter() - start, host.memory))
+    channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))
     # Wakes the reader below, so that the orchestrator learns of it now and not with its next message.
     host.loop.on_failure = lambda: sock.shutdown(socket.SHUT_RD)
     host.loop.start()

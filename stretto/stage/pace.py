@@ -9,10 +9,8 @@ where frames come hardly faster than they are played, packets stay small."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-FRAME_S = 0.08
-OPENING_S = 0.024  # of the first frame that the vocoder does not sound
 MARGIN_S = 0.03
 """What the way from here to the listener may take longer for one packet than for the first: a call of the vocoder for
 many streams, behind another one."""
@@ -31,11 +29,13 @@ class Rhythm:
     """How long frames take at worst, of any request: what a newcomer has to expect. While many prompts are read, that
     can be longer than the one frame that a first packet holds."""
 
+    frame_s: float  # that a frame plays
+    opening_s: float  # of the first one that the vocoder does not sound
     worst_s: float = 0.0
     at: float = 0.0  # when that was
 
     def took(self, seconds: float, now: float) -> None:
-        if seconds > 2 * FRAME_S:
+        if seconds > 2 * self.frame_s:
             return  # not the device: it waited for text, or for a listener who has enough
         if seconds >= self.worst_s or now - self.at > LATELY_S:
             self.worst_s, self.at = seconds, now
@@ -50,7 +50,7 @@ class Pace:
     size: int  # of the next packet, in frames
     each: int  # size that packets grow to
     ramp: int | None  # by this factor; None: at once
-    rhythm: Rhythm = field(default_factory=Rhythm)  # of all requests
+    rhythm: Rhythm  # of all requests
     begun: float | None = None  # when the first packet left
     sent: int = 0  # frames
     every_s: float = 0.0  # between frames, smoothed
@@ -68,7 +68,7 @@ class Pace:
     def lead(self, now: float) -> float:
         """Seconds until the listener has played all that was sent."""
         assert self.begun is not None, "nothing was sent yet"
-        return self.begun + FRAME_S * self.sent - OPENING_S - now
+        return self.begun + self.rhythm.frame_s * self.sent - self.rhythm.opening_s - now
 
     def due(self, waiting: int, stalled: bool, now: float) -> bool:
         """Whether the frames that wait should leave now. `stalled`: no more are on their way."""
@@ -80,11 +80,18 @@ class Pace:
 
     def _may_begin(self, waiting: int, now: float) -> bool:
         assert self.last is not None
-        return now >= self.last + self.rhythm.hold(FRAME_S * waiting - OPENING_S, now)
+        sound_s = self.rhythm.frame_s * waiting - self.rhythm.opening_s
+        return now >= self.last + self.rhythm.hold(sound_s, now)
 
     def may_join(self, waiting: int) -> bool:
         """Whether they may as well leave with others that are due: then all streams go in one call, time after time."""
         return self.begun is not None and 2 * waiting >= self.size
+
+    @property
+    def deadline(self) -> float:
+        """When the listener has played all that was sent."""
+        assert self.begun is not None, "nothing was sent yet"
+        return self.begun + self.rhythm.frame_s * self.sent
 
     def left(self, frames: int, now: float) -> None:
         if self.begun is None:

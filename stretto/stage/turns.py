@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 from stretto.stage.loop import Turns
-from stretto.stage.nodes.node import Node
+from stretto.stage.node import Node
 
 
 class Push:
@@ -22,31 +22,31 @@ class Push:
 
 
 class Fresh:
-    """A turn of the thinker's in rounds that brought requests."""
+    """A turn of the node that takes prompts, in rounds that brought requests."""
 
     due_ns: int | None = None
 
-    def __init__(self, thinker: Node) -> None:
-        self.thinker = thinker
+    def __init__(self, node: Node) -> None:
+        self.node = node
         self.came = False  # requests were admitted in this round
 
     def turn(self) -> bool:
         came, self.came = self.came, False
-        return came and self.thinker.turn()
+        return came and self.node.turn()
 
 
-def in_order(nodes: Mapping[str, Node], fresh: Fresh | None, push: Callable[[], None], links: Turns) -> list[Turns]:
-    """In the order of the data's way (the loop goes through them from the end): samples that are ready leave before
-    anything else is done; the talker goes before the thinker, whose launches may be long; and the vocoder comes once
-    more in between, so that frames that the talker sent are launched behind its own step at once. Only a new prompt
-    goes to the thinker first: the talker's part of it can be done while the thinker's runs."""
-    vocoder: list[Turns] = [nodes["code2wav"]] if "code2wav" in nodes else []
+def in_order(nodes: Sequence[Node], fresh: Fresh | None, push: Callable[[], None], links: Turns) -> list[Turns]:
+    """In the order of the data's way (the loop goes through them from the end): what is ready leaves before anything
+    else is done, and a stage goes before the one that feeds it, whose launches may be long. The last one, if its turns
+    are short, comes once more behind each stage but the first, so that what these sent is launched behind their own
+    steps at once. Only a new prompt goes to the first stage before the others: their part of it can be done while the
+    first one's runs."""
     pushing = Push(push)
+    last = [nodes[-1]] if len(nodes) > 1 and nodes[-1].cheap else []
+    body = nodes[: len(nodes) - len(last)]
     order: list[Turns] = [pushing]
-    if "thinker" in nodes:
-        order += [nodes["thinker"], pushing]
-    if "talker" in nodes:
-        order += [*vocoder, nodes["talker"]]
-    if fresh is not None:
+    for i, node in enumerate(body):
+        order += [*last, node] if i or fresh is None else [node, pushing]
+    if fresh is not None and len(nodes) > 1:
         order.append(fresh)
-    return [*order, pushing, *vocoder, links]
+    return [*order, pushing, *last, links]

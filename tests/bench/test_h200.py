@@ -19,7 +19,7 @@ from bench.workload import read
 from stretto.client.bench import Level, Open, Sample
 from stretto.client.player import Packet
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.server.schema import ChatRequest
 
 

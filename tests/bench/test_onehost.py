@@ -11,10 +11,10 @@ import pytest
 
 from bench.onehost import LOCAL, ROWS, SHARED, Asker, OneHost, Question, Row, measure_row
 from bench.workload import read
+from stretto.control.messages import FromHost, Pcm
+from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import FromHost, Pcm
-from stretto.orchestrator.settings import HostSettings
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.types import RequestId
 
 NUMBERS = itertools.count()
@@ -33,7 +33,7 @@ class Listening(OneHost):
 
 @pytest.fixture(scope="module")
 def host(tiny_dir: Path) -> Iterator[Listening]:
-    settings = HostSettings(max_rows=2, thinker_blocks=64, talker_blocks=64)
+    settings = HostSettings(max_rows=2, blocks={"thinker": 64, "talker": 64})
     Listening.sound = {}
     host = Listening(tiny_dir, settings)
     yield host

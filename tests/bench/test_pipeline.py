@@ -14,13 +14,14 @@ from stretto.client.bench import Sample, SystemClock
 from stretto.client.player import Packet
 from stretto.client.wire import Piece, RequestFailed
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import Busy, Invalid
 from stretto.models.qwen3_omni.config import OmniConfig, parse
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.qwen3_omni.solo import Audio, Frame, TextToken
 from stretto.models.qwen3_omni.tiny import released_config
-from stretto.orchestrator.api import AudioChunk, Event, Finished, Params, TextDelta, Usage
-from stretto.orchestrator.settings import EngineConfig, HostSettings
-from stretto.prompt.build import PromptBuilder
-from stretto.solo import Audio, Frame, TextToken
+from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
 from tests.orchestrator.common import CHATS, run
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from bench.workload import FOLDER, Question, Workload, read
+from stretto.control.request import ChunkSizes
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.api import ChunkSizes
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 

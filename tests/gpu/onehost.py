@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.onehost import OneHost, Question
-from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import (
-    Admit,
+from stretto.control.messages import (
     Cancel,
     Codes,
     Ended,
@@ -24,19 +22,20 @@ from stretto.orchestrator.messages import (
     Sampling,
     Text,
 )
-from stretto.orchestrator.settings import HostSettings
+from stretto.control.settings import HostSettings
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
 from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.prompt.prompt import Prompt
-from stretto.stage.nodes.code2wav import Code2WavNode
 from stretto.types import GREEDY, RequestId
+from tests.pipeline import announcement
 from tests.prompts import Maker
 
 TOKENS, FRAMES = 6, 4
 SETTINGS = HostSettings(
     dtype="float32",
     block_size=8,
-    thinker_blocks=96,
-    talker_blocks=96,
+    blocks={"thinker": 96, "talker": 96},
     max_rows=3,
     max_context=256,
     prefill_chunk=24,
@@ -131,7 +130,7 @@ class Listener(OneHost):
 def question(name: str, prompt: Prompt) -> Question:
     meta, blob = pack_prompt(prompt, features=True)
     greedy = Sampling.of(GREEDY)
-    admit = Admit(
+    admit = announcement(
         request=RequestId(name), prompt=meta, speak=True, voice=None, text=greedy, code0=greedy, residual=greedy,
         max_text_tokens=TOKENS, max_frames=FRAMES, min_text_tokens=TOKENS, min_frames=FRAMES, first_frames=1,
         each_frames=2, ramp=None, media=media_digest(prompt), want_codes=True,

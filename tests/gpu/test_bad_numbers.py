@@ -13,15 +13,16 @@ from bench.onehost import kernels
 from stretto.connector.contract import Chunk
 from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.prompt.prompt import Prompt
-from stretto.stage.payload.schema import ThinkerRows, unpack
+from stretto.stage.payload.schema import unpack
 from stretto.types import RequestId
 from tests.gpu.onehost import SETTINGS, Answer, Listener, about
 
 BAD = 1
 """Which of the prompts."""
-ROOMY = replace(SETTINGS, max_rows=4, thinker_blocks=30, talker_blocks=30)
+ROOMY = replace(SETTINGS, max_rows=4, blocks={"thinker": 30, "talker": 30})
 """All at once; and later ones must take the memory of earlier ones."""
 
 
@@ -110,7 +111,7 @@ def test_rows_that_are_not_of_this_model_fail_their_request_alone(
         ids[-1] = words if what == "beyond the words" else -1
         return replace(rows, ids=ids)
 
-    monkeypatch.setattr("stretto.stage.nodes.talker.unpack", spoil)
+    monkeypatch.setattr("stretto.models.qwen3_omni.nodes.talker.unpack", spoil)
     for i, answer in enumerate(case.ask(prompts)):
         if i == BAD:
             assert answer.error is not None

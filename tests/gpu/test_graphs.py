@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.load import Models
-from stretto.solo import Options
+from stretto.models.qwen3_omni.solo import Options
 from stretto.stage.codec import CodecConfig, CodecStage
 from stretto.stage.request import Reason
 from stretto.types import RequestId, SamplingParams

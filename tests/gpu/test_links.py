@@ -13,11 +13,11 @@ import torch
 from stretto.connector import wire
 from stretto.connector.pinned import map_shared
 from stretto.connector.switches import OverlapSwitches
+from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
 from stretto.stage.outbox import Outbox
 from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
 from stretto.stage.payload.copies import DIRECT_BYTES, DeviceToHost, HostToDevice, adopt
 from stretto.stage.payload.ring import Ring
-from stretto.stage.payload.schema import CodecFrames, ThinkerRows
 from stretto.types import Mark, RequestId, Span
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what else runs there must not make the host late

@@ -16,8 +16,8 @@ import torch
 
 from bench.onehost import kernels, swapped
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.messages import Cancel
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import Cancel
 from stretto.prompt.prompt import Prompt
 from stretto.types import RequestId
 from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about

@@ -174,8 +174,8 @@ LEAVING = [
 ]
 
 FLOOR = "stretto/stage/runner/rows.py", "early = positions + 1 < self.floor[rows]"
-MIN_NEW = "stretto/stage/runner/thinker.py", "request.cursor.prompt + given.min_new)"
-MIN_FRAMES = "stretto/stage/runner/talker.py", "len(given.prompt) + given.min_frames\n"
+MIN_NEW = "stretto/models/qwen3_omni/lanes/thinker.py", "request.cursor.prompt + given.min_new)"
+MIN_FRAMES = "stretto/models/qwen3_omni/lanes/talker.py", "len(given.prompt) + given.min_frames\n"
 HOLDINGS, UPTO = "stretto/stage/scheduler/holdings.py", "islice(request.keys, (cursor.known - 1) // size)"
 FOUND = f"""chain_keys(request, cursor.known - 1, size)
         # Rows that were confirmed before need no payload: it has been published.

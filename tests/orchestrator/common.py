@@ -15,26 +15,25 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from stretto.models.qwen3_omni.load import Models
-from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Params, TextDelta
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     Admit,
-    Configure,
-    Connect,
     Ended,
     Failed,
     FromHost,
-    Listen,
-    Listening,
     Stats,
 )
+from stretto.control.request import Params
+from stretto.control.settings import HostSettings
+from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.qwen3_omni.solo import Audio, Done, Frame, Options, Solo, TextToken
+from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, TextDelta
+from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
-from stretto.prompt.build import PromptBuilder
-from stretto.solo import Audio, Done, Frame, Options, Solo, TextToken
 from stretto.stage.host import Host
-from stretto.types import CODE0, RESIDUAL, SECRET_BYTES, SamplingParams
+from stretto.types import SECRET_BYTES, SamplingParams
+from tests.pipeline import STAGES, configure
 
 T = TypeVar("T")
 SECRET = bytes(SECRET_BYTES)
@@ -236,13 +235,9 @@ class HandDriven:
     def __init__(self, model: Path, settings: HostSettings) -> None:
         self.reports: list[tuple[FromHost, bytes]] = []
         self.launched: list[tuple[str, int, int]] = []  # stage, rows [start, stop) of the request's sequence
-        configure = Configure(str(model), STAGES, settings.as_dict())
-        self.host = Host(configure, settings, lambda message, blob: self.reports.append((message, blob)))
+        told = configure(str(model), STAGES, settings.as_dict())
+        self.host = Host(told, settings, lambda message, blob: self.reports.append((message, blob)))
         self.host.load()
-        for link in reversed(LINKS):
-            self.host.handle(Listen(link, "local", 1, SECRET), b"")
-            told = next(m for m, _ in reversed(self.reports) if isinstance(m, Listening))
-            self.host.handle(Connect(link, "local", told.endpoint, 1, SECRET), b"")
         for name in ("thinker", "talker"):
             self._watch(name, self.host.nodes[name].stage.runner)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.control.request import Params
 from stretto.errors import Invalid, TooLong
 from stretto.orchestrator.admission import Ask, Names, fitted
-from stretto.orchestrator.api import Params
 from stretto.types import RequestId
 
 LIMIT, VOCAB = 100, 50

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from stretto.control.request import ChunkSizes, Params
+from stretto.control.settings import EngineConfig, HostSettings, parse_placement
 from stretto.errors import Busy, Gone, Invalid, StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models, Source
-from stretto.orchestrator.api import ChunkSizes, Finished, Params, TextDelta
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.orchestrator.api import Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.settings import ONE_HOST, PROCESSES, TWO_HOSTS, EngineConfig, HostSettings, parse_placement
 from stretto.orchestrator.sync import SyncEngine
-from stretto.prompt.build import PromptBuilder
 from tests.orchestrator.common import CHATS, collect, expected, run, same, say, sound
+from tests.pipeline import ONE_HOST, PROCESSES, TWO_HOSTS
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 PACKETS = {

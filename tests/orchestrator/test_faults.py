@@ -13,14 +13,7 @@ import pytest
 
 from stretto.connector.contract import PutFailed
 from stretto.connector.inline import InlineOut
-from stretto.errors import StageDead, StrettoError
-from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.load import Models
-from stretto.orchestrator.api import Params
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import (
-    Admit,
-    Configure,
+from stretto.control.messages import (
     Ended,
     Failed,
     LinkDown,
@@ -29,14 +22,21 @@ from stretto.orchestrator.messages import (
     Unlink,
     encode,
 )
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig, HostSettings
+from stretto.errors import StageDead, StrettoError
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig, HostSettings
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.packed import pack_prompt
-from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
+from tests.pipeline import PROCESSES, STAGES, announcement, configure
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 LONG = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=30, max_frames=30)
@@ -154,7 +154,7 @@ def test_hosts_may_die_together_while_starting_and_from_within(tiny_dir: Path, w
             # A message that a host cannot take is a bug; it ends that host and no other.
             pids = engine.pids
             tasks = await speaking(engine)
-            engine._pipelines[0].send(("talker",), Configure("", (), {}))
+            engine._pipelines[0].send(("talker",), configure("", (), {}))
             errors = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(e, StageDead) for e in errors), errors
             await until(lambda: engine.pids[1] not in (pids[1], None))
@@ -191,7 +191,7 @@ def test_a_host_that_talks_nonsense_is_a_dead_one(data: bytes) -> None:
         assert host.state == "dead"
         assert deaths == [host]
         assert isinstance(host.death(), StageDead)
-        host.send(Configure("", (), {}))  # swallowed
+        host.send(configure("", (), {}))  # swallowed
 
     run(work())
     assert heard == [Loading("thinker", "loading")]
@@ -319,7 +319,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
     driven = HandDriven(tiny_dir, HostSettings())
     try:
         for name in ("doomed", "other"):
-            driven.host.handle(Admit(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
+            driven.host.handle(announcement(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
         driven.host.loop.round()
         link = driven.host.links.ends["talker>code2wav"].outgoing
         assert isinstance(link, InlineOut)

@@ -12,18 +12,21 @@ from typing import Any, Literal, cast
 
 import pytest
 
+from stretto.control.messages import Cancel, Ended, Sampling, Throttle
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.api import AudioChunk, Event, Params, TextDelta
+from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
+from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.orchestrator.api import AudioChunk, Event, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import Admit, Cancel, Ended, Sampling, Throttle
-from stretto.orchestrator.settings import ONE_HOST, PROCESSES, EngineConfig, HostSettings
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.packed import pack_prompt
-from stretto.stage.nodes.code2wav import Code2WavNode
-from stretto.stage.nodes.thinker import ThinkerNode
-from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, come_to, freed, held
+from tests.pipeline import ONE_HOST, PROCESSES, announcement
 
 ENDLESS = Params(max_text_tokens=8000, ignore_eos=True, min_frames=8000, max_frames=8000, seed=3)
 """Thousands of tokens and frames beside any prompt, of several milliseconds each."""
@@ -275,7 +278,7 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
         vocoder.turn = lambda: False  # type: ignore[method-assign]
     try:
         whole = {"min_text_tokens": tokens, "min_frames": frames}
-        driven.host.handle(Admit(id, meta, True, None, *greedy(), tokens, frames, **whole), blob)
+        driven.host.handle(announcement(id, meta, True, None, *greedy(), tokens, frames, **whole), blob)
         while not reached(driven):
             assert driven.host.loop.round()
         if state == "throttled":

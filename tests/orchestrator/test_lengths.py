@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.control.messages import Ended, Pcm, Sampling, Text
+from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import Admit, Ended, Pcm, Sampling, Text
-from stretto.orchestrator.settings import HostSettings
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import pack_prompt
-from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven
+from tests.pipeline import announcement
 
 SURELY = 1e6  # a logit
 
@@ -47,7 +49,7 @@ def test_the_end_comes_right_after_what_must_come(tiny_dir: Path, tokens: int, f
     try:
         hurry(driven, config)
         least = {"min_text_tokens": tokens, "min_frames": frames}
-        driven.answer(Admit(RequestId("r"), meta, True, None, *greedy, 20, 20, **least), blob)
+        driven.answer(announcement(RequestId("r"), meta, True, None, *greedy, 20, 20, **least), blob)
         said = [i for m, _ in driven.reports if isinstance(m, Text) for i in m.ids]
         assert len(said) == tokens + 1
         assert said.index(config.tokens.im_end) == tokens

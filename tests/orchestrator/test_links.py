@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.errors import WireError
-from stretto.orchestrator import pipeline as pipelines
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     PREFIX,
     Connect,
     LinkDown,
@@ -19,10 +17,13 @@ from stretto.orchestrator.messages import (
     decode_to_host,
     encode,
 )
+from stretto.control.settings import EngineConfig
+from stretto.errors import WireError
+from stretto.orchestrator import pipeline as pipelines
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.settings import PROCESSES, EngineConfig
 from stretto.types import SECRET_BYTES
 from tests.orchestrator.common import run
+from tests.pipeline import PROCESSES
 
 LINK = "talker>code2wav"
 TALKER, VOCODER = 1, 2

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto.orchestrator.api import Params
+from stretto.control.messages import Ended, Text
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import Ended, Text
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.settings import EngineConfig
 from stretto.types import RequestId
 from tests.orchestrator.common import CHATS, collect, run
 

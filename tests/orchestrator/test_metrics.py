@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from stretto.control.messages import Stats
+from stretto.control.settings import EngineConfig, Placement
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import Stats
 from stretto.orchestrator.pipeline import Pipeline, labelled
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import LINKS, ONE_HOST, PROCESSES, STAGES, TWO_HOSTS, EngineConfig, Placement
 from stretto.server.metrics import Metrics
 from tests.orchestrator.common import run
+from tests.pipeline import LINKS, ONE_HOST, PROCESSES, STAGES, TWO_HOSTS
 
 PLAN = {f'stretto_stage_memory_bytes{{stage="{s}"}}' for s in STAGES}
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from stretto.errors import WireError
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     PREFIX,
-    Configure,
     Ended,
     FromHost,
     Loading,
@@ -20,10 +18,13 @@ from stretto.orchestrator.messages import (
     decode_to_host,
     encode,
 )
+from stretto.control.settings import EngineConfig
+from stretto.errors import WireError
+from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import PROCESSES, STAGES, EngineConfig
 from stretto.types import RequestId
+from tests.pipeline import PROCESSES, STAGES, configure
 
 R = RequestId("r")
 
@@ -32,7 +33,7 @@ def header(message: Any) -> bytes:
     return encode(message)[PREFIX.size :]
 
 
-DEEP = header(Configure("", (), {"": None}))[:-1] + b"\x81\xa0" * 5000 + b"\xc0"
+DEEP = header(configure("", (), {"": None}))[:-1] + b"\x81\xa0" * 5000 + b"\xc0"
 
 
 @pytest.mark.parametrize("bad", [b"", b"\xc1", header(Loading("xx", "y")).replace(b"xx", b"\xff\xfe"), DEEP])
@@ -59,7 +60,9 @@ def test_a_token_that_no_tokenizer_has_is_no_message(id: int) -> None:
 )
 def test_a_stage_that_there_is_not_ends_the_host(message: FromHost) -> None:
     passed: list[FromHost] = []
-    pipeline = Pipeline("p", "", EngineConfig(placement=PROCESSES), lambda m, b: passed.append(m), lambda p, s, e: None)
+    pipeline = Pipeline(
+        "p", "", PIPELINE, EngineConfig(placement=PROCESSES), lambda m, b: passed.append(m), lambda p, s, e: None
+    )
     deaths: list[str] = []
     host = HostProcess("h", pipeline._message, lambda h: deaths.append(h.reason))
     host.take(encode(message))

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 
+from stretto.control.messages import Admit, Sampling, encode
+from stretto.control.request import Params
+from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.admission import Ask, announce
-from stretto.orchestrator.api import Params
-from stretto.orchestrator.messages import Admit, Sampling, encode
-from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.packed import media_digest, pack, pack_prompt
 from stretto.prompt.prompt import Prompt
-from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven, picture, say
+from tests.pipeline import STAGES, announcement
 
 WORDS = "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few more than that."
 CHATS: dict[str, list[dict[str, Any]]] = {
@@ -49,7 +51,7 @@ def first_rows(driven: HandDriven, prompt: Prompt, root: bytes, voice: str | Non
     driven.reports.clear()
     meta, blob = pack_prompt(prompt, features=True)
     id, media = RequestId(f"r{next(NUMBERS)}"), media_digest(prompt)
-    driven.answer(Admit(id, meta, True, voice, *GREEDILY, 2, 2, media=media, cache_root=root), blob)
+    driven.answer(announcement(id, meta, True, voice, *GREEDILY, 2, 2, media=media, cache_root=root), blob)
     return {stage: min(start for s, start, _ in driven.launched if s == stage) for stage in STAGES[:2]}
 
 

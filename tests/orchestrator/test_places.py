@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from stretto.control.messages import Ended
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig
 from stretto.errors import Busy, Gone
 from stretto.orchestrator.admission import Ask
-from stretto.orchestrator.api import Event, Finished, Params
+from stretto.orchestrator.api import Event, Finished
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import Ended
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.settings import EngineConfig
 from stretto.prompt.jobs import BuiltPrompt
 from tests.orchestrator.common import CHATS, collect, run
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from stretto.control.settings import EngineConfig
 from stretto.errors import Busy, StageDead
 from stretto.orchestrator import routing
 from stretto.orchestrator.routing import Router
-from stretto.orchestrator.settings import EngineConfig
+
+TEXT, SPEECH = ("writer",), ("writer", "speaker")
 
 
 class Place:
@@ -17,8 +19,8 @@ class Place:
     def __init__(self, active: int = 0, up: bool = True, speaks: bool = True) -> None:
         self.active, self.up, self.speaks = active, up, speaks
 
-    def ready(self, speak: bool) -> bool:
-        return self.up and (self.speaks or not speak)
+    def ready(self, stages: tuple[str, ...]) -> bool:
+        return self.up and (self.speaks or stages == TEXT)
 
 
 def stream(place: Place, pace: float) -> Any:
@@ -32,19 +34,19 @@ def router(*places: Place, **config: Any) -> Router:
 def test_speech_needs_more_than_text_does() -> None:
     mute, down = Place(speaks=False), Place(up=False)
     r = router(mute, down)
-    assert r.choose(False, None, []) is mute
+    assert r.choose(TEXT, False, None, []) is mute
     with pytest.raises(StageDead):
-        r.choose(True, None, [])
+        r.choose(SPEECH, True, None, [])
 
 
 def test_speech_goes_where_streams_keep_pace() -> None:
     slow, fast = Place(active=0), Place(active=9)
     r = router(slow, fast, min_pace=1.0)
     running = [stream(slow, 0.9), stream(slow, 5.0), stream(fast, 1.0)]
-    assert r.choose(True, None, running) is fast
-    assert r.choose(False, None, running) is slow, "text does not mind"
+    assert r.choose(SPEECH, True, None, running) is fast
+    assert r.choose(TEXT, False, None, running) is slow, "text does not mind"
     with pytest.raises(Busy):
-        r.choose(True, None, [*running, stream(fast, 0.9)])
+        r.choose(SPEECH, True, None, [*running, stream(fast, 0.9)])
 
 
 def test_sessions_are_forgotten_the_longest_unused_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +54,7 @@ def test_sessions_are_forgotten_the_longest_unused_first(monkeypatch: pytest.Mon
     a, b = Place(active=0), Place(active=1)
     r = router(a, b)
     for session in ("s", "t", "s", "u"):
-        assert r.choose(True, session, []) is a
+        assert r.choose(SPEECH, True, session, []) is a
     a.active = 2
-    assert r.choose(True, "s", []) is a
-    assert r.choose(True, "t", []) is b
+    assert r.choose(SPEECH, True, "s", []) is a
+    assert r.choose(SPEECH, True, "t", []) is b

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from stretto.control.request import ChunkSizes, Params
+from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
-from stretto.orchestrator.api import ChunkSizes, Params
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.settings import ONE_HOST, PROCESSES, EngineConfig, HostSettings
-from stretto.prompt.build import PromptBuilder
 from tests.orchestrator.common import CHATS, Answer, collect, expected, run, same
+from tests.pipeline import ONE_HOST, PROCESSES
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=5, want_codes=True)
 CASES = {

@@ -2,6 +2,7 @@
 one end."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from stretto.control.messages import Cancel, Ended, Finish, Throttle
+from stretto.control.request import Params
 from stretto.errors import Bug, StageDead
+from stretto.family import MediaTokens
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
-from stretto.orchestrator.api import AudioChunk, Finished, Params, TextDelta
-from stretto.orchestrator.messages import Cancel, Ended, StopText, Throttle
-from stretto.orchestrator.settings import STAGES
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.orchestrator.api import AudioChunk, Finished, TextDelta
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.prompt import Prompt
 from stretto.types import RequestId
+from tests.pipeline import STAGES
 
 ID = RequestId("r")
 ROOM_S = 2.0
@@ -42,14 +46,17 @@ class Letters:
         return ""
 
 
-class Pads:
-    audio_pad, image_pad, video_pad = 1, 2, 3
+MODEL: Any = SimpleNamespace(
+    pipeline=PIPELINE,
+    info=SimpleNamespace(sample_rate=SAMPLE_RATE_OUT),
+    media_tokens=MediaTokens(frozenset({1}), frozenset({2, 3})),
+)
 
 
 def ticket(stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES, least: int = 0) -> tuple[Ticket, Line]:
     line = Line()
     prompt, params = Prompt((0, 1, 1, 2, 3)), Params(stop=stop, min_text_tokens=least)
-    return Ticket(ID, None, line, stages, prompt, params, 7, Letters(), 0.0), line  # type: ignore[arg-type]
+    return Ticket(ID, None, line, MODEL, stages, prompt, params, 7, Letters(), 0.0), line  # type: ignore[arg-type]
 
 
 def events(t: Ticket) -> list[Any]:
@@ -58,7 +65,7 @@ def events(t: Ticket) -> list[Any]:
 
 def end(t: Ticket, *stages: str, reason: str = "stop", cached: int = 0) -> None:
     for stage in stages:
-        t.end(Ended(ID, stage, reason, 0.0, cached=cached), Pads())  # type: ignore[arg-type]
+        t.end(Ended(ID, stage, reason, 0.0, cached=cached))
 
 
 def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int, str]:
@@ -105,7 +112,7 @@ def test_text_ends_before_the_first_stop_string_however_it_comes(
     assert all(isinstance(e, TextDelta) and not e.ids for e in deltas)
     assert shown + "".join(e.text for e in deltas) == want
     assert ids == list(map(ord, text[:made])), "ids are as sampled"
-    assert [type(m) for m in line.sent] == [StopText] * (reason == "stop")
+    assert [type(m) for m in line.sent] == [Finish] * (reason == "stop")
 
 
 def test_a_slow_consumer_throttles_and_goes_on_at_half() -> None:

@@ -5,13 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.models.qwen3_omni.bridge import talker_prompt
-from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.load import Models
-from stretto.orchestrator.api import ChunkSizes, Params, TimelineSpan
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.messages import (
-    Admit,
+from stretto.control.messages import (
     Cancel,
     Ended,
     Pcm,
@@ -20,12 +14,20 @@ from stretto.orchestrator.messages import (
     Stats,
     Text,
 )
-from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.control.request import ChunkSizes, Params
+from stretto.control.settings import HostSettings
+from stretto.models.qwen3_omni.bridge import talker_prompt
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.orchestrator.api import TimelineSpan
+from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.timeline import trace
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.packed import media_digest, pack_prompt
-from stretto.types import CODE0, GREEDY, RESIDUAL, RequestId
+from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
+from tests.pipeline import STAGES, announcement
 
 
 def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
@@ -73,7 +75,7 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
     driven = HandDriven(tiny_dir, HostSettings(lone_prefill_chunk=chunk))
     try:
         driven.answer(
-            Admit(RequestId("r"), meta, True, None, *greedy, 6, 7, media=media_digest(prompt)),
+            announcement(RequestId("r"), meta, True, None, *greedy, 6, 7, media=media_digest(prompt)),
             blob,
         )
     finally:
@@ -114,7 +116,7 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     driven = HandDriven(tiny_dir, HostSettings())
     driven.host.nodes["thinker"].clock = lambda: 1000.0
     try:
-        driven.answer(Admit(RequestId("r"), meta, True, None, *greedy, 20, 7, min_text_tokens=20), blob)
+        driven.answer(announcement(RequestId("r"), meta, True, None, *greedy, 20, 7, min_text_tokens=20), blob)
     finally:
         driven.host.close()
     groups = [m.ids for m, _ in driven.reports if isinstance(m, Text)]
@@ -142,7 +144,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
     try:
         for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
             meta, blob = pack_prompt(prompt, features=True)
-            host.handle(Admit(RequestId(id), meta, False, None, *greedy, 3, 0, media=media_digest(prompt)), blob)
+            host.handle(announcement(RequestId(id), meta, False, None, *greedy, 3, 0, media=media_digest(prompt)), blob)
         host.loop.round()
         host.handle(Cancel(RequestId("left")), b"")
         while len(ended := [m.request for m, _ in driven.reports if isinstance(m, Ended)]) < 2:

@@ -17,7 +17,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 
 from stretto.errors import CheckpointError, Invalid, MediaError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.media import Budget, MediaLimits, decode_image, decode_pcm16
 from stretto.prompt.mel import mel
 from stretto.prompt.prompt import Prompt

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from stretto.errors import CheckpointError, MediaError
 from stretto.models.qwen3_omni.config import VisionConfig
-from stretto.prompt.images import PatchRule, fit, fit_video, image_patches, video_patches
+from stretto.models.qwen3_omni.patches import PatchRule, fit, fit_video, image_patches, video_patches
 from tests.prompt.samples import FIXED
 
 RULE = PatchRule(16, 2, 2, 3136, 12_845_056, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 65_536)

@@ -11,7 +11,7 @@ import pytest
 
 from stretto.errors import Invalid, MediaError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.media import MediaLimits
 from tests.prompt.samples import b64, data_uri, image_file, picture, shifting_video, sound_file, tone
 

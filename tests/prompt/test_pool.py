@@ -18,8 +18,8 @@ from PIL import Image
 
 from stretto.errors import Busy, CheckpointError, Invalid, MediaError, StageDead, TooLong, WireError
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt import pool as pool_module
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.jobs import Apart, Build, Built, Conversation
 from stretto.prompt.lane import Lane
 from stretto.prompt.packed import Packed, PromptMeta
@@ -29,13 +29,14 @@ from stretto.prompt.threads import InThreads
 from tests.prompt.samples import sound_file, tone, video_file
 
 T = TypeVar("T")
+BUILDER = "stretto.models.qwen3_omni.prompts:open_builder"
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}]
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def with_pool(directory: Path, test: Callable[[PromptPool], Coroutine[Any, Any, T]], **settings: Any) -> T:
     async def run() -> T:
-        pool = PromptPool(directory, PoolSettings(**settings))
+        pool = PromptPool(directory, BUILDER, PoolSettings(**settings))
         await pool.start()
         try:
             return await test(pool)

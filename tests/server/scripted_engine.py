@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from stretto.family import ModelInfo
 from stretto.orchestrator.api import (
     AudioChunk,
     EngineState,
     Event,
     Finished,
     Message,
-    ModelInfo,
     Progress,
     TextDelta,
     TimelineSpan,

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from stretto.control.request import Params
 from stretto.errors import Busy, Invalid, TooLong
+from stretto.family import ModelInfo
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.api import (
     AudioChunk,
     CodeFrames,
@@ -24,15 +27,12 @@ from stretto.orchestrator.api import (
     Finished,
     Message,
     Modality,
-    ModelInfo,
-    Params,
     Progress,
     TextDelta,
     TimelineSpan,
     Usage,
 )
 from stretto.prompt import work
-from stretto.prompt.build import PromptBuilder
 from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.media import MediaLimits
 from stretto.prompt.prompt import Prompt
@@ -145,7 +145,7 @@ class SoloEngine:
         request_id: RequestId | None = None,
         owner: str = "",
     ) -> AsyncIterator[Event]:
-        from stretto.solo import Solo
+        from stretto.models.qwen3_omni.solo import Solo
 
         params = self._check(params)
 
@@ -193,7 +193,7 @@ class SoloEngine:
         return params
 
     def _options(self, params: Params, voice: str | None, speak: bool, tokens: int | None = None) -> Any:
-        from stretto.solo import Options
+        from stretto.models.qwen3_omni.solo import Options
         from stretto.types import SamplingParams
 
         text = SamplingParams(
@@ -211,7 +211,7 @@ class SoloEngine:
     async def _events(
         self, start: Callable[[], tuple[Prompt, Iterator[Any]]], params: Params, name: str, silent: bool = False
     ) -> AsyncIterator[Event]:
-        from stretto.solo import Audio, Done, Frame, TextToken
+        from stretto.models.qwen3_omni.solo import Audio, Done, Frame, TextToken
 
         loop, steps = asyncio.get_running_loop(), None
         words, text, cut = TextStream(self.builder.tokenizer), StopText(params.stop), False
@@ -296,7 +296,7 @@ def held(models: Any, params: Params) -> Any:
 
 def read_aloud(models: Any, words: list[int]) -> Any:
     """Solo with the thinker's choice taken away: the tokens are these."""
-    from stretto.solo import Solo
+    from stretto.models.qwen3_omni.solo import Solo
 
     class Reader(Solo):
         def _pick_text(self, voices: Any, hidden: Any) -> list[int]:

@@ -19,7 +19,7 @@ from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.server import chat, exchange
 from stretto.server.body import ON_THE_LOOP, Body, BodyBudget
 from stretto.server.failures import Refused
-from tests.prompt.test_pool import picture, sound
+from tests.prompt.test_pool import BUILDER, picture, sound
 from tests.server.conftest import Running
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ASK, CHAT, SPEECH
@@ -36,7 +36,7 @@ class Front:
         self.running = Running(self.open, **settings)
 
     async def open(self) -> ScriptedEngine:
-        self.pool = PromptPool(self.directory, PoolSettings())
+        self.pool = PromptPool(self.directory, BUILDER, PoolSettings())
         await self.pool.start()
         self.engine.prompts = self.pool
         return self.engine

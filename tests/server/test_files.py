@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from stretto.control.settings import EngineConfig
 from stretto.orchestrator.api import Engine
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.settings import EngineConfig
 from stretto.prompt.pool import PoolSettings
 from tests.prompt.samples import data_uri, image_file, picture, sound_file, tone, video_file
 from tests.server.conftest import Reply, Running

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.server.openapi import document
+from tests.prompt.test_pool import BUILDER
 from tests.server.conftest import Reply, Running
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -38,7 +39,7 @@ def running(tiny_dir: Path) -> Iterator[Running]:
     engine = ScriptedEngine(packets=[np.zeros(1920, np.float32)] * 2)
 
     async def open_engine() -> ScriptedEngine:
-        engine.prompts = PromptPool(tiny_dir, PoolSettings())
+        engine.prompts = PromptPool(tiny_dir, BUILDER, PoolSettings())
         await engine.prompts.start()
         return engine
 

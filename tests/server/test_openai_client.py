@@ -12,7 +12,8 @@ import openai
 import pytest
 import soundfile
 
-from stretto.orchestrator.api import AudioChunk, Finished, Params, TextDelta
+from stretto.control.request import Params
+from stretto.orchestrator.api import AudioChunk, Finished, TextDelta
 from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.solo_engine import SoloEngine

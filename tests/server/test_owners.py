@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from stretto.control.settings import EngineConfig
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.settings import EngineConfig
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.server.command import add_serve_parser, settle
 from tests.orchestrator.common import freed, stats
 from tests.server.conftest import read_until

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.api import Params, Usage
-from stretto.orchestrator.settings import EngineConfig
-from stretto.prompt.build import PromptBuilder
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.orchestrator.api import Usage
 from stretto.prompt.packed import media_digest
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.template import TextStream

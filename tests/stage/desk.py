@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from stretto.models.qwen3_omni.bridge import talker_prompt
+from stretto.models.qwen3_omni.lanes.talker import TalkerInput, TalkerLane
+from stretto.models.qwen3_omni.lanes.thinker import Edit, ThinkerInput, ThinkerLane
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
+from stretto.models.qwen3_omni.solo import Options
 from stretto.prompt.prompt import Prompt
-from stretto.solo import Options
 from stretto.stage.ahead import Ahead
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
-from stretto.stage.runner.talker import TalkerInput, TalkerLane
-from stretto.stage.runner.thinker import Edit, ThinkerInput, ThinkerLane
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, PayloadStore, Stage

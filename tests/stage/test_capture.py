@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.settings import HostSettings
 from stretto.layers.capture import capture_graphs
 from stretto.models.qwen3_omni import vision_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.host import Builder
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.weights import build, fill_dummy
-from stretto.orchestrator.settings import HostSettings
 from stretto.stage import codec
-from stretto.stage.build import Builder
 from stretto.stage.loop import Loop
 from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
-from stretto.stage.runner.thinker import ThinkerLane
 
 CPU = torch.device("cpu")
 PLAIN, FULL = How(False, False), How(True, True)

@@ -3,7 +3,7 @@
 import socket
 import threading
 
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     PREFIX,
     FromHost,
     Loading,

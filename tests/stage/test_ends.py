@@ -12,9 +12,9 @@ import torch
 from stretto.connector.contract import Endpoint, LinkOptions
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.messages import Connect, Listen
+from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
-from stretto.orchestrator.messages import Connect, Listen
-from stretto.orchestrator.settings import HostSettings
 from stretto.stage.ends import LinkEnds
 from stretto.types import SECRET_BYTES
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from stretto.orchestrator.messages import (
+from stretto.control.messages import (
     Admit,
     Broken,
     Cancel,
-    Configure,
     Failed,
     Quit,
     Ready,
@@ -20,12 +19,13 @@ from stretto.orchestrator.messages import (
     ToHost,
     encode,
 )
+from stretto.control.settings import HostSettings
 from stretto.orchestrator.process import HostProcess
-from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.prompt.packed import PromptMeta
 from stretto.stage import host as hosts
 from stretto.stage.loop import Loop
 from stretto.types import GREEDY, RequestId
+from tests.pipeline import STAGES, announcement, configure
 
 PLACES, CONTROL = 8, 3
 
@@ -58,7 +58,7 @@ class Host:
 
 def admit(name: str) -> Admit:
     s = Sampling.of(GREEDY)
-    return Admit(RequestId(name), PromptMeta((1,)), True, None, s, s, s, 4, 4)
+    return announcement(RequestId(name), PromptMeta((1,)), True, None, s, s, s, 4, 4)
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost) -> tuple[int, Host, list[Any]]:
@@ -74,7 +74,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost) -> tuple[int, Host
     monkeypatch.setattr(hosts, "settle_down", lambda: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        for message in (Configure("", STAGES, HostSettings().as_dict()), *messages):
+        for message in (configure("", STAGES, HostSettings().as_dict()), *messages):
             ours.sendall(encode(message))
         codes: list[int] = []
         thread = threading.Thread(target=lambda: codes.append(hosts.serve(theirs)), daemon=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stretto.models.qwen3_omni.load import Models
-from stretto.solo import Options
+from stretto.models.qwen3_omni.solo import Options
 from stretto.stage.ahead import Ahead
 from stretto.stage.loop import TICK_NS, Loop
 from stretto.stage.runner.waiter import Waiter

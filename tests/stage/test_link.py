@@ -18,12 +18,13 @@ from stretto.connector.contract import LinkOptions
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
+from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
 from stretto.stage.inbox import Inboxes
 from stretto.stage.outbox import Outboxes
 from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
 from stretto.stage.payload.copies import DeviceToHost, HostToDevice, Placed, adopt
 from stretto.stage.payload.ring import Ring
-from stretto.stage.payload.schema import CodecFrames, ThinkerRows, unpack
+from stretto.stage.payload.schema import unpack
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))

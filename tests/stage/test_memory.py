@@ -11,21 +11,22 @@ import pytest
 
 from stretto.connector import wire
 from stretto.connector.contract import Fences
+from stretto.control.messages import Admit, Cancel, Ended, Failed, Sampling
+from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import Admit, Cancel, Ended, Failed, Sampling
-from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.prompt.packed import PromptMeta
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven
+from tests.pipeline import STAGES, announcement
 
 FEW = 4
 WARM, COUNTED = 30, 40
-SETTINGS = HostSettings(max_rows=4, max_context=256, thinker_blocks=32, talker_blocks=32)
+SETTINGS = HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "talker": 32})
 
 
 def admit(number: int, ids: tuple[int, ...]) -> Admit:
     s = Sampling.of(GREEDY)
-    return Admit(RequestId(f"r{number}"), PromptMeta(ids), True, None, s, s, s, 2, 1, want_codes=True)
+    return announcement(RequestId(f"r{number}"), PromptMeta(ids), True, None, s, s, s, 2, 1, want_codes=True)
 
 
 def answer(driven: HandDriven, number: int, ids: tuple[int, ...]) -> None:

@@ -11,14 +11,15 @@ import msgspec
 import pytest
 import torch
 
+from stretto.control.messages import Admit, Cancel, Connect, Ended, Failed, Listen, Ping, Sampling, Stats, ToHost
+from stretto.control.settings import HostSettings
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import Admit, Cancel, Connect, Ended, Failed, Listen, Ping, Sampling, Stats, ToHost
-from stretto.orchestrator.settings import LINKS, STAGES, HostSettings
 from stretto.prompt.packed import ArrayMeta, PatchMeta, PromptMeta
 from stretto.stage.host import Host
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven
+from tests.pipeline import LINKS, STAGES, announcement
 
 BAD = RequestId("bad")
 HUGE = 2**62
@@ -40,14 +41,14 @@ def driven(tiny_dir: Path, laid: list[ToHost]) -> HandDriven:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Host, "handle", hear)
-        return HandDriven(tiny_dir, HostSettings(max_rows=4, max_context=256, thinker_blocks=32, talker_blocks=32))
+        return HandDriven(tiny_dir, HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "talker": 32}))
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_config: OmniConfig) -> Admit:
     t, s = tiny_config.tokens, Sampling.of(GREEDY)
     ids = (t.im_start, t.user, 11, 12, 13, t.im_end, t.im_start, t.assistant, 10)
-    return Admit(BAD, PromptMeta(ids), True, None, s, s, s, 2, 1)
+    return announcement(BAD, PromptMeta(ids), True, None, s, s, s, 2, 1)
 
 
 def changed(**fields: Any) -> Callable[[Admit, Any], Admit]:

@@ -13,11 +13,12 @@ from stretto.connector import wire
 from stretto.connector.contract import Chunk
 from stretto.connector.courier import Parcel
 from stretto.errors import Bug
+from stretto.models.qwen3_omni.payloads import CodecFrames
 from stretto.stage.inbox import Inbox
 from stretto.stage.outbox import Outbox, Outboxes
 from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
 from stretto.stage.payload.ring import ReadLease, Ring
-from stretto.stage.payload.schema import CodecFrames, unpack
+from stretto.stage.payload.schema import unpack
 from stretto.types import Mark, RequestId, Span
 
 R = RequestId("r-1")

@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 
 from stretto.client.player import Packet, play
-from stretto.stage.pace import FRAME_S, LATELY_S, OPENING_S, SLACK_S, STALLED_S, Pace, Rhythm, leaving
+from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
+from stretto.stage.pace import LATELY_S, SLACK_S, STALLED_S, Pace, Rhythm, leaving
 
 
 def vocoder(frames: int) -> float:
@@ -34,7 +35,7 @@ def sizes(packets: list[Packet]) -> list[int]:
 
 @pytest.mark.parametrize("every", [0.002, 0.0035, 0.01, 0.02, 0.03, 0.04, 0.05])
 def test_a_player_from_the_first_packet_never_waits(every: float) -> None:
-    packets = sent([every * i for i in range(200)], Pace(1, 8, 2))
+    packets = sent([every * i for i in range(200)], Pace(1, 8, 2, Rhythm(FRAME_S, OPENING_S)))
     heard = play(packets)
     assert heard is not None
     assert heard.wait == 0
@@ -43,9 +44,9 @@ def test_a_player_from_the_first_packet_never_waits(every: float) -> None:
 
 
 def test_packets_grow_fast_on_a_fast_device_and_stay_small_on_a_slow_one() -> None:
-    fast = sizes(sent([0.003 * i for i in range(125)], Pace(1, 8, 2)))
+    fast = sizes(sent([0.003 * i for i in range(125)], Pace(1, 8, 2, Rhythm(FRAME_S, OPENING_S))))
     assert fast[:5] == [1, 2, 4, 8, 8]
-    slow = sizes(sent([0.07 * i for i in range(20)], Pace(1, 8, 2)))
+    slow = sizes(sent([0.07 * i for i in range(20)], Pace(1, 8, 2, Rhythm(FRAME_S, OPENING_S))))
     assert slow[:10] == [1] * 10
 
 
@@ -59,7 +60,7 @@ def test_uneven_frames_do_not_make_it_wait_either(seed: int) -> None:
         for _ in range(rng.randint(1, 12)):
             now += pause * rng.uniform(0.5, 1.0)
             times.append(now)
-    heard = play(sent(times, Pace(1, 8, 2)))
+    heard = play(sent(times, Pace(1, 8, 2, Rhythm(FRAME_S, OPENING_S))))
     assert heard is not None
     assert heard.wait == 0
 
@@ -77,7 +78,7 @@ def begins(pace: Pace, frames: list[float]) -> float:
 
 def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> None:
     sound = FRAME_S - OPENING_S
-    rhythm = Rhythm()
+    rhythm = Rhythm(FRAME_S, OPENING_S)
     assert begins(Pace(1, 8, 2, rhythm), [5.0]) == 5.0
     rhythm.took(sound - SLACK_S, 4.9)
     assert begins(Pace(1, 8, 2, rhythm), [5.0]) == 5.0
@@ -94,7 +95,7 @@ def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> N
 
 
 def test_who_waits_for_text_or_for_a_listener_says_nothing_about_the_device() -> None:
-    rhythm = Rhythm()
+    rhythm = Rhythm(FRAME_S, OPENING_S)
     busy = Pace(1, 8, 2, rhythm)
     for now in (1.0, 1.01, 3.0, 3.01):
         busy.came(now)
@@ -106,7 +107,7 @@ def test_newcomers_in_a_burst_of_prompts_never_wait(seed: int) -> None:
     """Frames of all streams take 20 ms, and 40 to 70 while prompts are read; streams begin at any moment after the
     first of those."""
     rng = random.Random(seed)
-    rhythm, running = Rhythm(), Pace(1, 8, 2)
+    rhythm, running = Rhythm(FRAME_S, OPENING_S), Pace(1, 8, 2, Rhythm(FRAME_S, OPENING_S))
     running.rhythm = rhythm
     steps, now = [], 0.0
     for burst in range(6):
@@ -132,9 +133,9 @@ def test_newcomers_in_a_burst_of_prompts_never_wait(seed: int) -> None:
 
 def test_stated_sizes_are_kept_to() -> None:
     quick = [0.001 * i for i in range(60)]
-    assert set(sizes(sent(quick, Pace(1, 1, 2)))) == {1}
-    assert sizes(sent(quick, Pace(4, 25, None)))[:3] == [4, 25, 25]
-    assert sizes(sent(quick, Pace(4000, 4000, None))) == [60], "all at the end"
+    assert set(sizes(sent(quick, Pace(1, 1, 2, Rhythm(FRAME_S, OPENING_S))))) == {1}
+    assert sizes(sent(quick, Pace(4, 25, None, Rhythm(FRAME_S, OPENING_S))))[:3] == [4, 25, 25]
+    assert sizes(sent(quick, Pace(4000, 4000, None, Rhythm(FRAME_S, OPENING_S)))) == [60], "all at the end"
 
 
 def test_those_that_are_due_take_others_along_and_a_first_packet_does_not() -> None:
@@ -157,7 +158,7 @@ def test_frames_of_a_request_that_waits_for_text_leave_in_time() -> None:
 
 def test_streams_that_began_at_different_times_fall_into_step() -> None:
     """The vocoder's calls: as few as for one stream, however many there are."""
-    paces = [Pace(1, 8, 2) for _ in range(6)]
+    paces = [Pace(1, 8, 2, Rhythm(FRAME_S, OPENING_S)) for _ in range(6)]
     waiting = [0] * 6
     calls: list[int] = []
     for step in range(120):

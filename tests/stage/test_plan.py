@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.control.messages import Loading
+from stretto.control.settings import HostSettings
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
-from stretto.orchestrator.messages import Configure, Loading
-from stretto.orchestrator.settings import STAGES, HostSettings
+from stretto.models.qwen3_omni.plan import POOLS, plan, shared
 from stretto.stage.codec import CodecConfig, CodecStage
 from stretto.stage.host import Host
 from stretto.stage.plan import (
@@ -22,17 +23,16 @@ from stretto.stage.plan import (
     free_memory,
     group_free,
     needed,
-    plan,
-    shared_out,
     size,
 )
+from tests.pipeline import STAGES, configure
 
 PLANS = [StagePlan("thinker", 60 * GIB, 10 * GIB, 0, "thinker_blocks"), StagePlan("talker", 6 * GIB, 4 * GIB, 2 * GIB)]
 
 
 def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> None:
-    s = HostSettings(max_rows=5, thinker_blocks=7, talker_blocks=9)
-    plans = {p.stage: p for p in plan(tiny_config, STAGES, s, torch.float32)}
+    s = HostSettings(max_rows=5, blocks={"thinker": 7, "talker": 9})
+    plans = {p.stage: p for p in plan(tiny_config, STAGES, s, s.blocks, torch.float32)}
     source = Source.open(tiny_dir, progress=False)
     thinker, talker, code2wav = source.thinker(), source.talker(), source.code2wav()
     for model, p in ((thinker, plans["thinker"]), (code2wav, plans["code2wav"])):
@@ -48,10 +48,10 @@ def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> No
 def test_float8_experts_are_planned_as_they_are_built(tiny_dir: Path, tiny_config: OmniConfig) -> None:
     s = HostSettings(expert_weights="float8")
     source = Source.open(tiny_dir, progress=False, expert_weights="float8")
-    [p] = plan(source.config, ("thinker",), s, torch.float32)
+    [p] = plan(source.config, ("thinker",), s, POOLS, torch.float32)
     model = source.thinker()
     assert 0 <= sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - p.weights < 1 << 14
-    [full] = plan(tiny_config, ("thinker",), HostSettings(), torch.float32)
+    [full] = plan(tiny_config, ("thinker",), HostSettings(), POOLS, torch.float32)
     experts = sum(e.numel() for n, e in model.named_parameters() if ".experts." in n)
     scales = sum(b.nbytes for n, b in model.named_buffers() if n.endswith("_scale"))
     assert full.weights - p.weights == 3 * experts - scales > 0
@@ -69,17 +69,17 @@ def test_float8_experts_are_planned_as_they_are_built(tiny_dir: Path, tiny_confi
 )
 def test_a_host_says_how_it_loads(settings: HostSettings, how: str, tiny_dir: Path) -> None:
     told: list[object] = []
-    host = Host(Configure(str(tiny_dir), ("thinker",), {}), settings, lambda message, blob: told.append(message))
+    host = Host(configure(str(tiny_dir), ("thinker",), {}), settings, lambda message, blob: told.append(message))
     host.load()
     assert told == [Loading("thinker", f"{how}, with room for 8192 tokens")]
     source = Source.open(tiny_dir, progress=False, expert_weights=settings.expert_weights)
-    [p] = plan(source.config, ("thinker",), host.settings, torch.float32)
-    assert host.memory == {"thinker": p.kept}
+    [p] = plan(source.config, ("thinker",), settings, POOLS, torch.float32)
+    assert host.context.memory == {"thinker": p.kept}
 
 
 def test_a_talker_without_a_thinker_borrows_its_words(tiny_config: OmniConfig) -> None:
-    together = plan(tiny_config, ("thinker", "talker"), HostSettings(), torch.float32)[1]
-    alone = plan(tiny_config, ("talker",), HostSettings(), torch.float32)[0]
+    together = plan(tiny_config, ("thinker", "talker"), HostSettings(), POOLS, torch.float32)[1]
+    alone = plan(tiny_config, ("talker",), HostSettings(), POOLS, torch.float32)[0]
     text = tiny_config.thinker.text
     assert alone.passing - together.passing == text.vocab_size * text.hidden_size * 4
     assert alone.kept == together.kept
@@ -104,7 +104,7 @@ def test_a_refusal_names_every_number_and_what_to_lower() -> None:
     assert str(e.value) == (
         "thinker 70.0 GiB (weights 60.0 GiB, state 10.0 GiB), talker 12.0 GiB (weights 6.0 GiB, state 4.0 GiB, while "
         "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower thinker_blocks "
-        "(now 10.0 GiB), or place stages on different devices"
+        "(now 10.0 GiB), or place stages on different devices (placement)"
     )
     assert [size(n) for n in (1024, 5 << 20, 3 * GIB)] == ["1 KiB", "5.0 MiB", "3.0 GiB"]
 
@@ -112,28 +112,24 @@ def test_a_refusal_names_every_number_and_what_to_lower() -> None:
 def test_pools_share_what_is_left(tiny_config: OmniConfig) -> None:
     """As much as fits and no more, the same number of tokens for each; stated sizes stay."""
 
-    def taken(s: HostSettings) -> int:
-        return needed(plan(tiny_config, STAGES, s, torch.float32))
-
     s = HostSettings(max_rows=4, max_context=640)  # 40 blocks hold a request
-    bare = taken(HostSettings(max_rows=4, max_context=640, thinker_blocks=0, talker_blocks=0))
+
+    def taken(blocks: dict[str, int]) -> int:
+        return needed(plan(tiny_config, STAGES, s, blocks, torch.float32))
+
+    bare = taken({"thinker": 0, "talker": 0})
     for room in (bare, bare + 3_000_000, bare + 5_000_000):
-        got = shared_out(tiny_config, STAGES, s, torch.float32, room)
-        assert got.thinker_blocks == got.talker_blocks
-        assert got.thinker_blocks is not None
-        assert 40 <= got.thinker_blocks <= 160
-        more = HostSettings(
-            max_rows=4, max_context=640, thinker_blocks=got.thinker_blocks + 1, talker_blocks=got.thinker_blocks + 1
-        )
-        assert taken(more) > room, "one more would not have fitted"
-        assert taken(got) <= room or got.thinker_blocks == 40
-    plenty = shared_out(tiny_config, STAGES, s, torch.float32, 1 << 40)
-    assert (plenty.thinker_blocks, plenty.talker_blocks) == (160, 160), "more could never be used"
-    stated = HostSettings(max_rows=4, max_context=640, thinker_blocks=9)
-    got = shared_out(tiny_config, STAGES, stated, torch.float32, bare + 3_000_000)
-    assert got.thinker_blocks == 9
-    assert got.talker_blocks is not None
-    assert got.talker_blocks > 40
+        got = shared(tiny_config, STAGES, s, torch.float32, room)
+        assert got["thinker"] == got["talker"]
+        assert 40 <= got["thinker"] <= 160
+        assert taken({name: n + 1 for name, n in got.items()}) > room, "one more would not have fitted"
+        assert taken(got) <= room or got["thinker"] == 40
+    plenty = shared(tiny_config, STAGES, s, torch.float32, 1 << 40)
+    assert plenty == {"thinker": 160, "talker": 160}, "more could never be used"
+    stated = HostSettings(max_rows=4, max_context=640, blocks={"thinker": 9})
+    got = shared(tiny_config, STAGES, stated, torch.float32, bare + 3_000_000)
+    assert got["thinker"] == 9
+    assert got["talker"] > 40
 
 
 def test_free_memory_of_a_container() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.solo import Frame, Options, Solo, TextToken
 from stretto.prompt.prompt import Prompt
-from stretto.solo import Frame, Options, Solo, TextToken
 from stretto.stage.request import Reason
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import KINDS, make

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from stretto.orchestrator.settings import STAGES
 from stretto.stage.loop import Loop
 from stretto.stage.turns import Fresh, in_order
+from tests.pipeline import STAGES
 
 
 class Named:
     due_ns: int | None = None
 
     def __init__(self, name: str, seen: list[str]) -> None:
-        self.name, self.seen = name, seen
+        self.name, self.seen, self.cheap = name, seen, name == "code2wav"
 
     def turn(self) -> bool:
         self.seen.append(self.name)
@@ -22,8 +22,8 @@ class Named:
 
 def rounds(stages: tuple[str, ...]) -> tuple[Loop, Fresh | None, list[str]]:
     seen: list[str] = []
-    nodes: Any = {name: Named(name, seen) for name in stages}
-    fresh = Fresh(nodes["thinker"]) if "thinker" in nodes else None
+    nodes: Any = [Named(name, seen) for name in stages]
+    fresh = Fresh(nodes[0]) if stages[0] == "thinker" else None
     return Loop(in_order(nodes, fresh, lambda: seen.append("push"), Named("links", seen))), fresh, seen
 
 
@@ -33,7 +33,7 @@ def rounds(stages: tuple[str, ...]) -> tuple[Loop, Fresh | None, list[str]]:
         (STAGES, "links code2wav push talker code2wav push thinker push"),
         (("thinker",), "links push push thinker push"),
         (("talker", "code2wav"), "links code2wav push talker code2wav push"),
-        (("code2wav",), "links code2wav push push"),
+        (("code2wav",), "links push code2wav push"),
     ],
     ids=["all", "thinker", "talker and vocoder", "vocoder"],
 )

@@ -14,20 +14,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.messages import Loading
+from stretto.control.settings import HostSettings
 from stretto.kernels.fast.warm import Marker, Workers
+from stretto.models.qwen3_omni import host as building
+from stretto.models.qwen3_omni import warming
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.messages import Configure, Loading
-from stretto.orchestrator.settings import STAGES, HostSettings
-from stretto.stage import build, warming
-from stretto.stage.build import Builder
+from stretto.models.qwen3_omni.host import Builder
+from stretto.models.qwen3_omni.warming import (
+    SPACE,
+    Job,
+    Task,
+    Warming,
+    begin,
+    num_workers,
+    run,
+    share_out,
+    small,
+    tasks_of,
+)
 from stretto.stage.host import Host
 from stretto.stage.loop import Loop
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import SIZES
-from stretto.stage.warming import SPACE, Job, Task, Warming, begin, num_workers, run, share_out, small, tasks_of
+from tests.pipeline import STAGES, configure
 
 Sizes = st.sets(st.integers(1, 300), max_size=20)
-SETTINGS = HostSettings(device="cuda:0", max_rows=8, thinker_blocks=100, talker_blocks=47)
+SETTINGS = HostSettings(device="cuda:0", max_rows=8, blocks={"thinker": 100, "talker": 47})
 
 
 def sizes_of(tasks: list[Task], stage: str, kind: str) -> list[int]:
@@ -125,7 +138,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     jobs: list[Job] = []
 
     def command(module: str, text: str) -> list[str]:
-        assert module == "stretto.stage.warming"
+        assert module == "stretto.models.qwen3_omni.warming"
         jobs.append(msgspec.json.decode(text, type=Job))
         return [sys.executable, "-c", "pass"]
 
@@ -236,9 +249,9 @@ def test_a_cpu_has_no_part_in_this(tiny_dir: Path, monkeypatch: pytest.MonkeyPat
     def never(*args: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(build, "begin", never)
+    monkeypatch.setattr(building, "begin", never)
     told: list[Any] = []
-    host = Host(Configure(str(tiny_dir), STAGES, {}), HostSettings(), lambda message, blob: told.append(message))
+    host = Host(configure(str(tiny_dir), STAGES, {}), HostSettings(), lambda message, blob: told.append(message))
     host.load()
     assert tuple(host.nodes) == STAGES
     assert not any(m.what == "compiling kernels" for m in told)

@@ -17,6 +17,8 @@ from stretto.layers.config import DecoderConfig, MoeConfig
 
 SAMPLE_RATE_IN = 16_000
 SAMPLE_RATE_OUT = 24_000
+FRAME_S = 0.08
+OPENING_S = 0.024  # of the first frame that code2wav does not sound
 
 
 @dataclass(frozen=True, slots=True)

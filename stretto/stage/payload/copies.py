@@ -9,7 +9,7 @@ the same calls copy at once. Nothing here waits on the host but what has `wait` 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -156,16 +156,13 @@ class HostToDevice:
             self.wait_one()
 
 
-def adopt(chunk: Chunk) -> None:
-    """Make the current stream wait for a chunk's tensors and keep their memory from being reused under it.
+def adopt(tensors: Iterable[torch.Tensor], event: torch.cuda.Event) -> None:
+    """Make the current stream wait for device tensors and keep their memory from being reused under it.
 
     Called by the stage loop before it launches what reads them. The second half matters because the memory belongs
-    to the upload's stream, whose next allocation would not wait for our kernels."""
-    event = chunk.event
-    if event is None:
-        return
+    to the stream that made them, whose next allocation would not wait for our kernels."""
     stream: torch.cuda.Stream | None = None
-    for tensor in chunk.tensors.values():
+    for tensor in tensors:
         if tensor.is_cuda:
             if stream is None:
                 stream = torch.cuda.current_stream(tensor.device)

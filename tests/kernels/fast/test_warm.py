@@ -12,14 +12,14 @@ import torch
 from stretto.kernels.fast import linear
 from stretto.kernels.fast.warm import Marker, Workers, digest, python, sources
 from stretto.layers import decoder
+from stretto.models.qwen3_omni import warming
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.lanes.talker import TalkerLane
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
-from stretto.stage import warming
 from stretto.stage.runner import graphs, prefill_graphs
 from stretto.stage.runner.lane import decode_step
 from stretto.stage.runner.rows import How
-from stretto.stage.runner.talker import TalkerLane
-from stretto.stage.runner.thinker import ThinkerLane
 from stretto.types import ExpertWeights
 
 ABOUT = {"sources": "a", "tuning": "b", "torch": "2", "triton": "3", "gpu": "x", "tasks": [["thinker", [1, 2]]]}

@@ -11,9 +11,10 @@ import torch
 from stretto.connector import wire
 from stretto.connector.contract import Chunk
 from stretto.connector.switches import OverlapSwitches
+from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
 from stretto.stage.payload.copies import DeviceToHost, HostToDevice, adopt
 from stretto.stage.payload.ring import Ring
-from stretto.stage.payload.schema import CodecFrames, Payload, ThinkerRows, unpack
+from stretto.stage.payload.schema import Payload, unpack
 from stretto.types import Mark, RequestId, Span
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from stretto.connector import wire
 from stretto.connector.contract import Corrupt
-from stretto.stage.payload.schema import CodecFrames, ThinkerRows, unpack
+from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.stage.payload.schema import unpack
 from stretto.types import Mark, RequestId, Span
 
 R = RequestId("r-1")

@@ -27,11 +27,12 @@ from stretto.models.qwen3_omni.bridge import (
 )
 from stretto.models.qwen3_omni.code2wav import Code2WavStream
 from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.prompt.prompt import Prompt
-from stretto.types import CODE0, GREEDY, RESIDUAL, SamplingParams, stage_seed
+from stretto.types import GREEDY, SamplingParams, stage_seed
 
 Finish = Literal["stop", "length"]
 

@@ -47,10 +47,13 @@ class Sampling(Wire, frozen=True):
 
 
 class Configure(Wire, frozen=True, tag="configure"):
-    """The first message: what this host is. `settings` is the engine's configuration, see `HostSettings`."""
+    """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
+    `HostSettings`."""
 
     model: str
+    build: str
     stages: tuple[str, ...]
+    links: tuple[tuple[str, str], ...]  # of the whole pipeline: sender and receiver
     settings: dict[str, Any]
 
 
@@ -80,22 +83,8 @@ class Admit(Wire, frozen=True, tag="admit"):
 
     request: RequestId
     prompt: PromptMeta
-    speak: bool
-    voice: str | None
-    text: Sampling
-    code0: Sampling
-    residual: Sampling
-    max_text_tokens: Positive
-    max_frames: Positive
-    min_text_tokens: int = 0
-    min_frames: int = 0
-    first_frames: Positive = 1
-    each_frames: Positive = 1
-    ramp: int | None = 2
+    stages: dict[str, msgspec.Raw]  # those on its way, and what each is told: its node knows the type
     priority: int = 0
-    want_codes: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    spoken: tuple[int, ...] | None = None  # read these tokens aloud; there is no thinker in it
     media: bytes = b""  # a digest of all media of the prompt, for the prefix caches
     cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
 
@@ -112,10 +101,12 @@ class Cancel(Wire, frozen=True, tag="cancel"):
     request: RequestId
 
 
-class StopText(Wire, frozen=True, tag="stop_text"):
-    """The text is complete as it is (a stop string was found): end it here, and speak what has been said."""
+class Finish(Wire, frozen=True, tag="finish"):
+    """What a stage has made is all there shall be (a stop string was found): it ends here, in good order, and the
+    stages behind it go on with what they have got."""
 
     request: RequestId
+    stage: str
 
 
 class Throttle(Wire, frozen=True, tag="throttle"):
@@ -133,7 +124,7 @@ class Quit(Wire, frozen=True, tag="quit"):
     pass
 
 
-ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Cancel | StopText | Throttle | Ping | Quit
+ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Cancel | Finish | Throttle | Ping | Quit
 
 
 # -- host to orchestrator
@@ -180,10 +171,11 @@ class Text(Wire, frozen=True, tag="text"):
 
 
 class Codes(Wire, frozen=True, tag="codes"):
-    """Frames from `start` on; the blob holds int32 codes."""
+    """Frames from `start` on; the blob holds int32 codes, `width` for each."""
 
     request: RequestId
     start: int
+    width: Positive
 
 
 class Pcm(Wire, frozen=True, tag="pcm"):
@@ -206,6 +198,13 @@ class Ended(Wire, frozen=True, tag="ended"):
     chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
 
 
+class Working(Wire, frozen=True, tag="working"):
+    """Nothing came of a request yet, but a stage is at it."""
+
+    request: RequestId
+    stage: str
+
+
 class Failed(Wire, frozen=True, tag="failed"):
     """A request cannot be finished; `kind` names the error class."""
 
@@ -220,7 +219,9 @@ class Stats(Wire, frozen=True, tag="stats"):
     values: dict[str, float]
 
 
-FromHost = Loading | Ready | Broken | Listening | Linked | LinkDown | Text | Codes | Pcm | Ended | Failed | Stats
+FromHost = (
+    Loading | Ready | Broken | Listening | Linked | LinkDown | Text | Codes | Pcm | Ended | Working | Failed | Stats
+)
 
 
 _encoder = msgspec.msgpack.Encoder()

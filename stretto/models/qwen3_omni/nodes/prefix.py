@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stretto.control.messages import Admit
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt
-from stretto.orchestrator.messages import Admit
+from stretto.models.qwen3_omni.lanes.talker import TalkerInput
 from stretto.prompt.prompt import Prompt
 from stretto.stage.request import Salt
-from stretto.stage.runner.talker import TalkerInput
 from stretto.stage.scheduler.blocks import prefix_key
 from stretto.types import Span
 

@@ -5,28 +5,31 @@ Called by the host and driven by the loop, on the loop thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from stretto.connector.contract import Chunk, Corrupt
+from stretto.connector.contract import Corrupt
+from stretto.control.messages import Admit, Codes
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.bridge import talker_prompt
+from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
+from stretto.models.qwen3_omni.lanes.talker import TalkerInput
+from stretto.models.qwen3_omni.nodes.given import check_ids
+from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_root, talker_salts
+from stretto.models.qwen3_omni.params import TalkerParams
+from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
 from stretto.models.qwen3_omni.talker import Talker
-from stretto.orchestrator.messages import Admit, Codes
 from stretto.prompt.prompt import Prompt
-from stretto.stage.links import Intake, Link
-from stretto.stage.nodes.given import check_ids
-from stretto.stage.nodes.prefix import row_ids, talker_root, talker_salts
-from stretto.stage.nodes.report import Clock, Journal, Report, failed
-from stretto.stage.pace import FRAME_S, LOOK_S, Pace, Rhythm, leaving
-from stretto.stage.payload.copies import adopt
-from stretto.stage.payload.schema import CodecFrames, ThinkerRows, unpack
-from stretto.stage.request import Confirmed, Reason, RequestSpec, StageRequest, State
-from stretto.stage.runner.talker import TalkerInput
-from stretto.stage.stage import Output, Stage
+from stretto.stage.context import StageContext
+from stretto.stage.links import Arrival, Inlet, Outlet
+from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
+from stretto.stage.report import Clock, Journal, failed
+from stretto.stage.request import Reason, RequestSpec, StageRequest, State
+from stretto.stage.stage import Emit, Output, Stage
+from stretto.stage.stats import stage_stats
 from stretto.types import Mark, RequestId, Span
 
 
@@ -35,7 +38,8 @@ class Speaking:
     """A request whose frames are being made: those that have not left yet, and when they should."""
 
     request: StageRequest
-    admit: Admit
+    num_prompt: int  # tokens of the thinker's prompt: text begins behind them
+    want_codes: bool
     journal: Journal
     pace: Pace
     frames: list[Sequence[int]] = field(default_factory=list)
@@ -48,33 +52,50 @@ class Speaking:
 
 class TalkerNode:
     name = "talker"
+    params = TalkerParams
+    cheap = False
 
-    def __init__(self, stage: Stage, model: Talker, report: Report, clock: Clock = time.monotonic) -> None:
-        self.stage, self.model, self.report, self.clock = stage, model, report, clock
+    def __init__(
+        self,
+        stage: Callable[[Emit], Stage],
+        model: Talker,
+        context: StageContext,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.model, self.report, self.clock = model, context.report, clock
         self.config = model.config
-        self.intake = Intake(self._read, self._fail)
-        self.link: Link[CodecFrames] = Link(CodecFrames)
+        self.inlet = Inlet("thinker>talker", ThinkerRows, self._read, self._fail)
+        self.outlet: Outlet[CodecFrames] = Outlet("talker>code2wav", CodecFrames)
+        self.inlets, self.outlets = (self.inlet,), (self.outlet,)
         self.voices: dict[RequestId, Speaking] = {}
         self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
-        self._rhythm = Rhythm()
+        self._rhythm = Rhythm(FRAME_S, OPENING_S)
         self._came = False  # frames came since the last look at them
         self._looked = 0.0
-        stage.emit = self._emit
+        self.stage = stage(self._emit)
+
+    def __len__(self) -> int:
+        return len(self.stage)
 
     @property
     def due_ns(self) -> int | None:
         return self.stage.due_ns
 
-    def admit(self, a: Admit, prompt: Prompt) -> None:
-        if not a.speak:
-            return
-        id = a.request
-        check_ids(a, len(self.model.text_table))
-        plan = talker_prompt(prompt, self.config, a.voice)
-        given = TalkerInput(plan, a.code0.params(), a.residual.params(), min_frames=a.min_frames)
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self.stage.runner.stream
+
+    def stats(self) -> Mapping[str, float]:
+        return stage_stats(self.stage)
+
+    def admit(self, a: Admit, params: TalkerParams, prompt: Prompt) -> None:
+        id, p = a.request, params
+        check_ids(id, len(self.model.text_table), prompt.ids, p.spoken or ())
+        plan = talker_prompt(prompt, self.config, p.voice)
+        given = TalkerInput(plan, p.code0.params(), p.residual.params(), min_frames=p.min_frames)
         spec = RequestSpec(
             id,
-            a.max_frames + 1,
+            p.max_frames + 1,
             frozenset({self.config.talker.codec.eos}),
             sampling=given.code0,
             priority=a.priority,
@@ -86,27 +107,30 @@ class TalkerNode:
         known = given.num_rows
         salts = talker_salts(a, prompt, plan)
         request = self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=salts)
-        pace = Pace(a.first_frames, a.each_frames, a.ramp, self._rhythm)
-        self.voices[id] = Speaking(request, a, Journal(self.clock()), pace)
-        self.link.open(id)
-        if a.spoken is not None:
-            self._text(id, given, a.spoken)
+        pace = Pace(p.first_frames, p.each_frames, p.ramp, self._rhythm)
+        self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, Journal(self.clock()), pace)
+        self.outlet.open(id)
+        if p.spoken is not None:
+            self._text(id, given, p.spoken)
             self._end_text(id, given)
         else:
-            self.intake.open(id)
+            self.inlet.open(id)
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)
         self._close(id, purge=True)
 
+    def finish(self, id: RequestId) -> None:
+        """It ends with its text, which ends by itself."""
+
     def throttle(self, id: RequestId, on: bool) -> None:
-        self.link.throttle(id, on)
-        self.link.settle(id, self.stage.scheduler)
+        self.outlet.throttle(id, on)
+        self.outlet.tell(id, self.stage.scheduler)
 
     def turn(self) -> bool:
-        did = self.intake.turn()
-        for id in self.link.flush():
-            self.link.settle(id, self.stage.scheduler)
+        did = self.inlet.turn()
+        for id in self.outlet.flush():
+            self.outlet.tell(id, self.stage.scheduler)
         did = self.stage.turn() or did
         if self._waiting:
             now = self.clock()
@@ -126,43 +150,42 @@ class TalkerNode:
 
     def _send(self, id: RequestId, voice: Speaking, now: float, mark: Mark) -> None:
         frames, first = voice.frames, voice.pace.sent
+        payload = None
         if frames:
             # By way of the host, which has them anyway: on the device each request's few numbers would cost the
             # vocoder's stream several launches of their own.
             codes = np.array(frames, dtype=np.int32)
-            if voice.admit.want_codes:
-                self.report(Codes(id, first), codes.tobytes())
-            stop = first + len(frames)
-            self.link.boxes[id].add(CodecFrames(Span(first, stop), torch.from_numpy(codes)))
+            if voice.want_codes:
+                self.report(Codes(id, first, codes.shape[1]), codes.tobytes())
+            payload = CodecFrames(Span(first, first + len(frames)), torch.from_numpy(codes))
             voice.pace.left(len(frames), now)
             voice.frames = []
             del self._waiting[id]
-        if not self.link.send(id, Confirmed(voice.pace.sent), mark) and mark is Mark.MORE:
-            self.link.settle(id, self.stage.scheduler)
+        if not self.outlet.send(id, payload, mark) and mark is Mark.MORE:
+            self.outlet.tell(id, self.stage.scheduler)
         if mark is Mark.MORE:
-            assert voice.pace.begun is not None
-            self.stage.scheduler.set_deadline(id, voice.pace.begun + FRAME_S * voice.pace.sent)
+            self.stage.scheduler.set_deadline(id, voice.pace.deadline)
 
-    def _read(self, id: RequestId, chunk: Chunk) -> None:
+    def _read(self, id: RequestId, arrival: Arrival[ThinkerRows]) -> None:
         given: TalkerInput = self.stage.runner.lane.inputs[id]
-        rows = unpack(ThinkerRows, chunk)
+        rows = arrival.payload
         if rows is not None:
             if rows.media:
                 if rows.hidden.shape[1] != self.config.talker.thinker_hidden_size:
                     raise Corrupt(f"media rows {tuple(rows.hidden.shape)} are not the thinker's", request=id)
                 with self.stage.runner.on_stream():
-                    adopt(chunk)
+                    arrival.adopt()
                     given.media.append(rows.hidden.to(self.model.device))
                 known = self.stage.scheduler.request(id).cursor.prompt
                 self.stage.scheduler.append_rows(id, row_ids(given, known, given.num_rows))
-            first = max(len(self.voices[id].admit.prompt.ids) - rows.span.start, 0)
+            first = max(self.voices[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
                 # On the device they are looked up unseen: one that is not in the table would end all requests.
                 if min(tokens) < 0 or max(tokens) >= len(self.model.text_table):
                     raise Corrupt(f"text {tokens} is not of this vocabulary", request=id)
                 self._text(id, given, tokens)
-        if chunk.header.mark is not Mark.MORE:
+        if arrival.mark is not Mark.MORE:
             self._end_text(id, given)
 
     def _text(self, id: RequestId, given: TalkerInput, tokens: Sequence[int]) -> None:
@@ -183,7 +206,7 @@ class TalkerNode:
             return
         # Nothing to say: the talker never runs, and silence is the answer.
         self.stage.cancel(id)
-        self.link.send(id, Confirmed(0), Mark.REQUEST_END)
+        self.outlet.send(id, None, Mark.REQUEST_END)
         self.report(self.voices[id].journal.ended(id, self.name, Reason.STOP), b"")
         self._close(id, purge=False)
 
@@ -216,7 +239,7 @@ class TalkerNode:
             self.report(failed(id, self.name, error), b"")
 
     def _close(self, id: RequestId, purge: bool) -> None:
-        self.intake.close(id, purge)
-        self.link.close(id, purge)
+        self.inlet.close(id, purge)
+        self.outlet.close(id, purge)
         self.voices.pop(id, None)
         self._waiting.pop(id, None)

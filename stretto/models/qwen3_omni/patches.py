@@ -5,12 +5,10 @@ rule is read once from the checkpoint."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +16,7 @@ from PIL import Image
 
 from stretto.errors import CheckpointError, MediaError
 from stretto.models.qwen3_omni.config import VisionConfig
+from stretto.prompt.files import read_json
 from stretto.prompt.prompt import Array, Patches
 
 MAX_ASPECT = 200  # longer side over shorter side
@@ -66,19 +65,6 @@ class PatchRule:
         if rule.min_pixels > rule.max_pixels or min(rule.std) <= 0 or vision.channels != 3:
             raise CheckpointError(f"{path}: the pixel bounds, image_std or the number of channels make no sense")
         return rule
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint's file."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: must be a JSON object")
-    return raw
 
 
 def _positive(value: object, path: Path, name: str) -> int:

@@ -17,12 +17,12 @@ from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.paged import KVCache, Paging
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, first_text_row, opening_rows, user_rows
+from stretto.models.qwen3_omni.lanes.thinker import guarded
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
-from stretto.stage.runner.thinker import guarded
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import RequestId, SamplingParams
 

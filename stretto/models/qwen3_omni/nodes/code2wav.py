@@ -5,19 +5,22 @@ Called by the host and driven by the loop, on the loop thread."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 
-from stretto.connector.contract import Chunk
+from stretto.control.messages import Admit, Pcm
 from stretto.errors import StrettoError
-from stretto.orchestrator.messages import Admit, Pcm
+from stretto.models.qwen3_omni.config import FRAME_S
+from stretto.models.qwen3_omni.params import Code2WavParams
+from stretto.models.qwen3_omni.payloads import CodecFrames
 from stretto.prompt.prompt import Prompt
-from stretto.stage.codec import AudioOutput, CodecStage
-from stretto.stage.links import Intake
-from stretto.stage.nodes.report import Clock, Journal, Report, failed
-from stretto.stage.pace import FRAME_S
-from stretto.stage.payload.schema import CodecFrames, unpack
+from stretto.stage.codec import AudioEmit, AudioOutput, CodecStage
+from stretto.stage.context import StageContext
+from stretto.stage.links import Arrival, Inlet
+from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason
+from stretto.stage.stats import codec_stats
 from stretto.types import Mark, RequestId
 
 NOTHING = torch.empty(0, 0, dtype=torch.int32)
@@ -25,35 +28,52 @@ NOTHING = torch.empty(0, 0, dtype=torch.int32)
 
 class Code2WavNode:
     name = "code2wav"
+    params = Code2WavParams
+    cheap = True
     due_ns: int | None = None
 
-    def __init__(self, stage: CodecStage, report: Report, clock: Clock = time.monotonic) -> None:
-        self.stage, self.report, self.clock = stage, report, clock
-        self.intake = Intake(self._read, self._fail)
+    def __init__(
+        self, stage: Callable[[AudioEmit], CodecStage], context: StageContext, clock: Clock = time.monotonic
+    ) -> None:
+        self.report, self.clock = context.report, clock
+        self.inlet = Inlet("talker>code2wav", CodecFrames, self._read, self._fail)
+        self.inlets: tuple[Inlet[CodecFrames]] = (self.inlet,)
+        self.outlets: tuple[()] = ()
         self.journals: dict[RequestId, Journal] = {}
-        stage.emit = self._emit
+        self.stage = stage(self._emit)
 
-    def admit(self, a: Admit, prompt: Prompt) -> None:
-        if not a.speak:
-            return
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self.stage.stream
+
+    def stats(self) -> Mapping[str, float]:
+        return codec_stats(self.stage)
+
+    def admit(self, a: Admit, params: Code2WavParams, prompt: Prompt) -> None:
         self.stage.open(a.request)
         self.journals[a.request] = Journal(self.clock())
-        self.intake.open(a.request)
+        self.inlet.open(a.request)
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)
         self._close(id, purge=True)
 
+    def finish(self, id: RequestId) -> None:
+        """It ends with its frames, which end by themselves."""
+
     def throttle(self, id: RequestId, on: bool) -> None:
         pass  # upstream stops; what is here is bounded
 
     def turn(self) -> bool:
-        did = self.intake.turn()
+        did = self.inlet.turn()
         return self.stage.turn() or did
 
-    def _read(self, id: RequestId, chunk: Chunk) -> None:
-        frames = unpack(CodecFrames, chunk)
-        last = Reason.STOP if chunk.header.mark is not Mark.MORE else None
+    def _read(self, id: RequestId, arrival: Arrival[CodecFrames]) -> None:
+        frames = arrival.payload
+        last = Reason.STOP if arrival.mark is not Mark.MORE else None
         self.stage.push(id, frames.codes if frames is not None else NOTHING, last)
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
@@ -82,5 +102,5 @@ class Code2WavNode:
             self._close(id, purge=False)
 
     def _close(self, id: RequestId, purge: bool) -> None:
-        self.intake.close(id, purge)
+        self.inlet.close(id, purge)
         self.journals.pop(id, None)

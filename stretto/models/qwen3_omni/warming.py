@@ -13,25 +13,25 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 
+from stretto.control.settings import HostSettings
 from stretto.kernels.fast import apply
 from stretto.kernels.fast.warm import Marker, Workers, directory, python, surroundings
 from stretto.layers.config import DecoderConfig
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.lanes.talker import TalkerLane
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
-from stretto.orchestrator.settings import STAGES, HostSettings
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs
 from stretto.stage.runner.lane import decode_step
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
-from stretto.stage.runner.talker import TalkerLane
-from stretto.stage.runner.thinker import ThinkerLane
 from stretto.types import ExpertWeights
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ MOST = 10
 SPACE = 6 << 30
 """Bytes on the device that one of them takes at most, at the released size: two layers, embedding and head, context."""
 LIMIT_S = 120.0
+NUM_STAGES = 3
 LAYERS = 2
 """The last layer of a stack is launched differently from those before it."""
 ALIKE = 16
@@ -149,13 +150,13 @@ def begin(
     config: OmniConfig,
     stages: Sequence[str],
     s: HostSettings,
+    blocks: Mapping[str, int],
     dtype: torch.dtype,
     free: int,
     weights: int,
 ) -> Warming | None:
     """Start processes that compile what these stages need. None if that was done before, or if there is too little
     room. `free` bytes are there for the processes and for the `weights` bytes that the host goes on to load."""
-    blocks = {"thinker": s.thinker_blocks, "talker": s.talker_blocks}
     wanted = [stage for stage in stages if stage in blocks]
     if not wanted or not s.warm or not s.graphs or not compiled(config, dtype, s.device):
         return None
@@ -171,7 +172,7 @@ def begin(
     }
     marker = Marker.of(directory(), about)
     # The other stages' hosts may be loading on this device now, each with processes of its own.
-    space = free if set(stages) == set(STAGES) else free // len(STAGES)
+    space = free if len(stages) == NUM_STAGES else free // NUM_STAGES
     workers = num_workers(len(os.sched_getaffinity(0)), space)
     if marker.there or workers < 2:
         return None
@@ -194,9 +195,8 @@ def compiled(config: OmniConfig, dtype: torch.dtype, device: str) -> bool:
     return all(fits(c) for c in (config.thinker.text, config.talker.text, config.talker.predictor))
 
 
-def blocks_alike(blocks: int | None) -> int:
+def blocks_alike(blocks: int) -> int:
     """The size of a small pool that is alike to one of so many blocks and the sink."""
-    assert blocks is not None
     return ALIKE + bool((blocks + 1) % ALIKE)
 
 

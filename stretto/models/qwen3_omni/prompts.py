@@ -15,7 +15,7 @@ from PIL import Image
 
 from stretto.errors import CheckpointError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
-from stretto.prompt.images import PatchRule, fit_video, image_patches, video_patches
+from stretto.models.qwen3_omni.patches import PatchRule, fit_video, image_patches, video_patches
 from stretto.prompt.media import Budget, MediaLimits
 from stretto.prompt.mel import mel
 from stretto.prompt.messages import Medium, Reader
@@ -113,6 +113,10 @@ class PromptBuilder:
         start = [self.config.tokens.im_start, self.config.tokens.assistant, *self.tokenizer.encode("\n")]
         if ids[-len(start) :] != start or len(start) != 3:
             raise CheckpointError(f"{directory}: the chat template does not end in <|im_start|>assistant and a newline")
+
+
+def open_builder(directory: Path) -> PromptBuilder:
+    return PromptBuilder.open(directory, OmniConfig.read(directory))
 
 
 @dataclass(slots=True)

@@ -1,15 +1,14 @@
 """What a node tells the orchestrator about a request: how it failed, or when its outputs came and how it ended.
 
-Used by the three nodes, and `failed` by their host; on the loop thread."""
+Used by nodes, and `failed` by their host; on the loop thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from stretto.control.messages import Ended, Failed, FromHost
 from stretto.errors import StrettoError
-from stretto.orchestrator.messages import Ended, Failed, FromHost
-from stretto.stage.pace import FRAME_S
 from stretto.stage.request import Reason
 from stretto.types import RequestId
 
@@ -36,9 +35,9 @@ class Journal:
         if len(self.marks) < MAX_MARKS:
             self.marks.append(now)
 
-    def deadline(self) -> float | None:
-        """When a listener runs out: one output is played per frame, from the first on."""
-        return self.marks[0] + FRAME_S * len(self.marks) if self.marks else None
+    def deadline(self, each_s: float) -> float | None:
+        """When a listener runs out, of whose time each output fills so much, from the first on."""
+        return self.marks[0] + each_s * len(self.marks) if self.marks else None
 
     def ended(self, id: RequestId, stage: str, reason: Reason) -> Ended:
         return Ended(id, stage, reason.value, self.begun, tuple(self.marks), self.cached, tuple(self.chunks))

@@ -6,29 +6,36 @@ loop thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from stretto.control.messages import Admit, Text, Working
 from stretto.errors import Bug, StrettoError
+from stretto.models.qwen3_omni.config import FRAME_S
+from stretto.models.qwen3_omni.lanes.thinker import Edit, ThinkerInput
+from stretto.models.qwen3_omni.nodes.given import check_ids
+from stretto.models.qwen3_omni.nodes.prefix import runs_of, thinker_salts
+from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.parts import Parts
+from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
-from stretto.orchestrator.messages import Admit, Text
 from stretto.prompt.prompt import Prompt
-from stretto.stage.links import Link
-from stretto.stage.nodes.given import check_ids
-from stretto.stage.nodes.prefix import runs_of, thinker_salts
-from stretto.stage.nodes.report import Clock, Journal, Report, failed
-from stretto.stage.payload.schema import ThinkerRows
-from stretto.stage.request import Confirmed, Reason, RequestSpec, StageRequest
-from stretto.stage.runner.thinker import Edit, ThinkerInput
-from stretto.stage.stage import MediaOutput, Output, Stage
+from stretto.stage.context import StageContext
+from stretto.stage.links import Outlet
+from stretto.stage.report import Clock, Journal, failed
+from stretto.stage.request import Reason, RequestSpec, StageRequest
+from stretto.stage.stage import Emit, MediaOutput, Output, Stage
+from stretto.stage.stats import stage_stats
 from stretto.types import Mark, RequestId, Span
 
+OTHERS = 5
+"""While there are other requests, encoding media takes one part of the loop's time in 1 + this: on a CPU, where a part
+takes as long as several steps, listeners would have to wait for it. (On a GPU a part is launched in no time.)"""
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
 """Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report for each token
 would cost the host more than its share of the step. The first ones go one by one, since the talker waits."""
@@ -39,6 +46,7 @@ class Encoding:
     """A request whose media are being encoded."""
 
     admit: Admit
+    params: ThinkerParams
     prompt: Prompt
     positions: npt.NDArray[np.float32]
     first: float
@@ -61,25 +69,47 @@ class Telling:
 
 class ThinkerNode:
     name = "thinker"
+    params = ThinkerParams
+    cheap = False
 
-    def __init__(self, stage: Stage, model: Thinker, report: Report, clock: Clock = time.monotonic) -> None:
-        self.stage, self.model, self.report, self.clock = stage, model, report, clock
+    def __init__(
+        self,
+        stage: Callable[[Emit], Stage],
+        model: Thinker,
+        context: StageContext,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.model, self.report, self.clock = model, context.report, clock
         self.config = model.config
-        self.link: Link[ThinkerRows] = Link(ThinkerRows)
+        self.num_requests, self.loop_clock = context.num_requests, context.clock
+        self.outlet: Outlet[ThinkerRows] = Outlet("thinker>talker", ThinkerRows)
+        self.inlets: tuple[()] = ()
+        self.outlets = (self.outlet,)
         self.encoding: dict[RequestId, Encoding] = {}
         self.tellings: dict[RequestId, Telling] = {}
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
-        stage.emit = self._emit
+        self._encode_ns = 0  # not before this is the next part of media encoded
+        self.stage = stage(self._emit)
+
+    def __len__(self) -> int:
+        return len(self.tellings)
 
     @property
     def due_ns(self) -> int | None:
-        return self.stage.due_ns
+        if not self.encoding:
+            return self.stage.due_ns
+        return self._encode_ns if self.stage.due_ns is None else min(self._encode_ns, self.stage.due_ns)
 
-    def admit(self, a: Admit, prompt: Prompt) -> None:
-        if a.spoken is not None:
-            return
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self.stage.runner.stream
+
+    def stats(self) -> Mapping[str, float]:
+        return {**stage_stats(self.stage), "stretto_stage_encoding": len(self.encoding)}
+
+    def admit(self, a: Admit, params: ThinkerParams, prompt: Prompt) -> None:
         c = self.config
-        check_ids(a, c.thinker.text.vocab_size)
+        check_ids(a.request, c.thinker.text.vocab_size, prompt.ids, tuple(i for i, _ in params.logit_bias))
         positions, first = rope_positions(
             prompt.ids,
             c.tokens,
@@ -89,10 +119,10 @@ class ThinkerNode:
             prompt.videos,
             prompt.audio_in_video,
         )
-        self.tellings[a.request] = Telling(Journal(self.clock()), a.speak)
-        if a.speak:
-            self.link.open(a.request)
-        self.encoding[a.request] = Encoding(a, prompt, positions, first, self.model.encoding(prompt))
+        self.tellings[a.request] = Telling(Journal(self.clock()), params.speak)
+        if params.speak:
+            self.outlet.open(a.request)
+        self.encoding[a.request] = Encoding(a, params, prompt, positions, first, self.model.encoding(prompt))
         if not prompt.has_media:
             self._encode(a.request)  # there is nothing to do
 
@@ -108,20 +138,19 @@ class ThinkerNode:
             self.encoding[id] = e  # behind the others
 
     def _submit(self, e: Encoding, media: MediaRows | None) -> None:
-        a, prompt, c = e.admit, e.prompt, self.config
-        capture = None
-        if a.speak and media is not None:
-            capture = media.places.numpy()
-        edit = bias_edit(a.logit_bias) if a.logit_bias else None
-        given = ThinkerInput(e.positions, e.first, a.text.params(), media, capture, edit, a.min_text_tokens)
+        a, p, prompt, c = e.admit, e.params, e.prompt, self.config
+        capture = media.places.numpy() if p.speak and media is not None else None
+        edit = bias_edit(p.logit_bias) if p.logit_bias else None
+        sampling = p.sampling.params()
+        given = ThinkerInput(e.positions, e.first, sampling, media, capture, edit, p.min_tokens)
         spec = RequestSpec(
             a.request,
-            a.max_text_tokens,
+            p.max_tokens,
             frozenset({c.tokens.im_end}),
-            sampling=a.text.params(),
+            sampling=sampling,
             priority=a.priority,
             host_history=edit is not None,
-            needs_payload=a.speak,
+            needs_payload=p.speak,
             cache_root=a.cache_root,
         )
         self.stage.submit(spec, given, prompt.ids, salts=thinker_salts(a, prompt, c.tokens.media_pads))
@@ -129,11 +158,11 @@ class ThinkerNode:
     def cancel(self, id: RequestId) -> None:
         self.encoding.pop(id, None)
         self.stage.cancel(id)
-        self.link.close(id, purge=True)
+        self.outlet.close(id, purge=True)
         self.tellings.pop(id, None)
 
-    def stop_text(self, id: RequestId) -> None:
-        """End the answer where it is, in good order: the talker speaks what it has."""
+    def finish(self, id: RequestId) -> None:
+        """End the answer where it is: the talker speaks what it has."""
         telling = self.tellings.pop(id, None)
         if telling is None or id not in self.stage.scheduler:
             return
@@ -145,20 +174,25 @@ class ThinkerNode:
         self.report(telling.journal.ended(id, self.name, Reason.STOP), b"")
 
     def throttle(self, id: RequestId, on: bool) -> None:
-        self.link.throttle(id, on)
-        self.link.settle(id, self.stage.scheduler)
+        self.outlet.throttle(id, on)
+        self.outlet.tell(id, self.stage.scheduler)
 
     def turn(self) -> bool:
-        for id in self.link.flush():
-            self.link.settle(id, self.stage.scheduler)
-        encoded = bool(self.encoding)
+        for id in self.outlet.flush():
+            self.outlet.tell(id, self.stage.scheduler)
+        now = self.loop_clock()
+        encoded = bool(self.encoding) and now >= self._encode_ns
         if encoded:
             self._encode_next()
+            # Others have the time between two parts, and more of it than the parts take.
+            rest = OTHERS * (self.loop_clock() - now) if self.num_requests() > len(self.encoding) else 0
+            self._encode_ns = self.loop_clock() + rest
         return self.stage.turn() or encoded
 
     def _encode_next(self) -> None:
-        """A part of one request's media, each in its turn: all others have their steps between two parts."""
+        """A part of one request's media, each in its turn."""
         id = next(iter(self.encoding))
+        self.report(Working(id, self.name), b"")
         try:
             self._encode(id)
         except torch.AcceleratorError:
@@ -184,7 +218,7 @@ class ThinkerNode:
             journal.mark_chunk(now)
         if o.error is not None:
             del self.tellings[id]
-            self.link.close(id, purge=True)
+            self.outlet.close(id, purge=True)
             self.report(failed(id, self.name, o.error), b"")
             return
         if o.token is not None and reason is None and not telling.due(now):
@@ -197,7 +231,7 @@ class ThinkerNode:
         if reason is not None:
             del self.tellings[id]
             self.report(journal.ended(id, self.name, reason), b"")
-        elif (deadline := journal.deadline()) is not None:
+        elif (deadline := journal.deadline(FRAME_S)) is not None:
             self.stage.scheduler.set_deadline(id, deadline)
 
     def _tell(self, id: RequestId, telling: Telling, now: float) -> None:
@@ -209,14 +243,14 @@ class ThinkerNode:
     def _forward(self, request: StageRequest, ready: int, mark: Mark, media: MediaOutput | None) -> None:
         """Rows that the talker may have: the id at each position, and media rows."""
         id = request.id
-        box = self.link.boxes[id]
-        start = box.added
+        start = self.outlet.sent(id)
+        rows = None
         if ready > start:
             ids = torch.from_numpy(np.array(request.ids[start:ready], dtype=np.int32))
             runs, hidden = self._media(media, start, ready)
-            box.add(ThinkerRows(Span(start, ready), ids, runs, hidden), event=media.event if media else None)
-        if not self.link.send(id, Confirmed(max(ready, start)), mark) and mark is Mark.MORE:
-            self.link.settle(id, self.stage.scheduler)
+            rows = ThinkerRows(Span(start, ready), ids, runs, hidden)
+        if not self.outlet.send(id, rows, mark, media.event if media else None) and mark is Mark.MORE:
+            self.outlet.tell(id, self.stage.scheduler)
 
     def _media(self, media: MediaOutput | None, start: int, stop: int) -> tuple[tuple[Span, ...], torch.Tensor]:
         if media is None:

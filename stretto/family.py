@@ -1,0 +1,142 @@
+"""What a model family tells the engine: which stages there are, which links join them, and what a request is to each.
+
+A family is a folder under `models/` (or a package of its own) with a function that opens a checkpoint: `Model`. The
+registry finds it by the checkpoint's `model_type`. Everything here is plain data; what needs torch is named as
+`"module:attribute"` and imported in the processes that run it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from stretto.control.request import Params
+from stretto.errors import Bug
+
+Capability = Literal["text", "speech", "reading"]
+"""What a request can want: an answer in words, an answer in words and speech, or a given text read aloud."""
+Output = Literal["text", "audio"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage of a pipeline, as everybody but its own host knows it."""
+
+    name: str
+    encodes_media: bool = False  # it is given the features of a prompt's media
+    decides: Output | None = None  # its end is the end of the request's text, or of its audio
+    first: str = "prompt"  # what its first output is called in a timeline, and the others
+    each: str = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """Payloads go from one stage to another. The stages' nodes say which."""
+
+    sender: str
+    receiver: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.sender}>{self.receiver}"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """The stages of a family in the order of the data's way, and the links between them."""
+
+    build: str  # "module:function" of (names of stages, StageContext) -> nodes by name; called in a host
+    stages: tuple[StageSpec, ...]
+    links: tuple[LinkSpec, ...]
+    paths: Mapping[Capability, tuple[str, ...]]  # which stages a request needs, by what it wants
+
+    def __post_init__(self) -> None:
+        order = {name: i for i, name in enumerate(self.names)}
+        if len(order) != len(self.stages) or not order:
+            raise Bug(f"stages must have names of their own, got {self.names}")
+        for link in self.links:
+            if order.get(link.sender, len(order)) >= order.get(link.receiver, -1):
+                raise Bug(f"link {link.name} does not go from a stage to a later one")
+        for wanted, path in self.paths.items():
+            if not path or not set(path) <= set(order):
+                raise Bug(f"{wanted} needs stages {path}, but there are {self.names}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.stages)
+
+    def link(self, name: str) -> LinkSpec | None:
+        return next((link for link in self.links if link.name == name), None)
+
+    def links_of(self, stages: Sequence[str]) -> list[LinkSpec]:
+        """Those that join two of these stages."""
+        return [link for link in self.links if link.sender in stages and link.receiver in stages]
+
+    def deciding(self, output: Output) -> str | None:
+        return next((s.name for s in self.stages if s.decides == output), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model, as its users see it."""
+
+    name: str
+    voices: tuple[str, ...]
+    default_voice: str
+    sample_rate: int
+    max_positions: int
+    input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
+    output_modalities: tuple[Output, ...] = ("text", "audio")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One request, as a family makes its stages' parameters of it."""
+
+    capability: Capability
+    params: Params
+    seed: int
+    voice: str | None = None
+    spoken: tuple[int, ...] | None = None  # the tokens that are to be read aloud
+
+
+@dataclass(frozen=True, slots=True)
+class MediaTokens:
+    """The ids that stand for media in a prompt."""
+
+    audio: frozenset[int] = frozenset()
+    image: frozenset[int] = frozenset()
+
+
+class Model(Protocol):
+    """One checkpoint, opened by its family. No weights yet: those are for the hosts."""
+
+    pipeline: PipelineSpec
+    info: ModelInfo
+    vocab_size: int
+    media_tokens: MediaTokens
+    builder: str  # "module:function" of (directory) -> a prompt builder, see `prompt/work.py`
+
+    def check_voice(self, voice: str) -> None:
+        """Raises `Invalid` for a voice that it does not have."""
+        ...
+
+    def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
+        """What each stage on the request's way is told, in types that the stages' nodes know."""
+        ...
+
+
+class Family(Protocol):
+    """What the registry finds: opens a checkpoint directory."""
+
+    def __call__(self, directory: Path) -> Model: ...
+
+
+def load(name: str) -> Any:
+    """The object that "module:attribute" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)

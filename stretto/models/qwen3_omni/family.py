@@ -1,0 +1,63 @@
+"""Qwen3-Omni as the engine knows it: three stages, two links, and what a request is to each. Imports no torch.
+
+The thinker writes the answer's text; the talker speaks it, a frame of sixteen codes per 80 ms; code2wav makes samples
+of the frames. A text that is read aloud needs no thinker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
+from stretto.models.qwen3_omni.params import stage_params
+
+PIPELINE = PipelineSpec(
+    build="stretto.models.qwen3_omni.host:build",
+    stages=(
+        StageSpec("thinker", encodes_media=True, decides="text"),
+        StageSpec("talker", decides="audio", each="frame"),
+        StageSpec("code2wav", first="first frame", each="packet"),
+    ),
+    links=(LinkSpec("thinker", "talker"), LinkSpec("talker", "code2wav")),
+    paths={
+        "text": ("thinker",),
+        "speech": ("thinker", "talker", "code2wav"),
+        "reading": ("talker", "code2wav"),
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3Omni:
+    config: OmniConfig
+    info: ModelInfo
+    media_tokens: MediaTokens
+    vocab_size: int
+    pipeline: PipelineSpec = PIPELINE
+    builder: str = "stretto.models.qwen3_omni.prompts:open_builder"
+
+    def check_voice(self, voice: str) -> None:
+        self.config.talker.speaker_id(voice)
+
+    def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
+        return stage_params(wanted)
+
+
+def open_model(directory: Path) -> Qwen3Omni:
+    config = OmniConfig.read(directory)
+    tokens = config.tokens
+    return Qwen3Omni(
+        config,
+        ModelInfo(
+            name=directory.name,
+            voices=tuple(config.talker.speakers),
+            default_voice=config.talker.default_voice,
+            sample_rate=SAMPLE_RATE_OUT,
+            max_positions=config.thinker.text.max_positions,
+        ),
+        MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),
+        config.thinker.text.vocab_size,
+    )

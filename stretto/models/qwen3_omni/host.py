@@ -1,0 +1,171 @@
+"""Builds Qwen3-Omni's stages in a host: weights, KV pools, captured graphs, and the node around each.
+
+Called once by the host, on its main thread, before its loop runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from stretto.errors import Bug
+from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
+from stretto.models.qwen3_omni.lanes.talker import TalkerLane
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
+from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
+from stretto.models.qwen3_omni.nodes.talker import TalkerNode
+from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
+from stretto.models.qwen3_omni.plan import plan, pool_sizes
+from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
+from stretto.models.qwen3_omni.warming import Warming, begin
+from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
+from stretto.stage.context import StageContext
+from stretto.stage.node import Node
+from stretto.stage.runner.prefill_graphs import PrefillGraphs
+from stretto.stage.stage import Emit, Stage
+
+PRIORITIES = {"thinker": 0, "talker": -1}
+"""Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is -2.)"""
+
+
+def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
+    return Builder(stages, context).build()
+
+
+@dataclass(slots=True, eq=False)
+class Builder:
+    """Of one host's stages."""
+
+    stages: Sequence[str]  # in the order of the data's way
+    context: StageContext
+    blocks: dict[str, int] = field(init=False, default_factory=dict)  # of the KV pools
+    warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
+    _words: torch.Tensor | None = field(init=False, default=None)  # the thinker's embedding, which a talker borrows
+
+    def build(self) -> dict[str, Node]:
+        """The stages' nodes, if all of them fit.
+
+        On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
+        start when the plan is made, so that it does not take their memory for gone, and have ended before the first KV
+        pool is allocated. The vocoder comes first: it has few such kernels, and takes as long as they do."""
+        c, s = self.context, self.context.settings
+        source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False, expert_weights=s.expert_weights)
+        order = sorted(self.stages, key=lambda name: name != "code2wav")
+        self._plan(source, order)
+        try:
+            nodes = {name: self._node(name, source) for name in order}
+        finally:
+            if self.warming is not None:
+                self.warming.close()
+        if c.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {name: nodes[name] for name in self.stages}
+
+    def _plan(self, source: Source, order: Sequence[str]) -> None:
+        """Size the pools, refuse what does not fit, and begin to compile kernels."""
+        c, s = self.context, self.context.settings
+        self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device)
+        plans = plan(source.config, order, s, self.blocks, source.dtype)
+        free = c.fit(plans)
+        if c.device.type == "cuda":
+            weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
+            self.warming = begin(c.model, source.config, order, s, self.blocks, source.dtype, free, weights)
+
+    def _node(self, name: str, source: Source) -> Node:
+        if name != "code2wav" and self.warming is not None and self.warming.apart:
+            self.finish_warming(name)
+        self.context.progress(name, self._room(name))
+        match name:
+            case "thinker":
+                return self._thinker(source)
+            case "talker":
+                return self._talker(source)
+            case "code2wav":
+                return self._code2wav(source)
+            case _:
+                raise Bug(f"no stage is called {name!r}")
+
+    def _thinker(self, source: Source) -> ThinkerNode:
+        c, s = self.context, self.context.settings
+        thinker = source.thinker()
+        self._words = thinker.model.embed_tokens.weight.data
+        self.finish_warming("thinker")
+        cache = thinker.cache(self.blocks["thinker"] + 1, s.block_size)
+        lane = ThinkerLane(thinker, cache, s.max_rows, s.max_context)
+
+        def capture(stream: torch.cuda.Stream) -> None:
+            self._capture_prompts("thinker", lane, stream)
+            windows = WindowGraphs(thinker.audio_tower)
+            windows.capture(stream)
+            thinker.audio_tower.graphs = windows
+            if s.vision_graphs:
+                frames = FrameGraphs(thinker.visual)
+                frames.capture(stream)
+                thinker.visual.graphs = frames
+
+        def stage(emit: Emit) -> Stage:
+            blocks, priority = self.blocks["thinker"], PRIORITIES["thinker"]
+            return c.autoregressive("thinker", lane, blocks, emit, priority=priority, capture=capture)
+
+        return ThinkerNode(stage, thinker, c)
+
+    def _talker(self, source: Source) -> TalkerNode:
+        c, s = self.context, self.context.settings
+        talker = source.talker(self._words)
+        self.finish_warming("talker")
+        cache = talker.cache(self.blocks["talker"] + 1, s.block_size)
+        lane = TalkerLane(talker, cache, s.max_rows, s.max_context)
+
+        def stage(emit: Emit) -> Stage:
+            return c.autoregressive(
+                "talker",
+                lane,
+                self.blocks["talker"],
+                emit,
+                priority=PRIORITIES["talker"],
+                # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
+                mixed=not lane.fused,
+                capture=lambda stream: self._capture_prompts("talker", lane, stream),
+            )
+
+        return TalkerNode(stage, talker, c)
+
+    def _code2wav(self, source: Source) -> Code2WavNode:
+        c, s = self.context, self.context.settings
+        model = source.code2wav()
+        config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
+
+        def stage(emit: AudioEmit) -> CodecStage:
+            codec = CodecStage(model, emit, config.captured() if c.graphs else config, c.waiter("code2wav"))
+            if c.graphs:
+                c.progress("code2wav", "capturing graphs")
+                codec.capture()
+                torch.cuda.empty_cache()  # what the library tried out its convolutions in
+            return codec
+
+        return Code2WavNode(stage, c)
+
+    def finish_warming(self, stage: str) -> None:
+        """Wait until kernels are compiled, and the memory of those who did it is back."""
+        if self.warming is not None:
+            if self.warming.running:
+                self.context.progress(stage, "compiling kernels")
+            self.warming.finish()
+            self.warming = None
+
+    def _room(self, stage: str) -> str:
+        s, blocks = self.context.settings, self.blocks.get(stage)
+        room = f"{blocks * s.block_size} tokens" if blocks is not None else f"{s.max_rows} streams"
+        narrow = ", experts as float8" if stage == "thinker" and s.expert_weights == "float8" else ""
+        return f"loading{narrow}, with room for {room}"
+
+    def _capture_prompts(self, name: str, lane: ThinkerLane | TalkerLane, stream: torch.cuda.Stream) -> None:
+        """Passes over prompts. After the decode steps: their warm-ups must not find these."""
+        accept = lane.model.accept_layer if isinstance(lane, ThinkerLane) else None
+        prompts = PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
+        if prompts is not None:
+            self.context.progress(name, "capturing prompts")
+            prompts.capture(stream)
+            lane.prompts = prompts

@@ -1,0 +1,1 @@
+"""What the runner needs of the thinker and the talker."""

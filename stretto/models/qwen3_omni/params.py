@@ -1,0 +1,84 @@
+"""What a request tells each stage of Qwen3-Omni, and how the model was made to pick. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from stretto.control.messages import Positive, Sampling, TokenId
+from stretto.errors import Bug
+from stretto.family import Wanted
+from stretto.types import SamplingParams, stage_seed
+
+CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+"""How the talker was made to pick code 0 of a frame."""
+RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
+"""How the code predictor was made to pick the other codes."""
+
+
+class StageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class ThinkerParams(StageParams, frozen=True):
+    sampling: Sampling
+    max_tokens: Positive
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    speak: bool = True  # the talker is to be told
+
+
+class TalkerParams(StageParams, frozen=True):
+    code0: Sampling
+    residual: Sampling
+    max_frames: Positive
+    voice: str | None = None
+    min_frames: int = 0
+    first_frames: Positive = 1
+    each_frames: Positive = 1
+    ramp: int | None = 2
+    want_codes: bool = False
+    spoken: tuple[TokenId, ...] | None = None  # read these tokens aloud; there is no thinker in it
+
+
+class Code2WavParams(StageParams, frozen=True):
+    pass
+
+
+def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
+    """Each stage has draws of its own from the request's one seed."""
+    p = w.params
+    text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(w.seed, "thinker"))
+    speech = stage_seed(w.seed, "talker")
+    code0, residual = replace(CODE0, seed=speech), replace(RESIDUAL, seed=speech)
+    if p.greedy_speech:
+        code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
+    thinker = ThinkerParams(
+        Sampling.of(text),
+        p.max_text_tokens,
+        p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
+        tuple(p.logit_bias.items()),
+        speak=w.capability == "speech",
+    )
+    talker = TalkerParams(
+        Sampling.of(code0),
+        Sampling.of(residual),
+        p.max_frames,
+        w.voice,
+        p.min_frames,
+        p.packets.first,
+        p.packets.each,
+        p.packets.ramp,
+        p.want_codes,
+        w.spoken,
+    )
+    match w.capability:
+        case "text":
+            return {"thinker": thinker}
+        case "speech":
+            return {"thinker": thinker, "talker": talker, "code2wav": Code2WavParams()}
+        case "reading":
+            if w.spoken is None:
+                raise Bug("nothing to be read")
+            return {"talker": talker, "code2wav": Code2WavParams()}

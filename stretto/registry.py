@@ -1,0 +1,48 @@
+"""Which families there are. A checkpoint names its own in config.json (`model_type`); third parties add theirs by an
+entry point of that name in the group `stretto.families`. Nothing else in the package names a family. No torch."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import cast
+
+from stretto.errors import CheckpointError
+from stretto.family import Family, Model, load
+from stretto.prompt.files import read_json
+
+ENTRY_POINTS = "stretto.families"
+
+FAMILIES = {"qwen3_omni_moe": "stretto.models.qwen3_omni.family:open_model"}
+"""Those that come with the package, by `model_type`."""
+
+DEFAULT = "stretto.models.qwen3_omni.tiny:write_tiny"
+"""Writes the checkpoint that is served when none is named: tiny, with random weights."""
+
+
+def open_model(directory: str | Path) -> Model:
+    """The checkpoint in a directory, opened by its family."""
+    path = Path(directory)
+    return find(model_type(path), path)(path)
+
+
+def find(kind: str, where: Path) -> Family:
+    if kind in FAMILIES:
+        return cast(Family, load(FAMILIES[kind]))
+    for entry in entry_points(group=ENTRY_POINTS, name=kind):
+        return cast(Family, entry.load())
+    known = ", ".join(sorted({*FAMILIES, *(e.name for e in entry_points(group=ENTRY_POINTS))}))
+    raise CheckpointError(f"{where}: there is no family for model_type {kind!r}; known are {known}")
+
+
+def model_type(directory: Path) -> str:
+    path = directory / "config.json"
+    kind = read_json(path).get("model_type")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{path}: model_type must be text, got {kind!r}")
+    return kind
+
+
+def write_tiny(directory: str | Path, seed: int = 0) -> None:
+    """The checkpoint that is served when none is named."""
+    load(DEFAULT)(Path(directory), seed)

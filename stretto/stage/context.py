@@ -1,0 +1,120 @@
+"""What a family builds its stages with, in a host: where they run, how they are sized, and what they report to.
+
+Called once by the host, on its main thread, before its loop runs. Says how far it is, since it takes a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stretto.connector.switches import OverlapSwitches
+from stretto.control.messages import Loading
+from stretto.control.settings import HostSettings
+from stretto.stage.ahead import Ahead
+from stretto.stage.node import Node
+from stretto.stage.plan import RESERVE, StagePlan, check, free_memory
+from stretto.stage.report import Report
+from stretto.stage.runner.graphs import SIZES, DecodeGraphs
+from stretto.stage.runner.lane import Lane
+from stretto.stage.runner.runner import Runner
+from stretto.stage.runner.waiter import Waiter
+from stretto.stage.scheduler.config import SchedulerConfig
+from stretto.stage.scheduler.scheduler import Scheduler
+from stretto.stage.stage import Emit, PayloadStore, Stage
+
+
+@dataclass(slots=True, eq=False)
+class StageContext:
+    model: str  # directory
+    settings: HostSettings
+    device: torch.device
+    switches: OverlapSwitches
+    ring: Callable[[], None]  # wakes the loop
+    report: Report
+    push: Callable[[], None]  # sends what was reported
+    num_requests: Callable[[], int] = lambda: 0  # that any stage of the host holds something for
+    clock: Callable[[], int] = time.perf_counter_ns  # the loop's
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
+    waiters: list[Waiter] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """As asked for; None: the family's own choice."""
+        return getattr(torch, self.settings.dtype) if self.settings.dtype else None
+
+    @property
+    def graphs(self) -> bool:
+        """Are steps to be captured?"""
+        return self.device.type == "cuda" and self.settings.graphs
+
+    def progress(self, stage: str, what: str) -> None:
+        self.report(Loading(stage, what), b"")
+        self.push()
+
+    def fit(self, plans: Sequence[StagePlan]) -> int:
+        """Refuse stages that do not fit; else the bytes that are free for them."""
+        free, reserve = free_memory(self.device), RESERVE[self.device.type]
+        check(plans, free, reserve, str(self.device))
+        self.memory.update({p.stage: p.kept for p in plans})
+        return free - reserve
+
+    def waiter(self, stage: str) -> Waiter | None:
+        """On a GPU: the thread that rings when a step of the stage is done."""
+        if self.device.type != "cuda":
+            return None
+        waiter = Waiter(self.ring, stage)
+        self.waiters.append(waiter)
+        return waiter
+
+    def autoregressive(
+        self,
+        name: str,
+        lane: Lane[Any],
+        blocks: int,
+        emit: Emit,
+        *,
+        priority: int = 0,
+        mixed: bool = True,
+        capture: Callable[[torch.cuda.Stream], None] | None = None,
+    ) -> Stage:
+        """A stage around one model: scheduler, runner, captured steps. `priority` of its stream on a device that it
+        shares: lower goes first. `mixed`: captured steps may hold prompts and answers together. `capture` is for what
+        else is captured, behind the decode steps."""
+        s = self.settings
+        graphs = DecodeGraphs(lane, [n for n in SIZES if n <= s.max_rows]) if self.graphs else None
+        runner = Runner(lane, graphs, priority)
+        if graphs is not None and runner.stream is not None:
+            self.progress(name, "capturing graphs")
+            graphs.capture(runner.stream)
+            if capture is not None:
+                capture(runner.stream)
+        store = PayloadStore()
+        scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=blocks,
+                block_size=s.block_size,
+                max_rows=s.max_rows,
+                max_waiting=s.max_waiting,
+                max_context=s.max_context,
+                max_step_tokens=s.max_step_tokens,
+                prefill_chunk=s.prefill_chunk,
+                lone_prefill_chunk=s.lone_prefill_chunk,
+                overlap_depth=s.overlap_depth,
+                prefix_cache=s.prefix_cache,
+                mixed=s.mixed_steps and (mixed or graphs is None),
+            ),
+            store.drop,
+        )
+        # On a CPU a step is done when its launch is, so there is nothing to wait for.
+        hold = self.device.type == "cuda" and self.switches.just_in_time
+        sizes = graphs.sizes if graphs is not None else SIZES
+        ahead = Ahead(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
+        return Stage(name, scheduler, runner, emit, store, self.waiter(name), ahead)
+
+
+Build = Callable[[Sequence[str], StageContext], dict[str, Node]]
+"""A family's function that makes the nodes of these stages, in their order."""

@@ -1,0 +1,58 @@
+"""Qwen3-Omni's pipeline by its parts, and announcements to its stages, for tests that speak to hosts themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from stretto.control.messages import Admit, Configure, Sampling
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.models.qwen3_omni.params import Code2WavParams, TalkerParams, ThinkerParams
+from stretto.prompt.packed import PromptMeta
+from stretto.types import RequestId
+
+STAGES = PIPELINE.names
+LINKS = {link.name: (link.sender, link.receiver) for link in PIPELINE.links}
+ONE_HOST: Literal["one"] = "one"
+TWO_HOSTS: Literal["two"] = "two"
+PROCESSES: Literal["processes"] = "processes"
+
+
+def announcement(
+    request: RequestId,
+    prompt: PromptMeta,
+    speak: bool,
+    voice: str | None,
+    text: Sampling,
+    code0: Sampling,
+    residual: Sampling,
+    max_text_tokens: int,
+    max_frames: int,
+    *,
+    min_text_tokens: int = 0,
+    logit_bias: tuple[tuple[int, float], ...] = (),
+    spoken: tuple[int, ...] | None = None,
+    priority: int = 0,
+    media: bytes = b"",
+    cache_root: bytes = b"",
+    **talker: Any,
+) -> Admit:
+    """A request for all stages that it needs."""
+    told: dict[str, msgspec.Struct] = {}
+    if spoken is None:
+        told["thinker"] = ThinkerParams(text, max_text_tokens, min_text_tokens, logit_bias, speak)
+    if speak:
+        told["talker"] = TalkerParams(code0, residual, max_frames, voice, spoken=spoken, **talker)
+        told["code2wav"] = Code2WavParams()
+    stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told.items()}
+    return Admit(request, prompt, stages, priority, media, cache_root)
+
+
+def params_of(a: Admit, stage: str) -> Any:
+    kinds = {"thinker": ThinkerParams, "talker": TalkerParams, "code2wav": Code2WavParams}
+    return msgspec.msgpack.decode(a.stages[stage], type=kinds[stage])
+
+
+def configure(model: str, stages: tuple[str, ...], settings: dict[str, Any]) -> Configure:
+    return Configure(model, PIPELINE.build, stages, tuple(LINKS.values()), settings)
