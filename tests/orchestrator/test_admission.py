@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from stretto.control.request import Params
 from stretto.errors import Invalid, TooLong
+from stretto.family import Wanted
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.models.qwen3_omni.params import stage_params
 from stretto.orchestrator.admission import Ask, Names, fitted
 from stretto.types import RequestId
 
@@ -37,9 +40,13 @@ def test_biases_are_for_tokens_that_there_are() -> None:
 
 def test_what_a_request_needs() -> None:
     params = Params()
-    assert Ask(False, None, params, None).stages == ("thinker",)
-    assert Ask(True, None, params, None).stages == ("thinker", "talker", "code2wav")
-    assert Ask(True, None, params, None, spoken=(1,)).stages == ("talker", "code2wav")
+    for ask, stages in (
+        (Ask(False, None, params, None), ("thinker",)),
+        (Ask(True, None, params, None), ("thinker", "talker", "code2wav")),
+        (Ask(True, None, params, None, spoken=(1,)), ("talker", "code2wav")),
+    ):
+        assert PIPELINE.paths[ask.capability] == stages
+        assert tuple(stage_params(Wanted(ask.capability, params, 7, None, ask.spoken))) == stages
 
 
 def test_an_id_is_never_given_twice() -> None:

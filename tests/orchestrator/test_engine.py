@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.control.request import ChunkSizes, Params
-from stretto.control.settings import EngineConfig, HostSettings, parse_placement
+from stretto.control.settings import EngineConfig, HostPlace, HostSettings, parse_placement, places
 from stretto.errors import Busy, Gone, Invalid, StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models, Source
@@ -19,7 +19,7 @@ from stretto.orchestrator.api import Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.sync import SyncEngine
 from tests.orchestrator.common import CHATS, collect, expected, run, same, say, sound
-from tests.pipeline import ONE_HOST, PROCESSES, TWO_HOSTS
+from tests.pipeline import ONE_HOST, PROCESSES, STAGES, TWO_HOSTS
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 PACKETS = {
@@ -249,7 +249,7 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
                 else:
                     assert isinstance(result, StageDead) or len(result.ids) == 24
             assert engine.metrics()["stretto_engine_running"] == 0
-            while not engine._pipelines[0].ready(speak=True):
+            while not engine._pipelines[0].ready(STAGES):
                 await asyncio.sleep(0.05)
             assert engine.pids[victim] != pid
             same(await collect(engine.generate(CHATS["text"], params=PARAMS)), want)
@@ -324,11 +324,17 @@ def test_closing_ends_what_is_running(tiny_dir: Path) -> None:
     run(work())
 
 
-def test_placements_are_checked() -> None:
-    assert parse_placement("one") == ONE_HOST
-    assert parse_placement("thinker,talker+code2wav") == TWO_HOSTS
-    with pytest.raises(Invalid, match="placement"):
-        EngineConfig(placement=(("thinker",), ("talker",)))
+def test_placements_are_checked(tiny_dir: Path) -> None:
+    assert parse_placement("one") == "one"
+    thinker, rest = HostPlace(("thinker",)), HostPlace(("talker", "code2wav"))
+    assert parse_placement("thinker,talker+code2wav") == (thinker, rest) == places("two", STAGES)
+    apart = parse_placement("thinker@cuda:0, code2wav + talker@cuda:1")
+    assert places(apart, STAGES) == (replace(thinker, device="cuda:0"), replace(rest, device="cuda:1"))
+    assert [p.stages for p in places("processes", STAGES)] == [(s,) for s in STAGES]
+    assert places("one", STAGES) == (HostPlace(STAGES),)
+    for text in ("thinker,talker", "thinker,thinker,talker+code2wav", "thinker,talker+vocoder", ""):
+        with pytest.raises(Invalid, match="placement"):
+            PipelineEngine(tiny_dir, EngineConfig(placement=parse_placement(text)))
 
 
 def test_a_session_stays_where_its_prompts_are_cached(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,16 +344,16 @@ def test_a_session_stays_where_its_prompts_are_cached(tiny_dir: Path, monkeypatc
         engine = PipelineEngine(tiny_dir, EngineConfig(replicas=3))
         a, b, c = engine._pipelines
         down: set[object] = set()
-        monkeypatch.setattr(type(a), "ready", lambda self, speak: self not in down)
+        monkeypatch.setattr(type(a), "ready", lambda self, stages: self not in down)
         a.active, b.active, c.active = 2, 0, 1
-        assert engine._choose(True, "s") is b
+        assert engine._choose(STAGES, True, "s") is b
         b.active = 9
-        assert engine._choose(True, "s") is b
-        assert engine._choose(True, "other") is c
-        assert engine._choose(True) is c
+        assert engine._choose(STAGES, True, "s") is b
+        assert engine._choose(STAGES, True, "other") is c
+        assert engine._choose(STAGES, True) is c
         down.add(b)
-        assert engine._choose(True, "s") is c
+        assert engine._choose(STAGES, True, "s") is c
         down.clear()
-        assert engine._choose(True, "s") is c
+        assert engine._choose(STAGES, True, "s") is c
 
     run(work())

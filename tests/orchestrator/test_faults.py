@@ -8,11 +8,11 @@ import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stretto.connector.contract import PutFailed
-from stretto.connector.inline import InlineOut
 from stretto.control.messages import (
     Ended,
     Failed,
@@ -26,6 +26,7 @@ from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
@@ -34,6 +35,7 @@ from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.packed import pack_prompt
+from stretto.stage.ends import LinkEnd
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
 from tests.pipeline import PROCESSES, STAGES, announcement, configure
@@ -66,7 +68,7 @@ async def speaking(engine: PipelineEngine, count: int = 2, params: Params = LONG
 async def back(engine: PipelineEngine, want: Answer) -> None:
     """It works again. A request that comes between a fault and the news of it may fail too, so a few tries."""
     for _ in range(4):
-        await until(lambda: engine._pipelines[0].ready(speak=True))
+        await until(lambda: engine._pipelines[0].ready(STAGES))
         try:
             got = await collect(engine.generate(CHATS["text"], params=PARAMS))
         except StageDead:
@@ -225,7 +227,7 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
         pipeline = Nowhere()
 
         def ticket(name: str, rest: float, samples: int, pipeline: Nowhere = pipeline) -> Ticket:
-            t = Ticket(RequestId(name), None, pipeline, STAGES, None, PARAMS, 0, None, 0.0)  # type: ignore[arg-type]
+            t = Ticket(RequestId(name), None, pipeline, engine.model, STAGES, None, PARAMS, 0, None, 0.0)  # type: ignore[arg-type]
             t.progressed, t.samples = now - rest, samples
             engine._tickets[t.id] = t
             return t
@@ -258,7 +260,7 @@ def test_what_was_on_its_way_from_a_dead_host_is_lost_too(index: int, lost: set[
 
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES, restart=False)
-        pipeline = Pipeline("p", "", config, lambda m, b: None, lambda p, stages, e: told.append(stages))
+        pipeline = Pipeline("p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: told.append(stages))
         pipeline._died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
         await pipeline.close()
 
@@ -299,8 +301,8 @@ def test_hosts_end_with_their_orchestrator() -> None:
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tiny_dir: Path) -> None:
     async def work() -> None:
-        config = EngineConfig(host=HostSettings(thinker_blocks=10**9))
-        with pytest.raises(StrettoError, match=r"thinker .* GiB .*weights .*lower thinker_blocks") as e:
+        config = EngineConfig(host=HostSettings(blocks={"thinker": 10**9}))
+        with pytest.raises(StrettoError, match=r"thinker .* GiB .*weights .*lower kv_blocks of the thinker") as e:
             async with PipelineEngine.open(tiny_dir, config):
                 pass
         assert isinstance(e.value, StageDead)
@@ -321,9 +323,9 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
         for name in ("doomed", "other"):
             driven.host.handle(announcement(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
         driven.host.loop.round()
-        link = driven.host.links.ends["talker>code2wav"].outgoing
-        assert isinstance(link, InlineOut)
-        link._faults.add(PutFailed("injected", link="talker>code2wav", request=RequestId("doomed")))
+        faults: list[StrettoError] = [PutFailed("injected", link="talker>code2wav", request=RequestId("doomed"))]
+        link = SimpleNamespace(faults=lambda: [faults.pop()] if faults else [], ended=False)
+        end = driven.host.links.ends["talker>code2wav"] = LinkEnd(1, outgoing=link)  # type: ignore[arg-type]
         while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):
             assert driven.host.loop.round(), "nothing to do, but the other answer is not complete"
         failed = [m for m, _ in driven.reports if isinstance(m, Failed)]
@@ -332,5 +334,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
         assert {m.request for m, _ in driven.reports if isinstance(m, Ended)} == {"other"}
         assert not any(isinstance(m, LinkDown) for m, _ in driven.reports)
         assert all(len(node.stage) == 0 for node in driven.host.nodes.values())
+        assert not end.down
     finally:
+        driven.host.links.ends.clear()
         driven.host.close()

@@ -232,14 +232,11 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left[f"{name}: rows"] = stage.scheduler.num_seated
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.lane.inputs)
-            left[f"{name}: boxes out"] = len(node.link.boxes) + len(node.link._slow) + len(node.link._full)
-            mine = (node.tellings,) if isinstance(node, ThinkerNode) else (node.voices, node._waiting)
+            left[f"{name}: out"] = len(node.outlet) + len(node.outlet._slow) + len(node.outlet._full)
+            mine = (node.tellings, node.encoding) if isinstance(node, ThinkerNode) else (node.voices, node._waiting)
             left[f"{name}: records"] = sum(map(len, mine))
         if not isinstance(node, ThinkerNode):
-            left[f"{name}: boxes in"] = len(list(node.intake.boxes)) + node.intake.boxes.num_early
-    for name, end in driven.host.links.ends.items():
-        assert end.sender is not None
-        left[f"{name}: slots"] = driven.host.settings.link_slots - end.sender.credits()
+            left[f"{name}: in"] = len(node.inlet)
     return {k: v for k, v in left.items() if v}
 
 
@@ -289,7 +286,7 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
         driven.host.handle(Cancel(id), b"")
         vocoder.turn = work  # type: ignore[method-assign]
         said, made = len(driven.reports), vocoder.stats.frames
-        for _ in range(driven.host.settings.overlap_depth):
+        for _ in range(driven.host.context.settings.overlap_depth):
             driven.host.loop.round()
         assert not kept(driven)
         assert (len(driven.reports), vocoder.stats.frames) == (said, made), "nothing more is made of it"

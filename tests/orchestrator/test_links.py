@@ -19,11 +19,12 @@ from stretto.control.messages import (
 )
 from stretto.control.settings import EngineConfig
 from stretto.errors import WireError
+from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.orchestrator import pipeline as pipelines
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.types import SECRET_BYTES
 from tests.orchestrator.common import run
-from tests.pipeline import PROCESSES
+from tests.pipeline import PROCESSES, STAGES
 
 LINK = "talker>code2wav"
 TALKER, VOCODER = 1, 2
@@ -50,8 +51,10 @@ class Play:
     def __init__(self) -> None:
         self.lost: list[frozenset[str]] = []
         config = EngineConfig(placement=PROCESSES)
-        self.pipeline = Pipeline("p", "", config, lambda m, b: None, lambda p, stages, e: self.lost.append(stages))
-        self.hosts = [Player() for _ in PROCESSES]
+        self.pipeline = Pipeline(
+            "p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: self.lost.append(stages)
+        )
+        self.hosts = [Player() for _ in STAGES]
         self.pipeline._hosts = self.hosts  # type: ignore[assignment]
         self.pipeline._links["thinker>talker"] = True
 
@@ -73,7 +76,7 @@ class Play:
         assert (connect.endpoint, connect.generation) == (b"%d" % count, listen.generation)
         self.say(TALKER, Linked(LINK, listen.generation))
         await self.rest()
-        assert self.pipeline.ready(speak=True)
+        assert self.pipeline.ready(STAGES)
         return int(listen.generation)
 
     async def rest(self) -> None:
@@ -105,10 +108,10 @@ def test_a_late_report_does_not_take_down_the_successor() -> None:
         second = await p.make(2)
         assert second > first
         p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
-        assert p.pipeline.ready(speak=True)
+        assert p.pipeline.ready(STAGES)
         assert p.lost == [{"code2wav"}]
         p.say(VOCODER, LinkDown(LINK, second, "again"))
-        assert not p.pipeline.ready(speak=True)
+        assert not p.pipeline.ready(STAGES)
         await p.make(3)
 
     play(work)
@@ -122,7 +125,7 @@ def test_a_late_report_does_not_refuse_the_successor_that_is_being_made() -> Non
         p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
         p.say(TALKER, Linked(LINK, first))
         await p.rest()
-        assert not p.pipeline.ready(speak=True)
+        assert not p.pipeline.ready(STAGES)
         await p.make(2)
 
     play(work)
@@ -152,7 +155,7 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_try() -> None:
         p.say(VOCODER, Listening(LINK, listen.generation, b"new"))
         assert (await p.asked(Connect, TALKER, 1)).endpoint == b"new"
         p.say(TALKER, Linked(LINK, listen.generation))
-        assert p.pipeline.ready(speak=True)
+        assert p.pipeline.ready(STAGES)
 
     play(work)
 
@@ -176,7 +179,7 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
                 told.append(listen[-1].secret)
                 p.say(sender, Linked(link, listen[-1].generation))
             await p.rest()
-            assert p.pipeline.ready(speak=True)
+            assert p.pipeline.ready(STAGES)
             if count < rounds:
                 for link in ends:
                     p.say(VOCODER, LinkDown(link, p.pipeline._generations[link], "it broke"))

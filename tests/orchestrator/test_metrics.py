@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from stretto.control.messages import Stats
-from stretto.control.settings import EngineConfig, Placement
+from stretto.control.settings import EngineConfig, Placement, places
+from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.pipeline import Pipeline, labelled
 from stretto.orchestrator.process import HostProcess
@@ -30,10 +31,11 @@ def said(stages: tuple[str, ...], number: float) -> dict[str, float]:
 
 def pipeline(placement: Placement, first: float = 1.0) -> Pipeline:
     """Its hosts say `first`, `first + 1`, ..."""
-    p = Pipeline("p", "", EngineConfig(placement=placement), lambda m, b: None, lambda p, s, e: None)
-    p._hosts = [p._host(i) for i in range(len(placement))]
+    p = Pipeline("p", "", PIPELINE, EngineConfig(placement=placement), lambda m, b: None, lambda p, s, e: None)
+    hosts = places(placement, STAGES)
+    p._hosts = [p._host(i) for i in range(len(hosts))]
     for i, host in enumerate(p._hosts):
-        say(p, host, said(placement[i], first + i))
+        say(p, host, said(hosts[i].stages, first + i))
     return p
 
 
@@ -53,12 +55,13 @@ def test_one_host_has_plain_names() -> None:
 def test_several_hosts_are_told_apart(placement: Placement) -> None:
     async def work() -> None:
         values = pipeline(placement).metrics()
-        for i, stages in enumerate(placement):
+        hosts = [host.stages for host in places(placement, STAGES)]
+        for i, stages in enumerate(hosts):
             assert values[f'stretto_host_idle_seconds_total{{host="{"+".join(stages)}"}}'] == i + 1
             for name, number in said(stages, i + 1).items():
                 if "{" in name:
                     assert values[name] == number
-        assert len(values) == len(PLAN) + sum(len(said(stages, 0.0)) for stages in placement)
+        assert len(values) == len(PLAN) + sum(len(said(stages, 0.0)) for stages in hosts)
 
     run(work())
 

@@ -14,7 +14,8 @@ from stretto.control.messages import Admit, Sampling, encode
 from stretto.control.request import Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.models.qwen3_omni.params import CODE0, RESIDUAL, stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.admission import Ask, announce
 from stretto.orchestrator.ticket import Ticket
@@ -92,8 +93,9 @@ class Line:
 
 def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None) -> Admit:
     line, params, ask = Line(), Params(), Ask(True, None, Params(), None, spoken, owner=owner)
-    none = SimpleNamespace()
-    t = Ticket(RequestId("r"), None, line, STAGES, pack(Prompt((1, 2))), params, 7, none, 0.0)  # type: ignore[arg-type]
+    none, stages = SimpleNamespace(), PIPELINE.paths[ask.capability]
+    model = SimpleNamespace(pipeline=PIPELINE, stage_params=stage_params)
+    t = Ticket(RequestId("r"), None, line, model, stages, pack(Prompt((1, 2))), params, 7, none, 0.0)  # type: ignore[arg-type]
     asyncio.run(announce(t, ask, shared))
     [message] = line.sent
     assert isinstance(message, Admit)

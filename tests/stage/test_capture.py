@@ -17,12 +17,11 @@ from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.host import Builder
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.weights import build, fill_dummy
 from stretto.stage import codec
-from stretto.stage.loop import Loop
+from stretto.stage.context import StageContext
 from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
@@ -195,12 +194,9 @@ def test_images_only_where_asked(
     for owner in (WindowGraphs, FrameGraphs):
         monkeypatch.setattr(owner, "forward", lambda self, size: cuda.note((type(self), size)))
     model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
-    lane = ThinkerLane(model, model.cache(3, 16), 1, 32)
-    builder = Builder(
-        "tiny", ("thinker",), HostSettings(vision_graphs=asked), CPU, OverlapSwitches(), Loop([]),
-        lambda message, blob: None, lambda: None,
-    )  # fmt: skip
-    builder._capture_prompts("thinker", lane, cuda.side)  # type: ignore[arg-type]
+    settings = HostSettings(vision_graphs=asked)
+    context = StageContext("", settings, CPU, OverlapSwitches(), lambda: None, lambda message, blob: None, lambda: None)
+    Builder(("thinker",), context).capture_encoders(model, cuda.side)  # type: ignore[arg-type]
     images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
     sound = [(WindowGraphs, size) for size in (8, 4, 2, 1)]
     assert cuda.captured() == (sound + images if asked else sound)

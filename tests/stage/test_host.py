@@ -41,7 +41,7 @@ class Host:
     """As far as the process needs one."""
 
     def __init__(self, *args: Any) -> None:
-        self.device, self.memory = SimpleNamespace(type="cpu"), {}
+        self.device, self.context = SimpleNamespace(type="cpu"), SimpleNamespace(memory={})
         self.loop = Still([], max_messages=PLACES)
         self.handled: list[ToHost] = []
         self.closed = False

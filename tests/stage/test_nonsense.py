@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from stretto.control.messages import Admit, Cancel, Connect, Ended, Failed, Listen, Ping, Sampling, Stats, ToHost
+from stretto.control.messages import Admit, Cancel, Connect, Ended, Failed, Listen, Ping, Sampling, Stats
 from stretto.control.settings import HostSettings
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -19,29 +19,27 @@ from stretto.prompt.packed import ArrayMeta, PatchMeta, PromptMeta
 from stretto.stage.host import Host
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven
-from tests.pipeline import LINKS, STAGES, announcement
+from tests.pipeline import LINKS, STAGES, announcement, configure
 
 BAD = RequestId("bad")
 HUGE = 2**62
 
 
-@pytest.fixture(scope="module")
-def laid() -> list[ToHost]:
-    """How the links of the host were laid."""
-    return []
+SETTINGS = HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "talker": 32})
+SECRET = bytes(32)
 
 
 @pytest.fixture(scope="module")
-def driven(tiny_dir: Path, laid: list[ToHost]) -> HandDriven:
-    handle = Host.handle
+def driven(tiny_dir: Path) -> HandDriven:
+    return HandDriven(tiny_dir, SETTINGS)
 
-    def hear(self: Host, message: ToHost, blob: bytes) -> None:
-        laid.append(message)
-        handle(self, message, blob)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Host, "handle", hear)
-        return HandDriven(tiny_dir, HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "talker": 32}))
+@pytest.fixture(scope="module")
+def middle(tiny_dir: Path) -> Host:
+    """A host with one end of each link."""
+    host = Host(configure(str(tiny_dir), ("talker",), {}), SETTINGS, lambda message, blob: None)
+    host.load()
+    return host
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +49,18 @@ def plain(tiny_config: OmniConfig) -> Admit:
     return announcement(BAD, PromptMeta(ids), True, None, s, s, s, 2, 1)
 
 
-def changed(**fields: Any) -> Callable[[Admit, Any], Admit]:
-    return lambda a, _: msgspec.structs.replace(a, **fields)
+def changed(speak: bool = True, **fields: Any) -> Callable[[Admit, Any], Admit]:
+    s = Sampling.of(GREEDY)
+    return lambda a, _: announcement(BAD, a.prompt, speak, None, s, s, s, 2, 1, **fields)
 
 
 def with_ids(edit: Callable[[tuple[int, ...], Any], tuple[int, ...]], speak: bool) -> Callable[[Admit, Any], Admit]:
-    return lambda a, t: msgspec.structs.replace(a, prompt=PromptMeta(edit(a.prompt.ids, t)), speak=speak)
+    s = Sampling.of(GREEDY)
+    return lambda a, t: announcement(BAD, PromptMeta(edit(a.prompt.ids, t)), speak, None, s, s, s, 2, 1)
+
+
+def with_params(stage: str, params: bytes) -> Callable[[Admit, Any], Admit]:
+    return lambda a, _: msgspec.structs.replace(a, stages={**a.stages, stage: msgspec.Raw(params)})
 
 
 def with_picture(grid: tuple[int, int, int], values: ArrayMeta | None) -> Callable[[Admit, Any], Admit]:
@@ -72,8 +76,11 @@ CASES: dict[str, tuple[str, Callable[[Admit, Any], Admit]]] = {
     "an id beyond the talker's": ("Invalid", with_ids(lambda ids, t: (HUGE, *ids), speak=True)),
     "an id below 0": ("Invalid", with_ids(lambda ids, t: (-1, *ids), speak=False)),
     "no ids": ("Invalid", with_ids(lambda ids, t: (), speak=False)),
-    "words beyond the vocabulary": ("Invalid", changed(spoken=(HUGE,))),
-    "a bias beyond the vocabulary": ("Invalid", changed(logit_bias=((HUGE, 1.0),), speak=False)),
+    "words beyond the vocabulary": ("Invalid", changed(spoken=(2**31 - 1,))),
+    "a bias beyond the vocabulary": ("Invalid", changed(logit_bias=((2**31 - 1, 1.0),), speak=False)),
+    "words of 2**31 and more": ("WireError", changed(spoken=(2**31,))),
+    "parameters that are none": ("WireError", with_params("talker", b"\xc1")),
+    "parameters of another stage": ("WireError", with_params("code2wav", msgspec.msgpack.encode({"max_frames": 1}))),
     "a pad without its picture": ("Bug", with_ids(lambda ids, t: (t.image_pad, *ids), speak=False)),
     "a picture without numbers": ("Bug", with_picture((1, 2, 2), None)),
     "a picture of another size": ("Bug", with_picture((1, 2, 2), ArrayMeta((3, 4), 0))),
@@ -123,16 +130,19 @@ def test_a_lost_device_is_the_end_of_the_host(
 
 
 @pytest.mark.parametrize("name", ["", "a>b", "code2wav>talker", *LINKS])
-@pytest.mark.parametrize("kind", [Listen, Connect])
-def test_a_link_that_is_not_here_is_refused(driven: HandDriven, laid: list[ToHost], kind: Any, name: str) -> None:
-    like = next(m for m in laid if isinstance(m, kind))
-    generation = -1 if name in LINKS else like.generation
-    with pytest.raises(WireError, match="no such end"):
-        driven.host.handle(msgspec.structs.replace(like, link=name, generation=generation), b"")
+def test_a_link_that_is_not_here_is_refused(driven: HandDriven, middle: Host, name: str) -> None:
+    """Nor is one that ends elsewhere, is of no generation, or does not leave the host."""
+    listen, connect = Listen(name, "shm", 1, SECRET), Connect(name, "shm", b"", 1, SECRET)
+    here = {"thinker>talker": listen, "talker>code2wav": connect}.get(name)
+    for message in (listen, connect):
+        with pytest.raises(WireError, match="no such end"):
+            driven.host.handle(message, b"")
+        bad = msgspec.structs.replace(message, generation=-1) if message is here else message
+        with pytest.raises(WireError, match="no such end"):
+            middle.handle(bad, b"")
 
 
 @pytest.mark.parametrize("endpoint", [b"", b"\xa5\xff\xff\xff\xff\xff", b"\x81\xa9connector\xa2\xff\xff"])
-def test_an_endpoint_that_is_none_is_refused(driven: HandDriven, laid: list[ToHost], endpoint: bytes) -> None:
-    like = next(m for m in laid if isinstance(m, Connect))
+def test_an_endpoint_that_is_none_is_refused(middle: Host, endpoint: bytes) -> None:
     with pytest.raises(WireError, match="not an endpoint"):
-        driven.host.handle(msgspec.structs.replace(like, endpoint=endpoint), b"")
+        middle.handle(Connect("talker>code2wav", "shm", endpoint, 1, SECRET), b"")

@@ -140,7 +140,7 @@ def test_stated_sizes_are_kept_to() -> None:
 
 def test_those_that_are_due_take_others_along_and_a_first_packet_does_not() -> None:
     def pace(size: int, begun: float | None = 0.0) -> Pace:
-        return Pace(size, 8, 2, begun=begun, sent=100, last=0.0)
+        return Pace(size, 8, 2, rhythm=Rhythm(FRAME_S, OPENING_S), begun=begun, sent=100, last=0.0)
 
     assert leaving([(pace(8), 8, False), (pace(8), 4, False), (pace(8), 3, False)], 0.0) == [True, True, False]
     assert leaving([(pace(1, None), 1, False), (pace(8), 7, False)], 0.0) == [True, False]
@@ -148,7 +148,7 @@ def test_those_that_are_due_take_others_along_and_a_first_packet_does_not() -> N
 
 
 def test_frames_of_a_request_that_waits_for_text_leave_in_time() -> None:
-    pace = Pace(8, 8, 2, begun=0.0, sent=100)
+    pace = Pace(8, 8, 2, rhythm=Rhythm(FRAME_S, OPENING_S), begun=0.0, sent=100)
     runs_out = 100 * FRAME_S - OPENING_S
     assert not pace.due(3, True, runs_out - 1.01 * STALLED_S)
     assert pace.due(3, True, runs_out - 0.99 * STALLED_S)

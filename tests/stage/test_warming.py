@@ -33,8 +33,8 @@ from stretto.models.qwen3_omni.warming import (
     small,
     tasks_of,
 )
+from stretto.stage.context import StageContext
 from stretto.stage.host import Host
-from stretto.stage.loop import Loop
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import SIZES
 from tests.pipeline import STAGES, configure
@@ -153,7 +153,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
 def start(
     config: OmniConfig, s: HostSettings = SETTINGS, stages: tuple[str, ...] = STAGES, free: int = 100 * SPACE
 ) -> Warming | None:
-    return begin("dir", config, stages, s, torch.bfloat16, free, 10 * SPACE)
+    return begin("dir", config, stages, s, s.blocks, torch.bfloat16, free, 10 * SPACE)
 
 
 def test_a_host_compiles_once(tiny_config: OmniConfig, commands: list[Job]) -> None:
@@ -178,12 +178,14 @@ def test_another_host_compiles_its_own(tiny_config: OmniConfig, commands: list[J
     others = [
         start(tiny_config, replace(SETTINGS, max_rows=16)),
         start(tiny_config, replace(SETTINGS, max_context=4096)),
-        start(tiny_config, replace(SETTINGS, thinker_blocks=111)),
+        start(tiny_config, replace(SETTINGS, blocks={**SETTINGS.blocks, "thinker": 111})),
         start(tiny_config, stages=("talker", "code2wav")),
         start(replace(tiny_config, talker=replace(tiny_config.talker, num_code_groups=8))),
     ]
     assert None not in others
-    assert start(tiny_config, replace(SETTINGS, thinker_blocks=113)) is None, "a pool that is alike"
+    assert start(tiny_config, replace(SETTINGS, blocks={**SETTINGS.blocks, "thinker": 113})) is None, (
+        "a pool that is alike"
+    )
 
 
 def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, commands: list[Job]) -> None:
@@ -232,10 +234,17 @@ def test_a_host_of_some_stages_leaves_room_for_the_others(tiny_config: OmniConfi
 
 def test_a_process_that_dies_fails_no_host(tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Any] = []
-    builder = Builder(
-        str(tiny_dir), STAGES, HostSettings(), torch.device("cpu"), OverlapSwitches(), Loop([]),
-        lambda message, blob: told.append(message), lambda: None,
-    )  # fmt: skip
+    cpu, switches = torch.device("cpu"), OverlapSwitches()
+    context = StageContext(
+        str(tiny_dir),
+        HostSettings(),
+        cpu,
+        switches,
+        lambda: None,
+        lambda message, blob: told.append(message),
+        lambda: None,
+    )
+    builder = Builder(STAGES, context)
     dying = [sys.executable, "-c", "import sys; sys.stdin.read(); raise SystemExit('no memory')"]
     builder.warming = Warming(Workers([dying]), Marker.of(tmp_path, {}), False)
     builder.finish_warming("thinker")

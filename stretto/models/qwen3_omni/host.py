@@ -18,6 +18,7 @@ from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
 from stretto.models.qwen3_omni.nodes.talker import TalkerNode
 from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.plan import plan, pool_sizes
+from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import Warming, begin
 from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
@@ -97,13 +98,7 @@ class Builder:
 
         def capture(stream: torch.cuda.Stream) -> None:
             self._capture_prompts("thinker", lane, stream)
-            windows = WindowGraphs(thinker.audio_tower)
-            windows.capture(stream)
-            thinker.audio_tower.graphs = windows
-            if s.vision_graphs:
-                frames = FrameGraphs(thinker.visual)
-                frames.capture(stream)
-                thinker.visual.graphs = frames
+            self.capture_encoders(thinker, stream)
 
         def stage(emit: Emit) -> Stage:
             blocks, priority = self.blocks["thinker"], PRIORITIES["thinker"]
@@ -160,6 +155,15 @@ class Builder:
         room = f"{blocks * s.block_size} tokens" if blocks is not None else f"{s.max_rows} streams"
         narrow = ", experts as float8" if stage == "thinker" and s.expert_weights == "float8" else ""
         return f"loading{narrow}, with room for {room}"
+
+    def capture_encoders(self, thinker: Thinker, stream: torch.cuda.Stream) -> None:
+        windows = WindowGraphs(thinker.audio_tower)
+        windows.capture(stream)
+        thinker.audio_tower.graphs = windows
+        if self.context.settings.vision_graphs:
+            frames = FrameGraphs(thinker.visual)
+            frames.capture(stream)
+            thinker.visual.graphs = frames
 
     def _capture_prompts(self, name: str, lane: ThinkerLane | TalkerLane, stream: torch.cuda.Stream) -> None:
         """Passes over prompts. After the decode steps: their warm-ups must not find these."""
