@@ -1,3 +1,72 @@
-"""Stretto: a serving engine for omni-modal models, all stages streamed and overlapped."""
+"""Stretto: a serving engine for omni-modal models, all stages streamed and overlapped.
+
+    from stretto import Engine
+
+    with Engine() as engine:
+        engine.chat("Hello!").save("hello.wav")
+
+Names are loaded when they are first used: importing the package alone takes no time."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from stretto.api import Answer, AsyncEngine, Engine
+    from stretto.control.request import ChunkSizes, Params
+    from stretto.control.settings import EngineConfig, HostPlace, HostSettings
+    from stretto.errors import Busy, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
+    from stretto.family import ModelInfo
+    from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, TextDelta, TimelineSpan, Usage
+
+_WHERE = {
+    "stretto.api": ("Answer", "AsyncEngine", "Engine"),
+    "stretto.control.request": ("ChunkSizes", "Params"),
+    "stretto.control.settings": ("EngineConfig", "HostPlace", "HostSettings"),
+    "stretto.errors": ("Busy", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError", "TooLong"),
+    "stretto.family": ("ModelInfo",),
+    "stretto.orchestrator.api": (
+        "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan", "Usage"
+    ),
+}  # fmt: skip
+_MODULES = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = [
+    "Answer",
+    "AsyncEngine",
+    "AudioChunk",
+    "Busy",
+    "ChunkSizes",
+    "CodeFrames",
+    "Engine",
+    "EngineConfig",
+    "Event",
+    "Finished",
+    "Gone",
+    "HostPlace",
+    "HostSettings",
+    "Invalid",
+    "MediaError",
+    "ModelInfo",
+    "Params",
+    "StageDead",
+    "StrettoError",
+    "TextDelta",
+    "TimelineSpan",
+    "TooLong",
+    "Usage",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -17,7 +17,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A Qwen3 decoder: thinker, talker, or (dense, 1-D positions) code predictor."""
+    """A decoder with grouped-query attention and normed queries and keys; dense, or a mixture of experts."""
 
     vocab_size: int
     hidden_size: int

@@ -1,7 +1,7 @@
-"""The Qwen3 decoder that thinker, talker and code predictor share.
+"""The transformer decoder that autoregressive stages share.
 
 A module here is weights only. What a stream remembers (keys and values) is reached through `attention`, a callable
-made anew for each pass: the paged cache for thinker and talker, a small static one for the code predictor."""
+made anew for each pass: the paged cache of a stage, or a small static one."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class MoeMLP(nn.Module):
 
 
 class ResizeMLP(nn.Module):
-    """Two linear maps with bias and a SiLU between: from the thinker's width to the talker's."""
+    """Two linear maps with bias and a SiLU between: from one model's width to another's."""
 
     def __init__(self, inputs: int, size: int, outputs: int) -> None:
         super().__init__()

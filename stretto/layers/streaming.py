@@ -9,7 +9,7 @@ One rule keeps slots independent: a convolution works on `[tail | input]`, and t
 that end where *its own* valid input ends. Padding behind that end is never kept, and a slot with no valid input
 gets back exactly the rows it had, bit for bit. Nothing here branches on a tensor's value or waits for the device.
 
-The code2wav model calls this on the thread and stream that run its step."""
+Vocoders call this on the thread and stream that run their step."""
 
 from __future__ import annotations
 

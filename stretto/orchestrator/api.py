@@ -71,7 +71,7 @@ class Usage:
 class TimelineSpan:
     """Something that took time: a stage's step, a chunk's hop. Seconds from the request's arrival."""
 
-    lane: str  # "thinker", "talker", "code2wav", "thinker>talker", "packets", ...
+    lane: str  # a stage, or "packets"
     name: str
     start: float
     stop: float
@@ -130,7 +130,7 @@ class Engine(Protocol):
         owner: str = "",
         sender: str = "",
     ) -> AsyncIterator[Event]:
-        """Read a text aloud: the talker is given the text instead of an answer of the thinker's. `sender`: who takes
+        """Read a text aloud, instead of an answer that the model writes. `sender`: who takes
         turns with whom where prompts are built, as in `Conversation`."""
         ...
 

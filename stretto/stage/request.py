@@ -154,8 +154,8 @@ class Cursor:
 class Salt:
     """Rows whose content the token ids do not tell (media), and a digest of that content.
 
-    In the thinker the digest is the media's. In the talker it is the thinker's `prefix_key` up to the end of the
-    media, because those rows depend on text that the talker never sees."""
+    Where the stage encodes media itself, the digest is the media's. A stage that is given another one's rows uses that
+    stage's `prefix_key` up to their end: the rows depend on text that it never sees."""
 
     span: Span
     digest: bytes
@@ -174,15 +174,15 @@ class RequestSpec:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # lower goes first
     resumable: bool = False  # a segment's end pauses the request instead of ending it
-    # Each decode step consumes one text token (the talker): the j-th row after the prompt runs once text j is
+    # Each decode step consumes one token of another stage's text: the j-th row after the prompt runs once text j is
     # there, or once the text has ended.
     paced: bool = False
-    # The prompt's last row can be made from the device row, like a generated one (the talker's: the codec's begin mark
-    # and a text token). It then runs as a decode of its own, in a captured step with others'.
+    # The prompt's last row can be made from the device row, like a generated one. It then runs as a decode of its own,
+    # in a captured step with others'.
     last_on_device: bool = False
     host_history: bool = False  # the next step needs all earlier tokens on the host: never more than one in flight
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
-    cache_output: bool = True  # generated rows are told by their token ids (not so in the talker: 16 codes and text)
+    cache_output: bool = True  # generated rows are told by their token ids (not so where a row is a frame of codes)
     cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
 
     def __post_init__(self) -> None:

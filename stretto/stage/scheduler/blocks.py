@@ -43,7 +43,7 @@ def _root(root: bytes) -> bytes:
 
 
 def prefix_key(ids: Sequence[int], salts: Sequence[Salt] = (), root: bytes = b"") -> bytes:
-    """A key for a whole prefix, whatever the block size: the talker salts its media rows with the thinker's."""
+    """A key for a whole prefix, whatever the block size: other stages salt rows with it that depend on this one's."""
     inside = [salt for salt in salts if salt.span.start < len(ids)]
     return _digest(_root(root), array("q", ids).tobytes(), 0, inside)
 

@@ -1,0 +1,282 @@
+"""The engine for Python programs: `Engine`, and `AsyncEngine` for those with an event loop. Import them from `stretto`.
+
+    from stretto import Engine
+
+    with Engine() as engine:
+        engine.chat("Hello!").save("hello.wav")
+
+The stages run in processes of their own, so neither class needs torch here. Requests from several threads or tasks are
+answered side by side. An error is a `StrettoError`: `Invalid` for what cannot be asked, `Busy` for too much at once,
+`StageDead` when a stage died with the request."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig
+from stretto.device import find_device
+from stretto.errors import Invalid
+from stretto.family import ModelInfo
+from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modality, TextDelta
+from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.sync import SyncEngine
+from stretto.registry import write_tiny
+
+BOTH: tuple[Modality, ...] = ("text", "audio")
+Asked = str | Sequence[Message]
+"""A question, or a conversation in OpenAI's chat format. A part of a message may hold what it is in memory: an array of
+samples, a PIL image, frames; or name a file by `path`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """One answer, complete."""
+
+    text: str
+    audio: npt.NDArray[np.float32]  # mono, from -1 to 1; empty if none was asked for
+    sample_rate: int
+    finished: Finished  # why it ended, what it used, its seed and timeline
+
+    @property
+    def seconds(self) -> float:
+        """How long the speech lasts."""
+        return len(self.audio) / self.sample_rate
+
+    def save(self, path: str | Path) -> None:
+        """Write the speech to a file, in the format that its name ends with (.wav, .flac, .ogg, .mp3)."""
+        import soundfile
+
+        if not len(self.audio):
+            raise Invalid("there is no speech in this answer", "modalities")
+        soundfile.write(Path(path), self.audio, self.sample_rate)
+
+
+class AsyncEngine:
+    """Answers with text and speech, for programs with an event loop.
+
+    async with AsyncEngine("checkpoint directory") as engine:
+        answer = await engine.chat("Hello!")
+        async for event in engine.stream("Tell me more."): ...  # TextDelta, AudioChunk, at last Finished"""
+
+    def __init__(
+        self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
+    ) -> None:
+        """`model`: a checkpoint directory; without one, a tiny built-in model, to try things. `device`: cpu, cuda,
+        cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
+        self._model, self._config, self._stack = model, _config(device, config), ExitStack()
+        self._engine: PipelineEngine | None = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        with ExitStack() as stack:
+            engine = PipelineEngine(_checkpoint(self._model, stack), self._config)
+            try:
+                await engine.start()
+            except BaseException:
+                await engine.close()
+                raise
+            self._stack = stack.pop_all()
+        self._engine = engine
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._engine is not None
+        try:
+            await self._engine.close()
+        finally:
+            self._stack.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model's name, voices, sample rate and limits."""
+        return self._running.info
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters and gauges by their Prometheus names."""
+        return self._running.metrics()
+
+    async def chat(
+        self,
+        messages: Asked,
+        *,
+        modalities: Sequence[Modality] = BOTH,
+        voice: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        params: Params | None = None,
+        **options: Any,
+    ) -> Answer:
+        """Answer a question or a conversation. `options` are fields of `Params`, such as `temperature` or `seed`."""
+        events = self.stream(messages, modalities=modalities, voice=voice, tools=tools, params=params, **options)
+        return _answer([e async for e in events], self.info.sample_rate)
+
+    def stream(
+        self,
+        messages: Asked,
+        *,
+        modalities: Sequence[Modality] = BOTH,
+        voice: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        params: Params | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Event]:
+        """The same as events, as they come. Closing the iterator cancels the request."""
+        return self._running.generate(
+            _messages(messages),
+            modalities=modalities,
+            voice=voice,
+            tools=tools,
+            params=_params(params, options),
+            allow_paths=True,
+        )
+
+    async def read_aloud(
+        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+    ) -> Answer:
+        """Speech for a text."""
+        events = self.stream_aloud(text, voice=voice, params=params, **options)
+        return replace(_answer([e async for e in events], self.info.sample_rate), text=text)
+
+    def stream_aloud(
+        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+    ) -> AsyncIterator[Event]:
+        """The same as events, as they come. Closing the iterator cancels the request."""
+        return self._running.speak(text, voice=voice, params=_params(params, options))
+
+    @property
+    def _running(self) -> PipelineEngine:
+        if self._engine is None:
+            raise Invalid("an engine is started by `async with`")
+        return self._engine
+
+
+class Engine:
+    """Answers with text and speech. Any thread may call.
+
+    with Engine("checkpoint directory") as engine:
+        answer = engine.chat("Hello!")
+        for event in engine.stream("Tell me more."): ...  # TextDelta, AudioChunk, at last Finished"""
+
+    def __init__(
+        self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
+    ) -> None:
+        """`model`: a checkpoint directory; without one, a tiny built-in model, to try things. `device`: cpu, cuda,
+        cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
+        self._model, self._config, self._stack = model, _config(device, config), ExitStack()
+        self._engine: SyncEngine | None = None
+
+    def __enter__(self) -> Engine:
+        with ExitStack() as stack:
+            self._engine = stack.enter_context(SyncEngine(_checkpoint(self._model, stack), self._config))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model's name, voices, sample rate and limits."""
+        return self._running.engine.info
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters and gauges by their Prometheus names."""
+        return self._running.engine.metrics()
+
+    def chat(
+        self,
+        messages: Asked,
+        *,
+        modalities: Sequence[Modality] = BOTH,
+        voice: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        params: Params | None = None,
+        **options: Any,
+    ) -> Answer:
+        """Answer a question or a conversation. `options` are fields of `Params`, such as `temperature` or `seed`."""
+        events = self.stream(messages, modalities=modalities, voice=voice, tools=tools, params=params, **options)
+        return _answer(list(events), self.info.sample_rate)
+
+    def stream(
+        self,
+        messages: Asked,
+        *,
+        modalities: Sequence[Modality] = BOTH,
+        voice: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        params: Params | None = None,
+        **options: Any,
+    ) -> Iterator[Event]:
+        """The same as events, as they come. Closing the iterator cancels the request."""
+        return self._running.generate(
+            _messages(messages),
+            modalities=modalities,
+            voice=voice,
+            tools=tools,
+            params=_params(params, options),
+            allow_paths=True,
+        )
+
+    def read_aloud(
+        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+    ) -> Answer:
+        """Speech for a text."""
+        events = self.stream_aloud(text, voice=voice, params=params, **options)
+        return replace(_answer(list(events), self.info.sample_rate), text=text)
+
+    def stream_aloud(
+        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+    ) -> Iterator[Event]:
+        """The same as events, as they come. Closing the iterator cancels the request."""
+        return self._running.speak(text, voice=voice, params=_params(params, options))
+
+    @property
+    def _running(self) -> SyncEngine:
+        if self._engine is None:
+            raise Invalid("an engine is started by `with`")
+        return self._engine
+
+
+def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
+    if config is not None:
+        if device is not None:
+            raise Invalid("name the device in the config, or alone", "device")
+        return config
+    plain = EngineConfig()
+    return replace(plain, host=replace(plain.host, device=device or find_device()))
+
+
+def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
+    if model is not None:
+        if not Path(model).is_dir():
+            raise Invalid(f"{model}: there is no such directory", "model")
+        return Path(model)
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-"))) / "tiny"
+    write_tiny(directory)
+    return directory
+
+
+def _messages(asked: Asked) -> Sequence[Message]:
+    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+
+
+def _params(params: Params | None, options: Mapping[str, Any]) -> Params:
+    try:
+        return replace(params or Params(), **options)
+    except TypeError as e:
+        raise Invalid(f"there is no such option: {e}", next(iter(options), None)) from None
+
+
+def _answer(events: Sequence[Event], sample_rate: int) -> Answer:
+    text = "".join(e.text for e in events if isinstance(e, TextDelta))
+    audio = [e.samples for e in events if isinstance(e, AudioChunk)]
+    end = events[-1]
+    assert isinstance(end, Finished)
+    return Answer(text, np.concatenate(audio) if audio else np.zeros(0, np.float32), sample_rate, end)

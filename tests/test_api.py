@@ -1,0 +1,114 @@
+"""What `from stretto import ...` offers, on the tiny model; and the examples, run as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+import stretto
+from stretto import Answer, AsyncEngine, AudioChunk, Engine, EngineConfig, Finished, Invalid, Params, TextDelta
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+SHORT: dict[str, Any] = {"max_text_tokens": 6, "max_frames": 8, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_dir: Path) -> Any:
+    with Engine(tiny_dir, device="cpu") as engine:
+        yield engine
+
+
+def test_an_answer(engine: Engine, tmp_path: Path) -> None:
+    answer = engine.chat("Hello!", **SHORT)
+    assert answer.sample_rate == engine.info.sample_rate == 24_000
+    assert answer.finished.usage.samples == len(answer.audio) > 0
+    assert answer.seconds == len(answer.audio) / 24_000
+    assert answer.finished.seed == 3
+    for name in ("a.wav", "a.flac"):
+        answer.save(tmp_path / name)
+        heard, rate = soundfile.read(tmp_path / name, dtype="float32")
+        assert rate == 24_000
+        np.testing.assert_allclose(heard, np.clip(answer.audio, -1, 1), atol=1 / 32_000)
+
+
+def test_a_stream_is_the_same_answer(engine: Engine) -> None:
+    whole = engine.chat("Hello!", **SHORT)
+    *events, end = engine.stream("Hello!", params=Params(max_text_tokens=6, max_frames=8), seed=3)
+    assert isinstance(end, Finished)
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == whole.text
+    np.testing.assert_array_equal(np.concatenate([e.samples for e in events if isinstance(e, AudioChunk)]), whole.audio)
+
+
+def test_text_alone_has_nothing_to_save(engine: Engine, tmp_path: Path) -> None:
+    answer = engine.chat([{"role": "user", "content": "Hello!"}], modalities=["text"], **SHORT)
+    assert answer.text
+    assert not len(answer.audio)
+    with pytest.raises(Invalid, match="no speech"):
+        answer.save(tmp_path / "a.wav")
+
+
+def test_reading_aloud(engine: Engine) -> None:
+    answer = engine.read_aloud("Good day.", voice=engine.info.voices[0], **SHORT)
+    assert answer.text == "Good day."
+    assert len(answer.audio)
+    assert sum(isinstance(e, AudioChunk) for e in engine.stream_aloud("Good day.", **SHORT)) > 1
+
+
+def test_the_same_with_an_event_loop(engine: Engine, tiny_dir: Path) -> None:
+    async def work() -> list[Answer]:
+        async with AsyncEngine(tiny_dir, config=EngineConfig(placement="two")) as other:
+            aloud = await other.read_aloud("Good day.", **SHORT)
+            assert other.metrics()["stretto_engine_finished_total"] == 1
+            return [await other.chat("Hello!", **SHORT), aloud]
+
+    here = [engine.chat("Hello!", **SHORT), engine.read_aloud("Good day.", **SHORT)]
+    for ours, theirs in zip(here, asyncio.run(asyncio.wait_for(work(), 60)), strict=True):
+        assert ours.text == theirs.text
+        np.testing.assert_allclose(ours.audio, theirs.audio, atol=1e-5)
+
+
+def test_what_cannot_be_asked(engine: Engine, tiny_dir: Path) -> None:
+    with pytest.raises(Invalid, match=r"no such option.*'temprature'"):
+        engine.chat("Hello!", temprature=1.0)
+    with pytest.raises(Invalid, match="temperature"):
+        engine.chat("Hello!", temperature=9.0)
+    with pytest.raises(Invalid, match="no such directory"), Engine("nowhere"):
+        pass
+    with pytest.raises(Invalid, match="in the config, or alone"):
+        Engine(tiny_dir, device="cpu", config=EngineConfig())
+    with pytest.raises(Invalid, match="started by `with`"):
+        Engine(tiny_dir).chat("Hello!")
+
+
+def test_all_names_are_there() -> None:
+    assert set(stretto.__all__) == {*stretto._MODULES, "__version__"}
+    for name in stretto.__all__:
+        assert getattr(stretto, name) is not None
+        assert name in dir(stretto)
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        _ = stretto.Motor
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples(example: Path, tiny_dir: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, example, tiny_dir], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    for path in tmp_path.glob("*.wav"):
+        assert soundfile.info(path).frames > 1000
+
+
+def test_the_first_example_needs_no_checkpoint(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, EXAMPLES[1]], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert EXAMPLES[1].stem == "hello"
+    assert done.returncode == 0, done.stderr
+    assert soundfile.info(tmp_path / "hello.wav").frames > 1000
