@@ -1,34 +1,46 @@
-"""A host of its own for tests that run a whole pipeline in one process, on a CPU and on a GPU alike.
+"""Hosts of their own for tests that run a whole pipeline in one process, on a CPU and on a GPU alike.
 
 On a GPU the tiny model goes through the fused kernels and captured steps, in float32: what is compared there is exact,
 whatever was batched with what. (In bfloat16 another batch size could tip a close call.)"""
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
-from bench.onehost import OneHost, Question
+from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import (
+    Admit,
     Cancel,
     Codes,
+    Connect,
     Ended,
     Failed,
     FromHost,
+    Listen,
+    Listening,
     Sampling,
     Text,
+    ToHost,
+    Unlink,
 )
 from stretto.control.settings import HostSettings
+from stretto.kernels.fast import dtypes
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
 from stretto.prompt.packed import media_digest, pack_prompt
 from stretto.prompt.prompt import Prompt
-from stretto.types import GREEDY, RequestId
-from tests.pipeline import announcement
+from stretto.stage.host import Host
+from stretto.types import GREEDY, SECRET_BYTES, RequestId
+from tests.pipeline import LINKS, STAGES, announcement, configure
 from tests.prompts import Maker
 
 TOKENS, FRAMES = 6, 4
@@ -61,31 +73,64 @@ class Answer:
         return self.text, self.codes
 
 
-class Listener(OneHost):
-    """A host whose answers are kept. A request that failed is cancelled, as the engine would."""
+class Listener:
+    """A pipeline in this process whose answers are kept: all stages in one host, or each in one of its own. A request
+    that failed is cancelled, as the engine would."""
 
-    def __init__(self, directory: Path, settings: HostSettings) -> None:
+    def __init__(self, directory: Path, settings: HostSettings, apart: bool = False) -> None:
         self.answers: dict[RequestId, Answer] = defaultdict(Answer)
-        self.asked = 0
-        super().__init__(directory, settings)
+        self.asked, self.generation, self.endpoint = 0, 0, b""
+        groups = [(stage,) for stage in STAGES] if apart else [STAGES]
+        self.hosts = [Host(configure(str(directory), group, {}), settings, self._report) for group in groups]
+        for host in self.hosts:
+            host.load()
+        self.nodes: dict[str, Any] = {name: node for host in self.hosts for name, node in host.nodes.items()}
+        self.device = self.hosts[0].device
+        if apart:
+            self.lay(OverlapSwitches())
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+
+    def lay(self, switches: OverlapSwitches) -> None:
+        """Take the links between the hosts up and lay them anew."""
+        self.generation += 1
+        for host in self.hosts:
+            host.switches = switches
+            for link in LINKS:
+                host.handle(Unlink(link), b"")
+        where = {name: host for host in self.hosts for name in host.nodes}
+        for link, (sender, receiver) in reversed(LINKS.items()):
+            secret = secrets.token_bytes(SECRET_BYTES)
+            where[receiver].handle(Listen(link, "shm", self.generation, secret), b"")
+            where[sender].handle(Connect(link, "shm", self.endpoint, self.generation, secret), b"")
+
+    def runners(self) -> list[Any]:
+        return [self.nodes[name].stage.runner for name in ("thinker", "talker")]
+
+    def handle(self, message: ToHost, blob: bytes = b"") -> None:
+        for host in self.hosts:
+            host.handle(message, blob)
 
     def _report(self, message: FromHost, blob: bytes) -> None:
-        super()._report(message, blob)
         match message:
+            case Listening(endpoint=endpoint):
+                self.endpoint = endpoint
             case Text(request=id, ids=tokens):
                 self.answers[id].text += tokens
-            case Codes(request=id, start=first):
+            case Codes(request=id, start=first, width=width):
                 answer = self.answers[id]
                 assert first == len(answer.codes)
-                answer.codes += np.frombuffer(blob, np.int32).reshape(-1, 16).tolist()
+                answer.codes += np.frombuffer(blob, np.int32).reshape(-1, width).tolist()
             case Ended(request=id, stage="thinker", cached=cached):
                 self.answers[id].cached = cached
             case Ended(request=id, stage="code2wav"):
                 self.answers[id].done = True
             case Failed(request=id, message=text):
-                self.failed = None
                 self.answers[id].error = self.answers[id].error or text
-                self.host.loop.post(lambda: self.host.handle(Cancel(id), b""))
+                for host in self.hosts:
+                    host.loop.post(lambda host=host: host.handle(Cancel(id), b""))  # type: ignore[misc]
 
     def admit(self, prompts: Sequence[Prompt]) -> list[RequestId]:
         """No name is ever used twice."""
@@ -93,14 +138,16 @@ class Listener(OneHost):
         for prompt in prompts:
             self.asked += 1
             admit, blob = question(f"q{self.asked}", prompt)
-            self.host.handle(admit, blob)
+            self.handle(admit, blob)
             ids.append(admit.request)
         return ids
 
-    def step(self) -> None:
-        """One round; if nothing could be done, until something can."""
-        if not self.host.loop.round():
-            self.host.loop.sleep()
+    def step(self) -> bool:
+        """One round; if nothing could be done, others (couriers) get the interpreter."""
+        did = [host.loop.round() for host in self.hosts]
+        if not any(did):
+            time.sleep(0)
+        return any(did)
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """All of them at once, each to its end."""
@@ -112,22 +159,29 @@ class Listener(OneHost):
 
     def settle(self) -> None:
         """Until steps that ran ahead are back; then nothing may be left of any request."""
-        while self.host.loop.round() or any(node.stage.num_in_flight for node in self.host.nodes.values()):
+        while self.step() or any(len(n) or n.stage.num_in_flight for n in self.nodes.values()):
             pass
-        for node in self.host.nodes.values():
-            assert not len(node.stage), node.name
-            if not isinstance(node, Code2WavNode):
-                node.stage.scheduler.check()
-                assert not node.link.boxes
+        for name in ("thinker", "talker"):
+            self.nodes[name].stage.scheduler.check()
+            assert not len(self.nodes[name].outlet)
 
     def forget(self) -> None:
         """Nothing that was computed so far will be found."""
-        for node in self.host.nodes.values():
-            if not isinstance(node, Code2WavNode):
-                node.stage.scheduler.pool.clear_cache()
+        for name in ("thinker", "talker"):
+            self.nodes[name].stage.scheduler.pool.clear_cache()
 
 
-def question(name: str, prompt: Prompt) -> Question:
+@contextmanager
+def kernels(mode: str) -> Iterator[None]:
+    """As with STRETTO_KERNELS set so, for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_KERNELS", mode)
+        dtypes.cache_clear()
+        yield
+    dtypes.cache_clear()
+
+
+def question(name: str, prompt: Prompt) -> tuple[Admit, bytes]:
     meta, blob = pack_prompt(prompt, features=True)
     greedy = Sampling.of(GREEDY)
     admit = announcement(

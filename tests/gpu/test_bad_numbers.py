@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.onehost import kernels
-from stretto.connector.contract import Chunk
-from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.parts import Parts
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.prompt.prompt import Prompt
-from stretto.stage.payload.schema import unpack
+from stretto.stage.links import Arrival
 from stretto.types import RequestId
-from tests.gpu.onehost import SETTINGS, Answer, Listener, about
+from tests.gpu.onehost import SETTINGS, Answer, Listener, about, kernels
 
 BAD = 1
 """Which of the prompts."""
@@ -27,8 +25,9 @@ ROOMY = replace(SETTINGS, max_rows=4, blocks={"thinker": 30, "talker": 30})
 
 
 class Case:
-    def __init__(self, directory: Path, device: str, chunk: int) -> None:
-        self.host = Listener(directory, replace(ROOMY, device=device, prefill_chunk=chunk, lone_prefill_chunk=chunk))
+    def __init__(self, directory: Path, device: str, chunk: int, apart: bool) -> None:
+        settings = replace(ROOMY, device=device, prefill_chunk=chunk, lone_prefill_chunk=chunk)
+        self.host = Listener(directory, settings, apart)
         config = OmniConfig.read(directory)
         self.prompts = [about(config, sound, sound) for sound in range(4)]
         self.alone = [self.ask([prompt])[0].output for prompt in self.prompts]
@@ -42,36 +41,37 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["one host", "hosts"])
+def apart(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module", params=[24, 512], ids=["prompts in parts", "whole prompts"])
-def case(request: pytest.FixtureRequest, directory: Path, device: str) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, directory: Path, device: str, apart: bool) -> Iterator[Case]:
     """In parts, a prompt's first blocks can be found by others before anyone knows that its numbers are bad."""
     with kernels("force"):
-        case = Case(directory, device, request.param)
+        case = Case(directory, device, request.param, apart)
         yield case
         case.host.close()
 
 
-@pytest.mark.parametrize("connector", ["local", "shm"])
 @pytest.mark.parametrize("rows", [slice(None), slice(3, 4)], ids=["all rows", "one row"])
-def test_a_request_whose_numbers_go_bad_fails_alone(
-    case: Case, connector: str, rows: slice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_numbers_go_bad_fails_alone(case: Case, rows: slice, monkeypatch: pytest.MonkeyPatch) -> None:
     host, prompts = case.host, case.prompts
     host.forget()
-    host.lay(connector, OverlapSwitches())
-    encode = Thinker.encode
+    encoding = Thinker.encoding
     poisoned = 0
 
-    def poison(self: Thinker, prompt: Prompt) -> MediaRows | None:
+    def poison(self: Thinker, prompt: Prompt) -> Parts[MediaRows | None]:
         nonlocal poisoned
-        media = encode(self, prompt)
+        media = yield from encoding(self, prompt)
         if media is not None and prompt.ids == prompts[BAD].ids:
             media.rows[rows] = float("nan")
             poisoned += 1
         return media
 
     with monkeypatch.context() as m:
-        m.setattr(Thinker, "encode", poison)
+        m.setattr(Thinker, "encoding", poison)
         for _ in range(2):  # the second time in memory that held bad numbers
             answers = case.ask(prompts)
             for i, answer in enumerate(answers):
@@ -87,7 +87,6 @@ def test_a_request_whose_numbers_go_bad_fails_alone(
     (again,) = case.ask([prompts[BAD]])
     assert again.error is None
     assert again.output == case.alone[BAD]
-    host.lay("local", OverlapSwitches())
 
 
 @pytest.mark.parametrize("what", ["beyond the words", "before the words", "too narrow"])
@@ -97,12 +96,9 @@ def test_rows_that_are_not_of_this_model_fail_their_request_alone(
     """Whatever a link brings: ids are looked up on the device, where one that is not there ends the whole process."""
     host, prompts = case.host, case.prompts
     bad, length = RequestId(f"q{host.asked + 1 + BAD}"), len(prompts[BAD].ids)
-    words = host.host.nodes["talker"].model.text_table.shape[0]  # type: ignore[union-attr]
+    words = host.nodes["talker"].model.text_table.shape[0]
 
-    def spoil(kind: type[ThinkerRows], chunk: Chunk) -> ThinkerRows | None:
-        rows = unpack(kind, chunk)
-        if chunk.header.request != bad or not isinstance(rows, ThinkerRows):
-            return rows
+    def spoiled(rows: ThinkerRows) -> ThinkerRows:
         if what == "too narrow":
             return replace(rows, hidden=rows.hidden[:, 1:]) if rows.media else rows
         if rows.span.stop <= length:
@@ -111,7 +107,15 @@ def test_rows_that_are_not_of_this_model_fail_their_request_alone(
         ids[-1] = words if what == "beyond the words" else -1
         return replace(rows, ids=ids)
 
-    monkeypatch.setattr("stretto.models.qwen3_omni.nodes.talker.unpack", spoil)
+    inlet = host.nodes["talker"].inlet
+    read = inlet._read
+
+    def spoil(id: RequestId, arrival: Arrival[ThinkerRows]) -> None:
+        if id == bad and arrival.payload is not None:
+            arrival = replace(arrival, payload=spoiled(arrival.payload))
+        read(id, arrival)
+
+    monkeypatch.setattr(inlet, "_read", spoil)
     for i, answer in enumerate(case.ask(prompts)):
         if i == BAD:
             assert answer.error is not None

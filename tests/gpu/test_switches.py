@@ -1,12 +1,12 @@
-"""Links between stages of one host, laid anew again and again with each overlap switched off in turn: the same text and
+"""Links between hosts, laid anew again and again with each overlap switched off in turn: the same text and
 codes, whatever is copied when and on which stream. On a CPU the same, where nothing is copied behind anyone's back."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.onehost import kernels, swapped
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import Cancel
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.prompt.prompt import Prompt
 from stretto.types import RequestId
-from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about
+from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about, kernels
 
 ON = OverlapSwitches()
 NAMES = [f.name for f in fields(OverlapSwitches) if f.name != "just_in_time"]  # which is not about links
@@ -31,10 +30,26 @@ Output = tuple[list[int], list[list[int]]]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def host(request: pytest.FixtureRequest, directory: Path) -> Iterator[Listener]:
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def together(device: str, directory: Path) -> Iterator[Listener]:
+    """All stages in one host, which hands over."""
+    yield from opened(directory, device, apart=False)
+
+
+@pytest.fixture(scope="module")
+def apart(device: str, directory: Path) -> Iterator[Listener]:
+    """Each stage in a host of its own."""
+    yield from opened(directory, device, apart=True)
+
+
+def opened(directory: Path, device: str, apart: bool) -> Iterator[Listener]:
     with kernels("force"):
-        host = Listener(directory, replace(SETTINGS, device=request.param))
-        if request.param == "cuda":
+        host = Listener(directory, replace(SETTINGS, device=device), apart)
+        if device == "cuda":
             assert all(runner.lane.fused for runner in host.runners())
             assert all(runner.lane.prompts is not None for runner in host.runners())
         yield host
@@ -49,12 +64,12 @@ def prompts(directory: Path) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def alone(host: Listener, prompts: list[Prompt]) -> list[Output]:
+def alone(together: Listener, prompts: list[Prompt]) -> list[Output]:
     """Each by itself, nothing cached, handed over inside the host."""
     found = []
     for prompt in prompts:
-        host.forget()
-        (answer,) = host.answer([prompt])
+        together.forget()
+        (answer,) = together.answer([prompt])
         assert not answer.cached
         assert (len(answer.text), len(answer.codes)) == (TOKENS, FRAMES)
         found.append(answer.output)
@@ -63,7 +78,7 @@ def alone(host: Listener, prompts: list[Prompt]) -> list[Output]:
 
 
 def pads(host: Listener, prompt: Prompt) -> list[int]:
-    tokens = host.host.nodes["thinker"].config.tokens  # type: ignore[union-attr]
+    tokens = host.nodes["thinker"].config.tokens
     return [place for place, id in enumerate(prompt.ids) if id in tokens.media_pads]
 
 
@@ -75,27 +90,26 @@ def check(host: Listener, answers: list[Answer], prompts: list[Prompt], alone: l
     assert any(a.cached > pads(host, p)[8] for a, p in zip(answers, prompts, strict=True))
 
 
-def test_local_links(host: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
-    host.forget()
-    check(host, host.answer(prompts), prompts, alone)
+def test_in_one_host(together: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
+    together.forget()
+    check(together, together.answer(prompts), prompts, alone)
 
 
 @pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
-def test_shared_memory(host: Listener, switches: OverlapSwitches, prompts: list[Prompt], alone: list[Output]) -> None:
-    last = LAYINGS[host.host.device.type] - 1
+def test_shared_memory(apart: Listener, switches: OverlapSwitches, prompts: list[Prompt], alone: list[Output]) -> None:
+    last = LAYINGS[apart.device.type] - 1
     for laying in range(last + 1):
-        host.lay("shm", switches)
-        if laying < last:  # the last time all sounds are known from the start
-            host.forget()
-        with slow_steps(host) if laying % 2 == 0 else nullcontext():
-            check(host, host.answer(prompts), prompts, alone)
-    host.lay("local", ON)
+        apart.lay(switches)
+        if laying < last or not apart.asked:  # the last time all sounds are known from the start
+            apart.forget()
+        with slow_steps(apart) if laying % 2 == 0 else nullcontext():
+            check(apart, apart.answer(prompts), prompts, alone)
 
 
 def slow_steps(host: Listener) -> AbstractContextManager[None]:
     """Behind each step its stream stands still for a while, so that whatever is queued there comes late, and who does
     not wait for it reads what was in that memory before."""
-    if host.host.device.type != "cuda":
+    if host.device.type != "cuda":
         return nullcontext()
 
     def slowed(runner: Any) -> Any:
@@ -109,25 +123,33 @@ def slow_steps(host: Listener) -> AbstractContextManager[None]:
 
         return slow
 
-    return swapped([(runner, "launch", slowed(runner)) for runner in host.runners()])
+    return patched(host, slowed)
 
 
-def test_links_are_laid_and_taken_up_under_load(host: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
+@contextmanager
+def patched(host: Listener, slowed: Callable[[Any], Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for runner in host.runners():
+            patch.setattr(runner, "launch", slowed(runner))
+        yield
+
+
+def test_links_are_laid_and_taken_up_under_load(apart: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
     """Copies are on their way when a link goes; its memory may go only when they are done, and what was on the link is
     gone without a trace."""
-    before = resources()
+    host, before = apart, resources()
     ways = list(SWITCHES.values())
     for number in range(20):
-        host.lay("shm", ways[number % len(ways)])
+        host.lay(ways[number % len(ways)])
         ids = host.admit(prompts[:4])
         for _ in range(1 + 7 * number % 20):
             if not all(host.answers[id].done for id in ids):
                 host.step()
         if number % 2:
             forget(host, ids)
-            host.lay("shm", ON)
+            host.lay(ON)
         else:
-            host.lay("shm", ON)
+            host.lay(ON)
             forget(host, ids)
         if number % 3:
             continue
@@ -135,15 +157,14 @@ def test_links_are_laid_and_taken_up_under_load(host: Listener, prompts: list[Pr
         (answer,) = host.answer([prompts[one]])
         assert answer.error is None
         assert answer.output == alone[one]
-    host.lay("local", ON)
     assert all(now <= then for now, then in zip(resources(), before, strict=True))
-    if host.host.device.type == "cuda":
+    if host.device.type == "cuda":
         torch.cuda.synchronize()  # says so if any of them went wrong
 
 
 def forget(host: Listener, ids: list[RequestId]) -> None:
     for id in ids:
-        host.host.handle(Cancel(id), b"")
+        host.handle(Cancel(id))
         host.answers.pop(id, None)
 
 
