@@ -4,7 +4,7 @@ thread. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
@@ -34,7 +34,7 @@ class State(Enum):
 class Reason(Enum):
     """Why a segment or a request ended."""
 
-    STOP = "stop"  # a stop token or the stop rule
+    STOP = "stop"  # a stop token
     LENGTH = "length"  # `max_new` tokens were made
     INTERRUPTED = "interrupted"  # cut short by the caller; the session goes on
     CANCELLED = "cancelled"
@@ -168,9 +168,6 @@ class RequestSpec:
     id: RequestId
     max_new: int  # tokens per segment
     stop_ids: frozenset[int] = frozenset()
-    # Asked after each confirmed token; may read `request.ids`. With `host_history` nothing is in flight then;
-    # without it the next token may be on its way when this says stop, and is discarded.
-    stop_rule: Callable[[StageRequest], bool] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # lower goes first
     resumable: bool = False  # a segment's end pauses the request instead of ending it
@@ -180,7 +177,6 @@ class RequestSpec:
     # The prompt's last row can be made from the device row, like a generated one. It then runs as a decode of its own,
     # in a captured step with others'.
     last_on_device: bool = False
-    host_history: bool = False  # the next step needs all earlier tokens on the host: never more than one in flight
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
     cache_output: bool = True  # generated rows are told by their token ids (not so where a row is a frame of codes)
     cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
@@ -306,8 +302,6 @@ class StageRequest:
             self.keyable += 1
         ids.append(token)
         if token in spec.stop_ids:
-            return Reason.STOP
-        if spec.stop_rule is not None and spec.stop_rule(self):
             return Reason.STOP
         return Reason.LENGTH if len(ids) - self.cursor.prompt >= self.max_new else None
 

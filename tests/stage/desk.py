@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.lanes.talker import TalkerInput, TalkerLane
-from stretto.models.qwen3_omni.lanes.thinker import Edit, ThinkerInput, ThinkerLane
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput, ThinkerLane
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.solo import Options
@@ -101,7 +102,9 @@ class Desk:
 
     # -- the thinker
 
-    def think(self, id: str, prompt: Prompt, options: Options, edit: Edit | None = None, **changes) -> None:
+    def think(
+        self, id: str, prompt: Prompt, options: Options, bias: Sequence[tuple[int, float]] = (), **changes
+    ) -> None:
         c = self.models.config
         positions, first = rope_positions(
             prompt.ids, c.tokens, c.thinker.vision.merge, c.thinker.positions_per_second, prompt.images, prompt.videos,
@@ -111,7 +114,7 @@ class Desk:
         capture = np.array(plan.media_places, dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
             media = self.models.thinker.encode(prompt)
-        given = ThinkerInput(positions, first, options.text, media, capture, edit)
+        given = ThinkerInput(positions, first, options.text, media, capture, tuple(bias))
         spec = RequestSpec(
             RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}), sampling=options.text,
             needs_payload=options.speak,

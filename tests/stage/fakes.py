@@ -176,8 +176,7 @@ class OrderCheck:
         cursor = request.cursor
         rows = min(cursor.known, request.limit) - cursor.filled
         free = rows > 0 and cursor.filled < len(request.blocks) * self._config.block_size
-        waits = request.spec.host_history and request.in_flight
-        return free and request.state is State.RUNNING and not waits
+        return free and request.state is State.RUNNING
 
     def check(self, batch: Batch) -> None:
         placed = {span.request for span in batch.spans}
@@ -297,7 +296,7 @@ class Driver:
             self.flying.append(self.runner.launch(batch))
             for span in batch.spans:
                 request = self.live[span.request]
-                assert request.in_flight <= (1 if request.spec.host_history else self.config.overlap_depth)
+                assert request.in_flight <= self.config.overlap_depth
                 assert request.cursor.known <= request.cursor.prompt + request.max_new, "more than max_new launched"
             assert len(self.flying) <= self.config.overlap_depth
         elif not self.flying:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.load import Models
@@ -237,27 +236,24 @@ def test_other_media_do_not_hit_the_cache(models: Models) -> None:
     assert desk.tokens["other"] == want
 
 
-def test_logits_edits_and_stop_rules_wait_only_for_themselves(models: Models, prompts, alone) -> None:
-    """A request with an edit sees all its earlier tokens each time; its neighbours keep overlapping."""
-    desk = Desk(models, "thinker")
-    histories: list[int] = []
-    banned = alone[0][0][1]
-
-    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        histories.append(len(ids))
-        return logits.index_fill(0, torch.tensor([banned], device=logits.device), float("-inf"))
-
-    desk.think("edited", prompts[0], replace(options(0), max_text_tokens=6), edit, host_history=True)
+def test_a_bias_is_its_own_requests_alone_and_ends_with_it(models: Models, prompts, alone) -> None:
+    """Beside others in one batch; and the next request on its row has none."""
+    desk = Desk(models, "thinker", replace(CONFIG, max_rows=2))
+    banned, wanted = alone[0][0][1], 7
+    desk.think("banned", prompts[0], replace(options(0), max_text_tokens=6), [(banned, -100.0)])
     desk.think("free", prompts[1], options(1))
-    stop = alone[2][0][2]
-    desk.think("stopped", prompts[2], options(2), stop_rule=lambda r: r.ids[-1] == stop, host_history=True)
     desk.run()
-    n = len(prompts[0].ids)
-    assert histories == list(range(n, n + len(desk.tokens["edited"])))
-    assert banned not in desk.tokens["edited"]
+    assert banned not in desk.tokens["banned"]
+    assert desk.tokens["banned"][0] == alone[0][0][0]
     assert desk.tokens["free"] == alone[1][0]
-    cut = alone[2][0].index(stop) + 1
-    assert desk.tokens["stopped"] == alone[2][0][:cut]
+    greedy = replace(options(2).greedy(), max_text_tokens=3)
+    desk.think("wanted", prompts[2], greedy, [(wanted, 100.0), (banned, -100.0)])
+    desk.run()
+    assert desk.tokens["wanted"] == [wanted] * 3
+    for i in range(3):
+        desk.think(f"after {i}", prompts[i], options(i))
+        desk.run()
+        assert desk.tokens[f"after {i}"] == alone[i][0]
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_stage_goes_on(models: Models, prompts, alone) -> None:
@@ -289,15 +285,11 @@ def test_a_step_that_raises_fails_its_requests_and_the_stage_goes_on(models: Mod
 
 def test_numbers_that_went_bad_fail_one_request(models: Models, prompts, alone) -> None:
     desk = Desk(models, "thinker")
-
-    def poison(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        return logits * float("nan") if len(ids) >= len(prompts[0].ids) + 2 else logits
-
-    desk.think("bad", prompts[0], replace(options(0), max_text_tokens=8), poison, host_history=True)
+    desk.think("bad", prompts[0], replace(options(0), max_text_tokens=8), [(5, float("nan"))])
     desk.think("good", prompts[1], options(1))
     desk.run()
     assert isinstance(desk.errors["bad"], StageDead)
-    assert desk.tokens["bad"] == alone[0][0][:2]
+    assert not desk.tokens.get("bad")
     assert desk.tokens["good"] == alone[1][0]
     assert desk.stage.idle
 

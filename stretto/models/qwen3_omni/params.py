@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 import msgspec
 
@@ -25,7 +26,7 @@ class ThinkerParams(StageParams, frozen=True):
     sampling: Sampling
     max_tokens: Positive
     min_tokens: int = 0
-    logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    logit_bias: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=1024)] = ()
     speak: bool = True  # the talker is to be told
 
 

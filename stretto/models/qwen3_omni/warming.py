@@ -265,7 +265,7 @@ def run_picks(lane: ThinkerLane | TalkerLane, sizes: Sequence[int]) -> None:
         if size <= lane.rows.num_rows:
             _, rows, positions = torch.zeros(3, size, dtype=torch.int64, device=device)
             hidden = torch.zeros(size, width, dtype=lane.model.dtype, device=device)
-            lane.pick(rows.fill_(lane.rows.sink), positions, hidden, How(True, True), [])
+            lane.pick(rows.fill_(lane.rows.sink), positions, hidden, How(True, True))
 
 
 def main() -> None:

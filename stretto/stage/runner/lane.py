@@ -82,16 +82,8 @@ class Lane(Protocol[E]):
         """Run the model. `extras`: (span index, first row of the pass, extra)."""
         ...
 
-    def pick(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        how: How,
-        edits: list[tuple[int, StageRequest]],
-    ) -> Picked:
-        """Pick for rows at `positions` (their last computed ones) and leave the pick in their device rows. `edits`:
-        rows whose requests change their logits on the host."""
+    def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
+        """Pick for rows at `positions` (their last computed ones) and leave the pick in their device rows."""
         ...
 
     def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -106,11 +98,10 @@ def decode_step(
     values: torch.Tensor,
     how: How,
     width: int | None = None,
-    edits: list[tuple[int, StageRequest]] | None = None,
 ) -> torch.Tensor:
-    """One decode step for rows whose inputs are on the device. Without `edits` it can be captured."""
-    if lane.fused and not edits and rows.shape[0] <= MAX_ROWS:
+    """One decode step for rows whose inputs are on the device. It can be captured."""
+    if lane.fused and rows.shape[0] <= MAX_ROWS:
         return lane.fused_step(rows, positions, values)
     x, rope = lane.device_input(rows, positions, values)
     hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
-    return lane.pick(rows, positions, hidden, how, edits or []).tokens
+    return lane.pick(rows, positions, hidden, how).tokens

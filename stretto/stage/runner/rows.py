@@ -118,3 +118,28 @@ class DeviceRows:
             num_decode=num_decode,
             prefills=tuple((stop - start, stop) for _, start, stop in spans[num_decode:]),
         )
+
+
+class BiasColumns:
+    """What requests add to the logits of some tokens, by row: applied by every step, so that a row which has none costs
+    a step nothing it would not do anyway. Unused places add nothing to token 0."""
+
+    def __init__(self, num_rows: int, most: int, device: torch.device) -> None:
+        self.ids = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
+        self.values = torch.zeros(num_rows, most, device=device)
+        self._used: set[int] = set()  # rows with a bias, now or once
+
+    def write(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
+        if row in self._used:
+            self.ids[row].zero_()
+            self.values[row].zero_()
+        if bias:
+            self._used.add(row)
+            ids, values = np.array([i for i, _ in bias]), np.array([v for _, v in bias], dtype=np.float32)
+            self.ids[row, : len(bias)] = to_device(ids, self.ids.device, torch.int64)
+            self.values[row, : len(bias)] = to_device(values, self.values.device, torch.float32)
+
+    def add(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
+        if self._used or self.ids.device.type != "cpu":
+            logits.scatter_add_(1, self.ids[rows], self.values[rows].to(logits.dtype))

@@ -129,14 +129,13 @@ class Runner:
     def _decode(self, plan: _Plan, how: How) -> torch.Tensor:
         """Every row goes on from its own last pick."""
         host = self._device_rows(plan)
-        edits = [(i, r) for i, r in enumerate(plan.requests) if r.spec.host_history]
-        if self.graphs is not None and not edits:
+        if self.graphs is not None:
             tokens = self.graphs.replay(host, how)
             if tokens is not None:
                 return tokens
         width = -(-int(host[1].max() + 1) // self.lane.cache.block_size)
         rows, positions, extra = to_device(host, self.device, torch.int64)
-        return decode_step(self.lane, rows, positions, extra, how, width, edits)
+        return decode_step(self.lane, rows, positions, extra, how, width)
 
     def _device_rows(self, plan: _Plan) -> np.ndarray:
         """(row, position, host value) [3, rows] of the spans whose input is on the device."""
@@ -166,8 +165,7 @@ class Runner:
         last = paging.last_rows
         host = np.array([[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64).T
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
-        edits = [(n, plan.requests[i]) for n, i in enumerate(samples) if plan.requests[i].spec.host_history]
-        return lane.pick(rows, positions, hidden[pick], how, edits).tokens, captured
+        return lane.pick(rows, positions, hidden[pick], how).tokens, captured
 
     def _publish(self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: Captured) -> Step:
         tokens = tokens.to(torch.int32)  # as links carry them

@@ -61,7 +61,7 @@ class Scheduler:
             return False
         found, running = False, State.RUNNING
         for request in holdings.seated.values():
-            if request.state is not running or (request.in_flight and request.spec.host_history):
+            if request.state is not running:
                 continue
             cursor = request.cursor
             start, known = cursor.filled, cursor.known
@@ -316,7 +316,7 @@ class Scheduler:
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
-            if request.state is not running or (request.in_flight and request.spec.host_history):
+            if request.state is not running:
                 continue
             start, known = cursor.filled, cursor.known
             rows = min(known, request.limit) - start

@@ -196,6 +196,6 @@ def test_no_captured_step_launches_anything_else(
         for n in range(1, 9):  # as `Runner` does after a pass over prompts
             hidden = torch.zeros(n, 64, dtype=torch.bfloat16)
             pick, numbers, positions = torch.zeros(3, n, dtype=torch.int64)
-            lane.pick(numbers, positions, hidden[pick], How(True, True), [])
+            lane.pick(numbers, positions, hidden[pick], How(True, True))
     assert len(variants) > 30
     assert variants <= ahead, variants - ahead

@@ -40,7 +40,7 @@ configs = st.builds(
 )
 
 
-flags = st.sampled_from(["resumable", "paced", "host_history", "needs_payload", "open"])
+flags = st.sampled_from(["resumable", "paced", "needs_payload", "open"])
 life = st.fixed_dictionaries(
     {
         "rows": rows,
@@ -263,7 +263,7 @@ def soak(seed: int, turns: int) -> Driver:
             max_preemptions=rng.randint(0, 2),
         )
     )
-    names = ["resumable", "paced", "host_history", "needs_payload", "open"]
+    names = ["resumable", "paced", "needs_payload", "open"]
     odd = rng.choice([0.0, 0.3, 0.8])  # how many requests are out of the ordinary
     for _ in range(turns):
         index, roll = rng.randrange(1000), rng.random()

@@ -186,21 +186,6 @@ def test_the_depth_is_kept_and_steps_retire_in_order() -> None:
         driver.scheduler.retire(late, driver.runner.retire(driver.flying.popleft()))
 
 
-def test_host_history_makes_only_its_own_request_wait() -> None:
-    driver = Driver(config(overlap_depth=2))
-    slow = driver.submit("slow", [1, 2], max_new=10, stop_ids=NEVER, host_history=True)
-    driver.submit("fast", [2, 1], max_new=10, stop_ids=NEVER)
-    seen = []
-    while driver.live:
-        if driver.launch() is None:
-            driver.retire()
-        assert slow.in_flight <= 1
-    for batch in driver.batches:
-        seen.append(set(spans(batch)))
-    assert all("fast" in batch for batch in seen[:10])
-    assert [("slow" in batch) for batch in seen[:6]] == [True, False] * 3
-
-
 # -- budget
 
 

@@ -157,14 +157,7 @@ class TalkerLane:
         hidden = self.model(x, positions, self.cache, paging) if found is None else found[0]
         return hidden, Captured()
 
-    def pick(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        how: How,
-        edits: list[tuple[int, StageRequest]],
-    ) -> Picked:
+    def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
         if self._frame is not None and len(hidden) <= MAX_ROWS:
             pair = torch.stack((hidden, hidden), 1)  # the second place is for code 0
             return Picked(self._frame(pair, rows, positions, self.frame_cache, self.embedding))

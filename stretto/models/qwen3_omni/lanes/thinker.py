@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,11 @@ from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
+from stretto.stage.runner.rows import BiasColumns, DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
-Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
-"""(all ids so far, logits [vocabulary]) -> logits. Its request must be marked `host_history`."""
+MAX_BIAS = 1024  # tokens of one request
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +33,7 @@ class ThinkerInput:
     sampling: SamplingParams = GREEDY
     media: MediaRows | None = None
     capture: npt.NDArray[np.int64] | None = None  # sorted prompt positions whose accept-layer rows are wanted
-    edit: Edit | None = None
+    bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
 
 
@@ -53,6 +52,7 @@ class ThinkerLane:
         blocks = -(-max_context // cache.block_size)
         self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
         self.params = SamplingColumns(num_rows + 1, model.device)
+        self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
         self.fused = model.model.fused is not None
@@ -69,6 +69,7 @@ class ThinkerLane:
         seen = sorted(set(request.ids)) if penalised else ()
         self.rows.join(join.row, join.blocks, offset, seen, request.cursor.prompt + given.min_new)
         self.params.write(join.row, given.sampling)
+        self.bias.write(join.row, given.bias)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids
@@ -115,22 +116,12 @@ class ThinkerLane:
                 captured.places[i], captured.rows[i] = [e.start + r for r in e.capture], part
         return hidden, captured
 
-    def pick(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        how: How,
-        edits: list[tuple[int, StageRequest]],
-    ) -> Picked:
-        if self.fused and not edits and len(hidden) <= MAX_ROWS:
+    def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
+        if self.fused and len(hidden) <= MAX_ROWS:
             return Picked(self._fused_pick(rows, positions, hidden))
         logits = self.model.logits(hidden)
+        self.bias.add(logits, rows)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
-        for i, request in edits:
-            edit = self.inputs[request.id].edit
-            if edit is not None:
-                logits[i] = edit(request.ids, logits[i])
         seen = self.rows.seen[rows] if how.penalty else None
         tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
         self.next[rows] = tokens
@@ -159,6 +150,7 @@ class ThinkerLane:
         answer = Answer(self.rows.seen, self.rows.floor, self.model.config.tokens.im_end)
         params = Columns(self.params.floats, self.params.ints)
         logits = project(hidden, self.model.lm_head.weight)
+        self.bias.add(logits, rows)
         return pick_text(logits, rows, positions, params, answer, self.next)[:, None]
 
 

@@ -6,7 +6,7 @@ loop thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from stretto.control.messages import Admit, Text, Working
 from stretto.errors import Bug, StrettoError
 from stretto.models.qwen3_omni.config import FRAME_S
-from stretto.models.qwen3_omni.lanes.thinker import Edit, ThinkerInput
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
 from stretto.models.qwen3_omni.nodes.given import check_ids
 from stretto.models.qwen3_omni.nodes.prefix import runs_of, thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
@@ -140,16 +140,14 @@ class ThinkerNode:
     def _submit(self, e: Encoding, media: MediaRows | None) -> None:
         a, p, prompt, c = e.admit, e.params, e.prompt, self.config
         capture = media.places.numpy() if p.speak and media is not None else None
-        edit = bias_edit(p.logit_bias) if p.logit_bias else None
         sampling = p.sampling.params()
-        given = ThinkerInput(e.positions, e.first, sampling, media, capture, edit, p.min_tokens)
+        given = ThinkerInput(e.positions, e.first, sampling, media, capture, p.logit_bias, p.min_tokens)
         spec = RequestSpec(
             a.request,
             p.max_tokens,
             frozenset({c.tokens.im_end}),
             sampling=sampling,
             priority=a.priority,
-            host_history=edit is not None,
             needs_payload=p.speak,
             cache_root=a.cache_root,
         )
@@ -256,13 +254,3 @@ class ThinkerNode:
         if media is None:
             return (), self._none
         return tuple(runs_of([p for p in media.places if start <= p < stop])), media.rows
-
-
-def bias_edit(bias: Sequence[tuple[int, float]]) -> Edit:
-    ids, values = [i for i, _ in bias], [b for _, b in bias]
-
-    def edit(history: list[int], logits: torch.Tensor) -> torch.Tensor:
-        where = torch.tensor(ids, device=logits.device)
-        return logits.index_add(0, where, torch.tensor(values, device=logits.device, dtype=logits.dtype))
-
-    return edit
