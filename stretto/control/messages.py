@@ -217,6 +217,7 @@ class Failed(Wire, frozen=True, tag="failed"):
 class Stats(Wire, frozen=True, tag="stats"):
     number: int  # of the ping it answers
     values: dict[str, float]
+    spans: tuple[tuple[str, str, int, int], ...] = ()  # where they are recorded: see `observe.recorder`
 
 
 FromHost = (

@@ -94,6 +94,7 @@ class HostSettings:
     link_slots: int = 64
     link_slot_bytes: int = 1 << 20
     switches: Mapping[str, bool] = field(default_factory=dict)
+    trace: bool = False  # record what runs when
 
     def __post_init__(self) -> None:
         if self.expert_weights not in get_args(ExpertWeights):
@@ -121,6 +122,7 @@ class EngineConfig:
     share_prefix_cache: bool = False  # between owners of requests, who could then guess each other's prompts
     max_buffered_s: float = 20.0  # sound that a slow listener may leave waiting before its request is throttled
     prompts: PoolSettings | None = None  # None: no prompt worker; prompts are built in threads of this process
+    trace_dir: str | None = None  # where a trace of all steps and link hops is written
     host: HostSettings = field(default_factory=HostSettings)
 
     def __post_init__(self) -> None:

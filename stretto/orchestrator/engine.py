@@ -26,9 +26,11 @@ from stretto.control.request import Params
 from stretto.control.settings import EngineConfig
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo, load
+from stretto.observe.recorder import labelled
+from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.admission import Ask, Names, announce, fitted
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Progress
-from stretto.orchestrator.pipeline import Pipeline, labelled
+from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.routing import Router
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
@@ -58,8 +60,10 @@ class PipelineEngine:
         self._threads = InThreads(self._builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
         self._info = replace(m.info, max_positions=min(m.info.max_positions, config.host.max_context))
+        self._trace = TraceWriter(Path(config.trace_dir)) if config.trace_dir is not None else None
         self._pipelines = [
-            Pipeline(f"p{i}", str(model), m.pipeline, config, self._message, self._loss) for i in range(config.replicas)
+            Pipeline(f"p{i}", str(model), m.pipeline, config, self._message, self._loss, self._trace)
+            for i in range(config.replicas)
         ]
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
@@ -123,7 +127,7 @@ class PipelineEngine:
         values |= self._prompts.metrics()
         for p in self._pipelines:
             own = p.metrics()
-            values |= own if len(self._pipelines) == 1 else {labelled(k, "replica", p.name): v for k, v in own.items()}
+            values |= own if len(self._pipelines) == 1 else {labelled(k, replica=p.name): v for k, v in own.items()}
         return values
 
     # -- requests
@@ -350,6 +354,8 @@ class PipelineEngine:
         for t in list(self._tickets.values()):
             t.events.put_nowait(errors.Gone("the engine was closed"))
         await asyncio.gather(self._prompts.close(), *(p.close() for p in self._pipelines))
+        if self._trace is not None:
+            self._trace.close()
 
     @property
     def pids(self) -> list[int | None]:

@@ -35,6 +35,8 @@ from stretto.control.messages import (
 from stretto.control.settings import EngineConfig, places
 from stretto.errors import StageDead, StrettoError, WireError
 from stretto.family import LinkSpec, PipelineSpec
+from stretto.observe.recorder import labelled
+from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.process import HostProcess
 from stretto.prompt.packed import Bytes
 from stretto.types import SECRET_BYTES, RequestId
@@ -56,8 +58,10 @@ class Pipeline:
         config: EngineConfig,
         on_message: Callable[[FromHost, bytes], None],
         on_loss: Callable[[Pipeline, frozenset[str], StrettoError], None],
+        trace: TraceWriter | None = None,
     ) -> None:
-        """`on_loss` is told which stages can no longer be reached, and why."""
+        """`on_loss` is told which stages can no longer be reached, and why; `trace` is given what hosts did when."""
+        self.trace = trace
         self.name, self.model, self.spec, self.config = name, model, spec, config
         self._places = places(config.placement, spec.names)
         self._on_message, self._on_loss = on_message, on_loss
@@ -137,7 +141,7 @@ class Pipeline:
                 several = len(self._hosts) > 1
                 for name, value in host.stats.items():
                     own = several and "{" not in name
-                    values[labelled(name, "host", place.name) if own else name] = value
+                    values[labelled(name, host=place.name) if own else name] = value
         return values
 
     @property
@@ -154,6 +158,7 @@ class Pipeline:
         place, settings = self._places[index], self.config.host
         if place.device is not None:
             settings = replace(settings, device=place.device)
+        settings = replace(settings, trace=self.trace is not None)
         links = tuple((link.sender, link.receiver) for link in self.spec.links)
         host.send(Configure(self.model, self.spec.build, place.stages, links, settings.as_dict()))
 
@@ -182,8 +187,10 @@ class Pipeline:
                 host.reason = f"{kind}: {text}"
                 if host.state == "starting" and not self._started:
                     self.broken = host.reason  # later on it is tried again: what it lacked may come back
-            case Stats(values=values):
+            case Stats(values=values, spans=spans):
                 host.stats = values
+                if self.trace is not None and spans:
+                    self.trace.write(host.name, spans)
             case _:
                 self._on_message(message, blob)
 
@@ -320,8 +327,3 @@ class Pipeline:
             raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
         if self.broken is not None:
             raise StageDead(f"pipeline {self.name} cannot start: {self.broken}")
-
-
-def labelled(name: str, label: str, value: str) -> str:
-    """The name of a number with one more label, in Prometheus form."""
-    return f'{name[:-1]},{label}="{value}"}}' if name.endswith("}") else f'{name}{{{label}="{value}"}}'

@@ -77,14 +77,16 @@ class Ahead:
         """The device is done with it. Called by whoever learns of it first, also on another thread."""
         flight.ended_ns = self.clock()
 
-    def retired(self) -> None:
-        """The oldest step was found to be done."""
+    def retired(self) -> tuple[int, int]:
+        """The oldest step was found to be done. When the device began with it, and when it was done."""
         flight = self._flights.popleft()
         # The loop may have been busy for a while before it looked; the waiter's thread was not.
         ended = self.clock() if flight.ended_ns is None else flight.ended_ns
+        begun = min(self._begun(flight), ended)
         if flight.size is not None:
-            self._steps[flight.size].add(max(0, ended - self._begun(flight)))
+            self._steps[flight.size].add(ended - begun)
         self._free_ns = ended
+        return begun, ended
 
     def due_ns(self) -> int | None:
         """When to launch the next step. None: now."""

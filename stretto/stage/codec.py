@@ -24,6 +24,7 @@ import torch
 
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
 from stretto.layers.capture import Captured, capture_graphs
+from stretto.observe.recorder import Histogram, Recorder
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.types import RequestId, Span
@@ -147,6 +148,12 @@ class CodecStep:
     host: torch.Tensor  # [slots, samples], pinned
     copied: torch.cuda.Event | None
     error: StrettoError | None = None
+    begun_ns: int = 0  # its launch, and on a GPU its end
+    ended_ns: int = 0
+
+    def end(self) -> None:
+        """The device is done with it. Called by whoever learns of it first, also on another thread."""
+        self.ended_ns = self.ended_ns or time.perf_counter_ns()
 
     @property
     def ready(self) -> bool:
@@ -160,6 +167,8 @@ class CodecStats:
     slots: int = 0  # slots run, used or not: frames / (slots * step size) is the fill
     launch_ns: int = 0
     retire_ns: int = 0
+    launch: Histogram = field(default_factory=Histogram)
+    device: Histogram = field(default_factory=Histogram)  # from launch to the samples' arrival, behind earlier steps
 
 
 class Staging:
@@ -216,8 +225,11 @@ class CodecStage:
         config: CodecConfig | None = None,
         waiter: Waiter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
+        name: str = "vocoder",
     ) -> None:
-        """`clock` is what deadlines are told by."""
+        """`clock` is what deadlines are told by; `recorder` is given spans."""
+        self.name, self.recorder = name, recorder or Recorder()
         self.model, self.emit, self.waiter, self.clock = model, emit, waiter, clock
         self.config = c = config or CodecConfig()
         self.state = model.state(c.slots, max(c.frame_sizes))
@@ -227,6 +239,7 @@ class CodecStage:
             self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.stats = CodecStats()
+        self._free_ns = 0  # the device had done all steps that were retired
         self._free = list(range(c.slots))  # a heap: the lowest slots are used first
         self._streams: dict[RequestId, Stream] = {}
         self._queue: deque[Stream] = deque()  # without a slot
@@ -305,6 +318,7 @@ class CodecStage:
         did = False
         while self._steps and self._steps[0].ready:
             start = time.perf_counter_ns()
+            self._record(self._steps[0])
             self._retire(self._steps.popleft())
             self.stats.retire_ns += time.perf_counter_ns() - start
             did = True
@@ -313,9 +327,22 @@ class CodecStage:
             parts = self._schedule()
             if parts:
                 self._launch(parts)
-                self.stats.launch_ns += time.perf_counter_ns() - start
+                took = time.perf_counter_ns() - start
+                self.stats.launch_ns += took
+                self.stats.launch.observe(took / 1e9)
+                step = self._steps[-1]
+                step.begun_ns = start + took
+                if step.copied is None:  # on a CPU the launch is the work
+                    step.begun_ns, step.ended_ns = start, start + took
                 did = True
         return did
+
+    def _record(self, step: CodecStep) -> None:
+        step.end()
+        begun = min(max(step.begun_ns, self._free_ns), step.ended_ns)
+        self._free_ns = step.ended_ns
+        self.stats.device.observe((step.ended_ns - begun) / 1e9)
+        self.recorder.span(self.name, f"{len(step.parts)} streams", begun, step.ended_ns)
 
     def wait(self) -> None:
         if self._steps and self._steps[0].copied is not None:
@@ -383,7 +410,7 @@ class CodecStage:
         self.stats.slots += slots
         self.stats.frames += sum(n for _, n in parts)
         if self.waiter is not None and step.copied is not None:
-            self.waiter.watch(step.copied)
+            self.waiter.watch(step.copied, step.end)
 
     def _run(self, slots: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """One step on what was staged."""

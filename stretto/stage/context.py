@@ -14,6 +14,7 @@ import torch
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import Loading
 from stretto.control.settings import HostSettings
+from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead
 from stretto.stage.node import Node
 from stretto.stage.plan import RESERVE, StagePlan, check, free_memory
@@ -25,6 +26,7 @@ from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Emit, PayloadStore, Stage
+from stretto.stage.stats import record_stage
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,7 @@ class StageContext:
     push: Callable[[], None]  # sends what was reported
     num_requests: Callable[[], int] = lambda: 0  # that any stage of the host holds something for
     clock: Callable[[], int] = time.perf_counter_ns  # the loop's
+    recorder: Recorder = field(default_factory=Recorder)
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
 
@@ -113,7 +116,9 @@ class StageContext:
         hold = self.device.type == "cuda" and self.switches.just_in_time
         sizes = graphs.sizes if graphs is not None else SIZES
         ahead = Ahead(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
-        return Stage(name, scheduler, runner, emit, store, self.waiter(name), ahead)
+        stage = Stage(name, scheduler, runner, emit, store, self.waiter(name), ahead, self.recorder)
+        record_stage(self.recorder, stage)
+        return stage
 
 
 Build = Callable[[Sequence[str], StageContext], dict[str, Node]]

@@ -19,10 +19,12 @@ from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import Connect, LinkDown, Linked, Listen, Listening
 from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
+from stretto.observe.recorder import Recorder
 from stretto.stage.links import Inlet, Outlet
 from stretto.stage.node import Node
 from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.report import Report
+from stretto.stage.stats import record_link
 from stretto.types import RequestId
 
 
@@ -50,6 +52,7 @@ class LinkEnds:
     ring: Callable[[], None]  # the loop's bell
     report: Report
     fail: Callable[[RequestId, str, StrettoError], None]  # ends a request in all stages here, and says why
+    recorder: Recorder = field(default_factory=Recorder)
     registry: Registry = field(default_factory=Registry)
     ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
     streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
@@ -69,6 +72,7 @@ class LinkEnds:
         end.incoming = incoming = Incoming(receiver, m.link, self.ring, uploader=uploader)
         incoming.start()
         inlet.attach(incoming)
+        record_link(self.recorder, m.link, "in", incoming, receiver)
         self.report(Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint)), b"")
 
     def connect(self, m: Connect, switches: OverlapSwitches) -> None:
@@ -82,6 +86,7 @@ class LinkEnds:
         end.outgoing = outgoing = Outgoing(sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h)
         outgoing.start()
         outlet.attach(outgoing)
+        record_link(self.recorder, m.link, "out", outgoing, sender)
         self.report(Linked(m.link, m.generation), b"")
 
     def _stream_for(self, end: str, node: Node, switches: OverlapSwitches) -> torch.cuda.Stream | None:
@@ -108,6 +113,7 @@ class LinkEnds:
         end = self.ends.pop(name, None)
         if end is None:
             return
+        self.recorder.forget(link=name)
         if end.outgoing is not None:
             self.outlets[name][1].detach()
             end.outgoing.close(drain=False)

@@ -42,6 +42,7 @@ from stretto.control.messages import (
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.family import load
+from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_prompt
 from stretto.stage.channel import Channel
 from stretto.stage.context import Build, StageContext
@@ -49,11 +50,12 @@ from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
 from stretto.stage.node import Node
 from stretto.stage.report import Report, failed
-from stretto.stage.stats import host_stats
+from stretto.stage.stats import record_host
 from stretto.stage.turns import Fresh, in_order
 from stretto.types import RequestId
 
 SWITCH_S = 0.001
+SPANS = 20_000  # at most in one answer to a ping
 CONTROL = 2048
 """Of the places for messages, those that new requests leave free: what was taken must be able to end."""
 
@@ -71,8 +73,17 @@ class Host:
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
         self.bell = Bell()
+        self.recorder = Recorder(settings.trace)
         self.context = StageContext(
-            configure.model, settings, self.device, self.switches, self.bell.ring, report, push, self.num_requests
+            configure.model,
+            settings,
+            self.device,
+            self.switches,
+            self.bell.ring,
+            report,
+            push,
+            self.num_requests,
+            recorder=self.recorder,
         )
         self.nodes: dict[str, Node] = {}
 
@@ -87,9 +98,10 @@ class Host:
         for name in inlets.keys() & outlets.keys():
             outlets.pop(name)[1].join(inlets.pop(name)[1])
         s, ring = self.context.settings, self.bell.ring
-        self.links = LinkEnds(inlets, outlets, s, self.device, ring, self.report, self._fail)
+        self.links = LinkEnds(inlets, outlets, s, self.device, ring, self.report, self._fail, self.recorder)
         self.fresh = Fresh(nodes[0]) if not nodes[0].inlets else None  # it takes prompts
         self.loop = Loop(in_order(nodes, self.fresh, self.push, self.links), self.bell)
+        record_host(self.recorder, self.loop, nodes)
 
     def num_requests(self) -> int:
         """That any stage here holds something for."""
@@ -118,7 +130,7 @@ class Host:
             case Unlink(link=name):
                 self.links.unlink(name)
             case Ping(number=n):
-                self.report(Stats(n, self.stats()), b"")
+                self.report(Stats(n, self.recorder.values(), tuple(self.recorder.take_spans(SPANS))), b"")
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
@@ -152,9 +164,6 @@ class Host:
         """End a request in all stages here, and say why."""
         self._cancel(id)
         self.report(failed(id, where, error), b"")
-
-    def stats(self) -> dict[str, float]:
-        return host_stats(self.loop, self.nodes, self.links.ends)
 
     def close(self) -> None:
         self.loop.stop()

@@ -148,6 +148,11 @@ class Outlet(Generic[P]):
         """Requests that it holds anything for."""
         return len(self._open)
 
+    @property
+    def within(self) -> bool:
+        """The receiver is in this host."""
+        return self._inlet is not None
+
     def join(self, inlet: Inlet[P]) -> None:
         """The receiver is in this host: there is nothing in between."""
         self._inlet, inlet.within = inlet, True

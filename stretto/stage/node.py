@@ -7,7 +7,7 @@ a full link leaves chunks in the outlet and marks their request as blocked, so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -71,8 +71,4 @@ class Node(Protocol):
 
     def turn(self) -> bool:
         """Do what can be done now, without waiting. True: something was."""
-        ...
-
-    def stats(self) -> Mapping[str, float]:
-        """Numbers by name, as the server shows them; the label that names the stage is added."""
         ...

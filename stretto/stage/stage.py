@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from stretto.errors import Bug, StrettoError
+from stretto.observe.recorder import Histogram, Recorder
 from stretto.stage.ahead import Ahead
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.runner.runner import Runner
@@ -73,6 +74,19 @@ class Kept:
     rows: torch.Tensor
 
 
+KINDS = ("decode", "prefill", "mixed")
+"""Steps that make answers go on, that read prompts, or both."""
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Of the steps of one kind."""
+
+    steps: int = 0
+    launch: Histogram = field(default_factory=Histogram)  # host time to schedule and launch
+    device: Histogram = field(default_factory=Histogram)  # from the device's first work on a step to its last
+
+
 @dataclass(slots=True)
 class StageStats:
     """Counters that the loop thread keeps; read by metrics and benchmarks."""
@@ -85,6 +99,8 @@ class StageStats:
     retire_ns: int = 0  # host time to retire
     held: int = 0  # launches that were held back for a while
     late: int = 0  # of these, launches that found the device without work: held back for too long
+    queue: Histogram = field(default_factory=Histogram)  # from a request's arrival to its first row in a batch
+    kinds: dict[str, StepStats] = field(default_factory=lambda: {kind: StepStats() for kind in KINDS})
 
 
 class PayloadStore:
@@ -115,6 +131,7 @@ class _Seat:
     """What the stage keeps for one request beside the scheduler's record."""
 
     request: StageRequest
+    since_ns: int  # it is here
     media: list[MediaOutput] = field(default_factory=list)  # handed out so far, for blocks that become cached
     cached: int = 0  # prompt rows found in the prefix cache
 
@@ -129,8 +146,9 @@ class Stage:
         store: PayloadStore | None = None,
         waiter: Waiter | None = None,
         ahead: Ahead | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """Without `ahead`, steps are launched as soon as there is room for them."""
+        """Without `ahead`, steps are launched as soon as there is room for them. `recorder` is given spans."""
         self.name, self.scheduler, self.runner, self.emit = name, scheduler, runner, emit
         self.store = store if store is not None else PayloadStore()  # an empty one is False, like all that is empty
         self.waiter = waiter
@@ -138,7 +156,8 @@ class Stage:
         self.clock = self.ahead.clock
         self.due_ns: int | None = None  # when a launch that is held back is due
         self.stats = StageStats()
-        self._steps: deque[Step] = deque()
+        self.recorder = recorder or Recorder()
+        self._steps: deque[tuple[Step, str, int, int]] = deque()  # with its kind, and when its launch began and ended
         self._seats: dict[RequestId, _Seat] = {}
 
     def __len__(self) -> int:
@@ -153,7 +172,7 @@ class Stage:
         """Take a request; `given` is what the model's lane needs beside the ids. Keeps nothing if refused."""
         request = self.scheduler.submit(spec, prompt, closed=closed, salts=salts)
         self.runner.lane.inputs[spec.id] = given
-        self._seats[spec.id] = _Seat(request)
+        self._seats[spec.id] = _Seat(request, self.clock())
         return request
 
     def cancel(self, id: RequestId) -> bool:
@@ -178,8 +197,8 @@ class Stage:
     def turn(self) -> bool:
         """Do what can be done now. True: something was."""
         did = False
-        while self._steps and self._steps[0].done:
-            self._retire(self._steps.popleft())
+        while self._steps and self._steps[0][0].done:
+            self._retire(*self._steps.popleft())
             did = True
         if len(self._steps) < self.scheduler.config.overlap_depth:
             did = self._launch_next() or did
@@ -188,7 +207,7 @@ class Stage:
     def wait(self) -> None:
         """Until the oldest step is back. For callers without a loop."""
         if self._steps:
-            self._steps[0].wait_tokens()
+            self._steps[0][0].wait_tokens()
 
     def _find(self, id: RequestId) -> StageRequest:
         return self._seats[id].request
@@ -203,7 +222,7 @@ class Stage:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        before = self._steps[-1] if self._steps else None
+        before = self._steps[-1][0] if self._steps else None
         self._launch(batch, start)
         self.stats.launch_ns += self.clock() - start
         if held:
@@ -213,15 +232,24 @@ class Stage:
 
     def _launch(self, batch: Batch, start: int) -> None:
         step = self.runner.launch(batch, self._find)
-        self._steps.append(step)
+        launched = self.clock()
+        kind = "decode" if batch.decode_only else "mixed" if batch.num_decodes else "prefill"
+        self._steps.append((step, kind, start, launched))
         known = batch.decode_only and step.error is None
-        flight = self.ahead.launched(len(batch.spans) if known else None, self.clock() - start)
+        flight = self.ahead.launched(len(batch.spans) if known else None, launched - start)
         self.stats.steps += 1
+        own = self.stats.kinds[kind]
+        own.steps += 1
+        own.launch.observe((launched - start) / 1e9)
         self.stats.rows += batch.num_tokens
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied, lambda: self.ahead.ended(flight))
         for join in batch.joined:
-            self._seats[join.request].cached += join.filled - join.reused_from
+            seat = self._seats[join.request]
+            if seat.since_ns:  # the first time
+                self.stats.queue.observe((start - seat.since_ns) / 1e9)
+                seat.since_ns = 0
+            seat.cached += join.filled - join.reused_from
             kept = [self.store.get(handle) for _, handle in join.payloads]
             if kept:  # found in the cache: certain already, and never computed for this request
                 request = self._find(join.request)
@@ -230,9 +258,13 @@ class Stage:
                 self._seats[join.request].media.append(media)
                 self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, 0, media, None))
 
-    def _retire(self, step: Step) -> None:
+    def _retire(self, step: Step, kind: str, launching: int, launched: int) -> None:
         start = self.clock()
-        self.ahead.retired()
+        begun, ended = self.ahead.retired()
+        if step.copied is None:  # on a CPU the launch is the work
+            begun, ended = launching, launched
+        self.stats.kinds[kind].device.observe((ended - begun) / 1e9)
+        self.recorder.span(self.name, f"{kind} of {len(step.batch.spans)}", begun, ended)
         result = self.runner.retire(step)
         rows = {i: at for at, i in enumerate(step.sampling)}
         columns: list[list[int]] = [] if step.error is not None else step.host.tolist()

@@ -1,85 +1,85 @@
-"""A host's numbers, by the names under which the server shows them. Asked for by the orchestrator's pings, and taken
-on the loop thread. What is only known to the orchestrator is added there (`PipelineEngine.metrics`), and so are the
-labels that tell several hosts and replicas apart (`Pipeline.metrics`)."""
+"""Which numbers of a host's stages and links are recorded, and by which names the server shows them.
+
+Asked for by the orchestrator's pings, and taken on the loop thread. What is only known to the orchestrator is added
+there (`PipelineEngine.metrics`), and so are the labels that tell several hosts and replicas apart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
+from stretto.connector.contract import Receiver, Sender
+from stretto.connector.courier import InLink, OutLink
+from stretto.observe.recorder import Recorder
 from stretto.stage.codec import CodecStage
-from stretto.stage.ends import LinkEnd
 from stretto.stage.loop import Loop
 from stretto.stage.node import Node
 from stretto.stage.stage import Stage
 
-Values = dict[str, float]
+
+def record_host(recorder: Recorder, loop: Loop, nodes: Sequence[Node]) -> None:
+    recorder.number("stretto_host_idle_seconds_total", lambda: loop.idle_ns / 1e9)
+    recorder.number("stretto_host_busy_seconds_total", lambda: loop.age_s - loop.idle_ns / 1e9)
+    for node in nodes:
+        recorder.number("stretto_stage_requests", node.__len__, stage=node.name)
+        outlets, inlets = node.outlets, node.inlets
+        if outlets:
+            recorder.number("stretto_stage_outboxes", lambda o=outlets: sum(map(len, o)), stage=node.name)  # type: ignore[misc]
+        if inlets:
+            recorder.number("stretto_stage_inboxes", lambda i=inlets: sum(map(len, i)), stage=node.name)  # type: ignore[misc]
+        for outlet in outlets:
+            if outlet.within:
+                recorder.number("stretto_link_handed_total", lambda o=outlet: o.handed, link=outlet.link)  # type: ignore[misc]
 
 
-def host_stats(loop: Loop, nodes: Mapping[str, Node], ends: Mapping[str, LinkEnd]) -> Values:
-    idle = loop.idle_ns / 1e9
-    values: Values = {
-        "stretto_host_idle_seconds_total": idle,
-        "stretto_host_busy_seconds_total": loop.age_s - idle,
-    }
-    for name, node in nodes.items():
-        values |= {f'{what}{{stage="{name}"}}': value for what, value in node_stats(node).items()}
-        for outlet in node.outlets:
-            if outlet.handed:
-                values[f'stretto_link_handed_total{{link="{outlet.link}"}}'] = outlet.handed
-    for name, end in ends.items():
-        for way, numbers in link_stats(end).items():
-            values |= {f'{what}{{link="{name}",end="{way}"}}': value for what, value in numbers.items()}
-    return values
+def record_stage(recorder: Recorder, stage: Stage) -> None:
+    """An autoregressive stage."""
+    s, scheduler = stage.stats, stage.scheduler
+    for name, read in {
+        "stretto_stage_tokens_total": lambda: s.tokens,
+        "stretto_stage_rows_total": lambda: s.rows,
+        "stretto_stage_failed_steps_total": lambda: s.failed,
+        "stretto_stage_held_total": lambda: s.held,
+        "stretto_stage_late_total": lambda: s.late,
+        "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
+        "stretto_stage_waiting": lambda: scheduler.num_waiting,
+        "stretto_stage_blocks_available": lambda: scheduler.pool.num_available,
+        "stretto_stage_blocks": lambda: scheduler.pool.num_blocks,
+    }.items():
+        recorder.number(name, read, stage=stage.name)
+    recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=stage.name)
+    for kind, own in s.kinds.items():
+        labels = {"stage": stage.name, "kind": kind}
+        recorder.number("stretto_stage_steps_total", lambda o=own: o.steps, **labels)  # type: ignore[misc]
+        recorder.histogram("stretto_stage_launch_seconds", own.launch, **labels)
+        recorder.histogram("stretto_stage_device_seconds", own.device, **labels)
 
 
-def node_stats(node: Node) -> Values:
-    values = dict(node.stats())
-    if node.outlets:
-        values["stretto_stage_outboxes"] = sum(len(o) for o in node.outlets)
-    if node.inlets:
-        values["stretto_stage_inboxes"] = sum(len(i) for i in node.inlets)
-    return values
+def record_codec(recorder: Recorder, stage: CodecStage) -> None:
+    """A stage that makes samples of frames."""
+    s = stage.stats
+    labels = {"stage": stage.name, "kind": "decode"}
+    recorder.number("stretto_stage_steps_total", lambda: s.steps, **labels)
+    recorder.histogram("stretto_stage_launch_seconds", s.launch, **labels)
+    recorder.histogram("stretto_stage_device_seconds", s.device, **labels)
+    for name, read in {
+        "stretto_stage_frames_total": lambda: s.frames,
+        "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
+        "stretto_stage_slots_available": lambda: stage.num_free,
+        "stretto_stage_slots": lambda: stage.config.slots,
+    }.items():
+        recorder.number(name, read, stage=stage.name)
 
 
-def stage_stats(stage: Stage) -> Values:
-    """Of an autoregressive stage, for its node to tell."""
-    return {
-        "stretto_stage_requests": len(stage),
-        "stretto_stage_steps_total": stage.stats.steps,
-        "stretto_stage_launch_seconds_total": stage.stats.launch_ns / 1e9,
-        "stretto_stage_retire_seconds_total": stage.stats.retire_ns / 1e9,
-        "stretto_stage_tokens_total": stage.stats.tokens,
-        "stretto_stage_rows_total": stage.stats.rows,
-        "stretto_stage_held_total": stage.stats.held,
-        "stretto_stage_late_total": stage.stats.late,
-        "stretto_stage_waiting": stage.scheduler.num_waiting,
-        "stretto_stage_blocks_available": stage.scheduler.pool.num_available,
-        "stretto_stage_blocks": stage.scheduler.pool.num_blocks,
-    }
-
-
-def codec_stats(stage: CodecStage) -> Values:
-    """Of a stage that makes samples, for its node to tell."""
-    return {
-        "stretto_stage_requests": len(stage),
-        "stretto_stage_steps_total": stage.stats.steps,
-        "stretto_stage_launch_seconds_total": stage.stats.launch_ns / 1e9,
-        "stretto_stage_retire_seconds_total": stage.stats.retire_ns / 1e9,
-        "stretto_stage_frames_total": stage.stats.frames,
-        "stretto_stage_slots_available": stage.num_free,
-        "stretto_stage_slots": stage.config.slots,
-    }
-
-
-def link_stats(end: LinkEnd) -> dict[str, Values]:
-    """By direction."""
-    both: dict[str, Values] = {}
-    for way, link, ring in (("out", end.outgoing, end.sender), ("in", end.incoming, end.receiver)):
-        if link is not None and ring is not None:
-            both[way] = {
-                "stretto_link_chunks_total": link.metrics.chunks,
-                "stretto_link_bytes_total": link.metrics.bytes,
-                "stretto_link_stalls_total": link.metrics.stalls,
-                "stretto_link_credits": ring.credits(),
-            }
-    return both
+def record_link(recorder: Recorder, name: str, end: str, link: InLink | OutLink, ring: Sender | Receiver) -> None:
+    """One end of a link, `in` or `out`; `Recorder.forget` takes it back."""
+    m, labels = link.metrics, {"link": name, "end": end}
+    for number, read in {
+        "stretto_link_chunks_total": lambda: m.chunks,
+        "stretto_link_bytes_total": lambda: m.bytes,
+        "stretto_link_stalls_total": lambda: m.stalls,
+        "stretto_link_errors_total": lambda: m.errors.total(),
+        "stretto_link_credits": ring.credits,
+    }.items():
+        recorder.number(number, read, **labels)
+    for number, histogram in {"put": m.put, "take": m.take, "queue": m.queue, "copy": m.copy}.items():
+        recorder.histogram(f"stretto_link_{number}_seconds", histogram, **labels)

@@ -94,9 +94,6 @@ class ToyNode:
     def __len__(self) -> int:
         return len(self.work)
 
-    def stats(self) -> Mapping[str, float]:
-        return {"stretto_stage_requests": len(self.work)}
-
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
         self.work[a.request] = work = Work(params, Journal(0.0))
         for outlet in self.outlets:

@@ -9,8 +9,9 @@ import pytest
 from stretto.control.messages import Stats
 from stretto.control.settings import EngineConfig, Placement, places
 from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.observe.recorder import labelled
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.pipeline import Pipeline, labelled
+from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.server.metrics import Metrics
 from tests.orchestrator.common import run
@@ -84,7 +85,7 @@ def test_a_host_that_comes_back_begins_anew() -> None:
 
 
 def test_labels_are_in_the_form_that_the_server_shows() -> None:
-    shown = {labelled("stretto_a_total", "replica", "p1"): 1.0, labelled('stretto_b{stage="x"}', "replica", "p1"): 2.0}
+    shown = {labelled("stretto_a_total", replica="p1"): 1.0, labelled('stretto_b{stage="x"}', replica="p1"): 2.0}
     assert list(shown) == ['stretto_a_total{replica="p1"}', 'stretto_b{stage="x",replica="p1"}']
     told = Metrics().render(0, shown).decode()
     assert all(f"{name} {value}\n" in told for name, value in shown.items())

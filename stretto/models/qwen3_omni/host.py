@@ -26,6 +26,7 @@ from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Emit, Stage
+from stretto.stage.stats import record_codec
 
 PRIORITIES = {"thinker": 0, "talker": -1}
 """Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is -2.)"""
@@ -133,7 +134,9 @@ class Builder:
         config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
 
         def stage(emit: AudioEmit) -> CodecStage:
-            codec = CodecStage(model, emit, config.captured() if c.graphs else config, c.waiter("code2wav"))
+            captured = config.captured() if c.graphs else config
+            codec = CodecStage(model, emit, captured, c.waiter("code2wav"), recorder=c.recorder, name="code2wav")
+            record_codec(c.recorder, codec)
             if c.graphs:
                 c.progress("code2wav", "capturing graphs")
                 codec.capture()

@@ -5,7 +5,7 @@ Called by the host and driven by the loop, on the loop thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +20,6 @@ from stretto.stage.context import StageContext
 from stretto.stage.links import Arrival, Inlet
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason
-from stretto.stage.stats import codec_stats
 from stretto.types import Mark, RequestId
 
 NOTHING = torch.empty(0, 0, dtype=torch.int32)
@@ -48,9 +47,6 @@ class Code2WavNode:
     @property
     def stream(self) -> torch.cuda.Stream | None:
         return self.stage.stream
-
-    def stats(self) -> Mapping[str, float]:
-        return codec_stats(self.stage)
 
     def admit(self, a: Admit, params: Code2WavParams, prompt: Prompt) -> None:
         self.stage.open(a.request)

@@ -5,7 +5,7 @@ Called by the host and driven by the loop, on the loop thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +29,6 @@ from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest, State
 from stretto.stage.stage import Emit, Output, Stage
-from stretto.stage.stats import stage_stats
 from stretto.types import Mark, RequestId, Span
 
 
@@ -84,9 +83,6 @@ class TalkerNode:
     @property
     def stream(self) -> torch.cuda.Stream | None:
         return self.stage.runner.stream
-
-    def stats(self) -> Mapping[str, float]:
-        return stage_stats(self.stage)
 
     def admit(self, a: Admit, params: TalkerParams, prompt: Prompt) -> None:
         id, p = a.request, params

@@ -6,7 +6,7 @@ loop thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,6 @@ from stretto.stage.links import Outlet
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.stage import Emit, MediaOutput, Output, Stage
-from stretto.stage.stats import stage_stats
 from stretto.types import Mark, RequestId, Span
 
 OTHERS = 5
@@ -90,6 +89,7 @@ class ThinkerNode:
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self._encode_ns = 0  # not before this is the next part of media encoded
         self.stage = stage(self._emit)
+        context.recorder.number("stretto_stage_encoding", self.encoding.__len__, stage=self.name)
 
     def __len__(self) -> int:
         return len(self.tellings)
@@ -103,9 +103,6 @@ class ThinkerNode:
     @property
     def stream(self) -> torch.cuda.Stream | None:
         return self.stage.runner.stream
-
-    def stats(self) -> Mapping[str, float]:
-        return {**stage_stats(self.stage), "stretto_stage_encoding": len(self.encoding)}
 
     def admit(self, a: Admit, params: ThinkerParams, prompt: Prompt) -> None:
         c = self.config

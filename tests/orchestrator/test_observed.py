@@ -1,0 +1,75 @@
+"""What an engine tells of itself after real requests: the numbers are the requests' own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig, Placement
+from stretto.orchestrator.api import Finished
+from stretto.orchestrator.engine import PipelineEngine
+from tests.orchestrator.common import CHATS, collect
+from tests.pipeline import LINKS, STAGES
+
+PARAMS = Params(max_text_tokens=6, ignore_eos=True, max_frames=9, min_frames=9, greedy_speech=True)
+ANSWERS = 3
+
+
+async def told(engine: PipelineEngine, ready: str, number: float) -> Mapping[str, float]:
+    """Its numbers, once this one is as it should be: hosts tell theirs when they are asked."""
+    while engine.metrics().get(ready) != number:
+        await asyncio.sleep(0.01)
+    return engine.metrics()
+
+
+def steps(values: Mapping[str, float], stage: str, kind: str) -> float:
+    return values[f'stretto_stage_steps_total{{stage="{stage}",kind="{kind}"}}']
+
+
+@pytest.mark.parametrize("placement", ["one", "processes"])
+def test_numbers_after_real_requests(tiny_dir: Path, tmp_path: Path, placement: Placement) -> None:
+    async def work() -> None:
+        config = EngineConfig(placement=placement, trace_dir=str(tmp_path))
+        async with PipelineEngine.open(tiny_dir, config) as engine:
+            first = engine.metrics()
+            for stage in STAGES:
+                assert steps(first, stage, "decode") == 0, "there from the first look on"
+            for _ in range(ANSWERS):
+                got = await collect(engine.generate(CHATS["text"], params=PARAMS))
+                assert isinstance(got.end, Finished)
+            frames = 'stretto_stage_frames_total{stage="code2wav"}'
+            values = await told(engine, frames, 9 * ANSWERS)
+        assert values['stretto_stage_tokens_total{stage="thinker"}'] == 6 * ANSWERS
+        assert values['stretto_stage_tokens_total{stage="talker"}'] == (9 + 1) * ANSWERS, "and the end of each"
+        assert values['stretto_stage_queue_seconds_count{stage="thinker"}'] == ANSWERS
+        assert 0 < values['stretto_stage_encoding{stage="thinker"}'] + 1 <= 1
+        for stage in STAGES:
+            for kind in ("decode", "prefill"):
+                if (stage, kind) != ("code2wav", "prefill"):
+                    made = steps(values, stage, kind)
+                    labels = f'{{stage="{stage}",kind="{kind}"}}'
+                    assert made > 0 or (stage, kind) == ("talker", "prefill")
+                    assert values[f"stretto_stage_device_seconds_count{labels}"] == made
+                    assert values[f"stretto_stage_launch_seconds_count{labels}"] == made
+                    assert values[f"stretto_stage_device_seconds_sum{labels}"] > 0 or not made
+        for link in LINKS:
+            if placement == "one":
+                assert values[f'stretto_link_handed_total{{link="{link}"}}'] >= ANSWERS
+                continue
+            out, into = (f'{{link="{link}",end="{end}"}}' for end in ("out", "in"))
+            chunks = values[f"stretto_link_chunks_total{out}"]
+            assert chunks == values[f"stretto_link_chunks_total{into}"] >= ANSWERS
+            assert values[f"stretto_link_bytes_total{out}"] == values[f"stretto_link_bytes_total{into}"] > 0
+            assert values[f"stretto_link_put_seconds_count{out}"] == chunks
+            assert values[f"stretto_link_take_seconds_count{into}"] == chunks
+            assert values[f"stretto_link_errors_total{out}"] == values[f"stretto_link_errors_total{into}"] == 0
+        lanes = {e["cat"] for e in json.loads(next(tmp_path.glob("*.json")).read_text()) if e.get("ph") == "X"}
+        hops = set() if placement == "one" else {f"{link} {end}" for link in LINKS for end in ("put", "take")}
+        assert lanes == {*STAGES, *hops}
+
+    asyncio.run(asyncio.wait_for(work(), 120))
