@@ -1,7 +1,7 @@
-"""What a link measures of itself, at each end. Plain numbers; the exporter reads them, nothing is exported here.
+"""Metrics of one end of a link. Plain numbers, which the host's statistics read.
 
-Every number has one writing thread (the courier's, or the stage loop's for queues), so plain integers will do;
-readers on other threads see a value that is at most one update old."""
+Every number has one writing thread (the courier's, or the stage loop's for queues), so plain integers suffice; readers
+on other threads see a value that is at most one update old."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LinkMetrics:
     put: Histogram = field(default_factory=Histogram)  # from the first attempt to the end of the put, credits included
     take: Histogram = field(default_factory=Histogram)  # from a chunk's arrival to its hand-over, upload included
     queue: Histogram = field(default_factory=Histogram)  # between stage loop and courier
-    credits: int = 0  # at the last look
+    credits: int = 0  # when last read
     queued: int = 0  # chunks now between stage loop and courier
     stalls: int = 0  # chunks that found no credit (receiving: no room in the queue)
     refused_offers: int = 0  # times that the stage loop was told to wait

@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from stretto.connector.contract import Endpoint, LinkOptions, OnLink, Receiver, Sender
-from stretto.connector.courier import Incoming, InLink, Outgoing, OutLink
-from stretto.connector.registry import Registry
+from stretto.connector.courier import Incoming, Outgoing
+from stretto.connector.registry import Registry, connectors
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import Connect, LinkDown, Linked, Listen, Listening
 from stretto.control.settings import HostSettings
@@ -33,8 +33,8 @@ class LinkEnd:
     generation: int
     receiver: Receiver | None = None
     sender: Sender | None = None
-    incoming: InLink | None = None
-    outgoing: OutLink | None = None
+    incoming: Incoming | None = None
+    outgoing: Outgoing | None = None
     last: StrettoError | None = None  # fault
     down: bool = False  # and reported so
 
@@ -50,7 +50,7 @@ class LinkEnds:
     ring: Callable[[], None]  # the loop's bell
     report: Report
     fail: Callable[[RequestId, str, StrettoError], None]  # ends a request in all stages here, and says why
-    registry: Registry = field(default_factory=Registry)
+    registry: Registry = connectors
     ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
     streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
     due_ns: int | None = field(init=False, default=None)

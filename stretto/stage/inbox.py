@@ -1,10 +1,11 @@
-"""Where a stage finds its chunks. An `Inbox` per request keeps one link's chunks in order; `Inboxes` keeps those of
-a link by request, and what came too early. All on the stage loop's thread.
+"""The chunks that came from another host and were not read yet. An `Inbox` per request keeps one link's chunks in
+order; `Inboxes` keeps those of a link by request, and chunks of requests that are not announced yet. Called by
+`links.Inlet`, on the stage loop's thread.
 
-A chunk is accepted iff it starts where the last one ended, `(segment, seq)` and span alike. A repeat is dropped, a
-gap is an error, what belongs to an older epoch or segment is late and ignored, what belongs to a newer epoch waits
-for the message that announces it. A request may get chunks before it is announced (control and data take different
-ways); they are kept, within a bound on their number and bytes."""
+A chunk is accepted if it follows the last one, by `(segment, seq)` and by span. A repeat is dropped and a gap is an
+error. A chunk of an older epoch or segment is late and ignored; one of a newer epoch waits for the message that
+announces it. Control messages and chunks take different ways, so chunks may come before their request is announced:
+they are kept, up to a number and a size."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from stretto.types import Mark, RequestId, Span
 
 
 class Gap(OnLink, WireError):
-    """A chunk that does not follow the last one: something between them was lost, or was never sent right."""
+    """A chunk that does not follow the last one: one between them was lost, or the sender is wrong."""
 
 
 class Unannounced(OnLink, WireError):
@@ -136,8 +137,7 @@ class Inbox:
 class Inboxes:
     """The inboxes of a link, by request.
 
-    `early_chunks` and `early_bytes` bound what is kept for all requests (or epochs) that are not announced yet.
-    Keep `early_chunks` below the link's credits where chunks keep their slots (no upload between)."""
+    `early_chunks` and `early_bytes` bound what is kept for all requests (or epochs) that are not announced yet."""
 
     early_chunks: int = 256
     early_bytes: int = 64 << 20
