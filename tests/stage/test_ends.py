@@ -29,7 +29,7 @@ class Stop(Exception):
 class Asked:
     """A connector that notes what it is asked for, and goes no further."""
 
-    name, inline = "asked", False
+    name = "asked"
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -50,7 +50,7 @@ def ends_with(connector: Asked) -> LinkEnds:
 
     registry = Registry()
     registry.register("asked", lambda: connector)
-    return LinkEnds({}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
+    return LinkEnds({}, {}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
 
 
 def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> None:
