@@ -82,7 +82,7 @@ class NoteSocket:
 
     def _split(self, got: int) -> list[Note]:
         if not got:
-            raise Hangup("the connection ended without a good-bye")
+            raise Hangup("the connection ended without a CLOSE note")
         stop = self._rest + got
         self._rest = stop % NOTE_BYTES
         whole = stop - self._rest

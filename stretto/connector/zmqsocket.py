@@ -237,7 +237,7 @@ class ZmqDialer(_ZmqSocket):
         self._raise_if_lost()
         messages, events = self._receive(timeout)
         if any(event & (_GONE | _REFUSED) for event, _fd in events):
-            self._lost = "the connection ended without a good-bye"
+            self._lost = "the connection ended without a CLOSE note"
         if not messages:
             self._raise_if_lost()
         return [self._note_of(frames) for frames in messages]
@@ -324,7 +324,7 @@ class ZmqListener(_ZmqSocket):
                 left = left or fd == self._peer_fd
                 self._pending.remove(fd)
         if left:
-            self._lost = "the connection ended without a good-bye"
+            self._lost = "the connection ended without a CLOSE note"
 
     def _is_peer(self, frames: list[zmq.Frame]) -> bool:
         who = frames[0].bytes

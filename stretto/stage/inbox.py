@@ -10,7 +10,6 @@ they are kept, up to a number and a size."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -88,7 +87,7 @@ class Inbox:
     def interrupt(self, epoch: int, segment: int) -> int:
         """A new epoch begins, with `segment` from its start. What was not popped is released; returns how many.
 
-        The segment is told, not counted: the sender may have been further than what came through."""
+        The segment is given, not counted: the sender may have been in a later one than the chunks that arrived."""
         if epoch <= self.epoch:
             raise Bug(f"request {self.request}: epoch {epoch} does not follow {self.epoch}")
         self.epoch, self.segment, self.mark, self._stops = epoch, segment, Mark.MORE, []
@@ -153,9 +152,6 @@ class Inboxes:
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._open
-
-    def __iter__(self) -> Iterator[Inbox]:
-        return iter(self._open.values())
 
     @property
     def num_early(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stretto.connector.contract import PutFailed
-from stretto.connector.inline import InlineOut
+from stretto.connector.courier import Outgoing
 from stretto.control.messages import (
     Ended,
     Failed,
@@ -322,7 +322,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
             driven.host.handle(announcement(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
         driven.host.loop.round()
         link = driven.host.links.ends["talker>code2wav"].outgoing
-        assert isinstance(link, InlineOut)
+        assert isinstance(link, Outgoing)
         link._faults.add(PutFailed("injected", link="talker>code2wav", request=RequestId("doomed")))
         while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):
             assert driven.host.loop.round(), "nothing to do, but the other answer is not complete"
