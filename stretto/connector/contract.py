@@ -1,59 +1,56 @@
-"""The connector contract: what a link's two ends promise, whatever carries the bytes.
+"""The connector contract: what the two ends of a link promise, whichever transport is below.
 
-A link is one way. The receiving side *listens* and gets a `Receiver`, whose `endpoint` travels over the control
-plane to the sending side, which *connects* and gets a `Sender`. One receiver serves one sender for one
-generation; after a death or a close, both sides start again with a new `listen` (and a higher generation).
+A link is one way and joins two processes. The receiving side *listens* and gets a `Receiver`, whose `endpoint` travels
+over the control plane to the sending side, which *connects* and gets a `Sender`. One receiver serves one sender for one
+generation; after a death or a close, both sides start again with a new `listen` and a higher generation.
 One contract suite (`tests/contract/`) runs the rules below against every connector.
 
-**Threads.** `put` and `take` wait, so only the link's courier threads call them, one thread per end. All other
-methods never block and may be called from any thread. A connector whose `inline` is true promises more: its
-`put` and `take` with a timeout of 0 cost no more than a lock, so a stage loop may call them itself.
+**Threads.** `put`, `progress` and `take` may wait, so only the link's courier threads call them, one thread per end.
+All other methods never block and may be called from any thread.
 
 **Order.** `take` yields the chunks in the order of `put`, each exactly once, whole.
 
-**Ownership.** A `put` that returns True has taken over the chunk: the connector calls `chunk.release()` as soon as
-it no longer reads the tensors (after encoding; for `local`, when the receiver releases). A `put` that returns
-False or raises leaves the chunk with the caller. Tensors on a device are copied to the host behind `put`'s back, at
-most `options.copies` chunks at a time, and sent in order as they land: whoever puts calls `settle` until it returns
-0. Memory that such a copy reads or writes is let go of only when the copy is done, however the link ends.
-A taken chunk's tensors are views of the connector's memory and stay valid until its `release()`, also after
-`close()`. Releasing twice is allowed and does nothing.
+**Ownership.** A `put` that returns True has taken over the chunk: the connector calls `chunk.release()` as soon as it
+no longer reads the tensors. A `put` that returns False or raises leaves the chunk with the caller. Device tensors are
+copied to the host asynchronously, at most `options.copies` chunks at a time. Their chunks are sent in order as the
+copies finish, by `progress`, which the thread that puts calls until it returns 0. Memory that such a copy reads or
+writes is freed only when the copy is done, however the link ends. A taken chunk's tensors are views of the connector's
+memory and stay valid until its `release()`, also after `close()`. Releasing twice is allowed and does nothing.
 
-**Credits.** At most `options.slots` chunks are between `put` and `release`. Without a credit `put` waits, and
-returns False when the timeout passes: that is backpressure, not a fault, and nothing was sent. Chunks are never
-dropped and never buffered beyond the credits. Only the receiver's `release` (or a refusal, or a purge) returns one.
+**Credits.** At most `options.slots` chunks are between `put` and `release`. Without a credit `put` waits, and returns
+False when the timeout passes: that is backpressure, not a fault, and nothing was sent. Chunks are never dropped and
+never buffered beyond the credits. Only the receiver's `release` (or a refusal, or a purge) returns one.
 
-**Purge.** `purge(request, epoch)` drops the chunks of `request` whose epoch is *below* `epoch` (`EVERY_EPOCH`: all
-of them): those not yet taken, and those still to come. The receiver skips them inside `take` and returns their
-credits; the sender's `put` swallows them (releases, returns True). Chunks already taken are the inbox's to ignore.
-Both ends are told by a control message of their own, so a purge never waits behind data. See `Fences`.
+**Purge.** `purge(request, epoch)` drops the chunks of `request` whose epoch is *below* `epoch` (`EVERY_EPOCH`: all of
+them), those not yet taken and those still to come. The receiver skips them inside `take` and returns their credits;
+the sender's `put` discards them (releases the chunk, returns True). The inbox ignores those already taken. Each end is
+told by its own control message, so a purge never waits behind data. See `Fences`.
 
-**Closing** is a protocol, not an accident. After the sender's `close`, the receiver takes what was put and then
-gets `LinkClosed` from every call. After the receiver's `close`, the sender gets `LinkClosed` at once. A blocked
-`put` or `take` wakes with `LinkClosed` when its own end is closed by another thread. `close` is idempotent, joins
-the threads the end started, and gives back descriptors and memory (memory under a lease goes with the last
-`release`).
+**Closing.** After the sender's `close`, the receiver takes what was put and then gets `LinkClosed` from every call.
+After the receiver's `close`, the sender gets `LinkClosed` at once. A blocked `put` or `take` returns with `LinkClosed`
+when its own end is closed by another thread. `close` is idempotent, joins the threads that the end started, and frees
+descriptors and memory (memory under a lease is freed by the last `release`).
 
-**Death** of the peer is a different fact: `PeerDead`, at both ends, within `DEATH_S`, from `put`, `take` and
-`check` alike, also on an idle link, and from then on always. A receiver may first hand out what had arrived whole,
-never anything half written. Nothing stays behind: no segment, file, descriptor or thread.
+**Death** of the peer is reported differently: `PeerDead`, at both ends, within `DEATH_S`, from `put`, `take` and
+`check` alike, also on an idle link, and from then on always. A receiver may first return chunks that had arrived
+whole, never a partial one. Nothing stays behind: no segment, file, descriptor or thread.
 
-**Refusal.** A chunk that arrives but cannot be trusted is dropped by `take`, which returns its credit and raises
-`Corrupt` or `VersionMismatch` (with the request, if the header could be read). The sender hears of it: it
-remembers which request each of its chunks in flight belongs to, and reports a `Refused` that names it from
-`refusals()`. The link itself lives on. What can never be sent (larger than a slot) is `PutFailed`, at once.
+**Refusal.** A chunk that arrives corrupted or in another version is dropped by `take`, which returns its credit and
+raises `Corrupt` or `VersionMismatch` (with the request, if the header could be read). The sender is told. It knows the
+request of each chunk in flight, and `refusals()` returns a `Refused` that names it. The link goes on. A chunk that can
+never be sent (larger than a slot) is a `PutFailed`, at once.
 
-**Strangers.** A link between processes has a secret (`options.secret`), fresh for every generation, without which
-neither end is opened (`Invalid`). Who cannot prove that it holds the secret is not listened to: nothing that it sends
-is kept, its connection is closed, and the invited sender gets in beside it and after it.
+**Authentication.** A link has a secret (`options.secret`), fresh for every generation, without which neither end opens
+(`Invalid`). A peer that does not prove that it holds the secret gets no further: nothing that it sends is kept, its
+connection is closed, and it does not keep the invited sender out.
 
-**Names.** Nothing that a client chose appears in an address, a file name or a segment name.
+**Names.** No text from a client appears in an address, a file name or a segment name.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -128,7 +125,7 @@ class Lease(Protocol):
 
 
 class Event(Protocol):
-    """What is asked of a CUDA event that was recorded behind some copies."""
+    """The part of a CUDA event that connectors use. Recorded after some copies."""
 
     def query(self) -> bool: ...
 
@@ -140,7 +137,7 @@ class Chunk:
     """A header with its tensors, and the lease that keeps them valid.
 
     Host tensors need no event. Device tensors come with the event that was recorded after their last write: a reader
-    makes its stream wait for it. `local` passes them on; the others copy them to the host as they encode."""
+    makes its stream wait for it."""
 
     header: ChunkHeader
     tensors: Mapping[str, torch.Tensor]
@@ -148,7 +145,7 @@ class Chunk:
     event: torch.cuda.Event | None = None
 
     def release(self) -> None:
-        """Give the memory back. The tensors must not be touched afterwards, so the chunk lets go of them."""
+        """Give the memory back. The tensors must not be used afterwards, so the chunk drops them."""
         lease, self.lease = self.lease, None
         self.tensors = _RELEASED
         if lease is not None:
@@ -161,8 +158,8 @@ _RELEASED: Mapping[str, torch.Tensor] = MappingProxyType({})
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a receiver listens. Travels over the control plane; holds no secret and no client text.
 
-    `generation` tells a restarted listener from its predecessor and `nonce` (random, hex) a stranger from the
-    sender that was invited. `details` is the connector's own (a public key, a session name)."""
+    `generation` tells a restarted listener from its predecessor. `nonce` (random, hex) makes every endpoint different.
+    `details` belongs to the connector (a session name, a seal)."""
 
     connector: Name
     link: Name
@@ -183,12 +180,12 @@ class LinkOptions:
     slot_bytes: int = 1 << 20  # of an encoded chunk, prefix and header included
     generation: int = 0
     checksum: bool | None = None  # of blobs; None: the connector's default (on for networks, off in memory)
-    copies: int = 4  # chunks whose tensors may be on their way from the device at a time
+    copies: int = 4  # chunks whose tensors may be in copy from the device at a time
     zero_copy: bool = True  # off: encode into a bytes object first, then copy it (an oracle; same bytes)
     connect_timeout_s: float = 5.0
     host: str = "127.0.0.1"  # interface that a network connector binds
-    secret: bytes | None = field(default=None, repr=False)  # known to both ends alone; needed between processes
-    details: Mapping[str, str] = field(default_factory=dict)  # the connector's own settings, from the config
+    secret: bytes | None = field(default=None, repr=False)  # known to the two ends only
+    details: Mapping[str, str] = field(default_factory=dict)  # settings of one connector
 
     def __post_init__(self) -> None:
         if min(self.slots, self.slot_bytes, self.copies) < 1 or self.generation < 0 or self.connect_timeout_s <= 0:
@@ -196,7 +193,7 @@ class LinkOptions:
 
 
 class OnLink(StrettoError):
-    """What every error of a link says: which link, and which request where that is known."""
+    """Base of a link's errors: names the link, and the request where it is known."""
 
     message: str  # without the names
     link: str
@@ -215,15 +212,15 @@ class Corrupt(OnLink, WireError):
 
 
 class VersionMismatch(OnLink, WireError):
-    """A chunk in a wire version that this end does not speak."""
+    """A chunk in a wire version that this end does not support."""
 
 
 class Refused(OnLink, WireError):
-    """The receiver could not trust a chunk that this end had put."""
+    """The receiver refused a chunk that this end had put."""
 
 
 class PutFailed(OnLink, WireError):
-    """This chunk can not be sent: it exceeds a slot, or the transport reported a failure for it."""
+    """This chunk cannot be sent: it exceeds a slot, or the transport reported a failure for it."""
 
 
 class PeerDead(OnLink, StageDead):
@@ -237,14 +234,19 @@ class LinkClosed(OnLink, Gone):
 class Sender(Protocol):
     """The end that puts. See the module's text for each rule."""
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """The one that it is connected to."""
+        ...
+
     def put(self, chunk: Chunk, timeout: float) -> bool:
         """Send; wait at most `timeout` seconds for a credit. False: still none, nothing sent."""
         ...
 
-    def settle(self, *, wait: bool) -> int:
-        """Send on what was put and has come from the device since; with `wait`, wait for the first that has not.
-        Returns how many are still on their way. Raises as `put` does; a `PutFailed` is about the oldest of them, and
-        the others go on. For the thread that puts."""
+    def progress(self, *, wait: bool) -> int:
+        """Send the chunks whose copies from the device have finished; with `wait`, wait for the first copy that has
+        not. Returns how many are still to be sent. Raises `PeerDead` or `LinkClosed` as `put` does; a chunk that could
+        not be sent after its copy is in `refusals()`. For the thread that puts."""
         ...
 
     def credits(self) -> int:
@@ -287,46 +289,27 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-class InlineReceiver(Receiver, Protocol):
-    """A receiver in the sender's own process, which can say that something has come."""
-
-    def on_arrival(self, wake: Callable[[], None]) -> None:
-        """Call `wake` (from the sender's thread) after each put and each change of state."""
-        ...
-
-
 class Connector(Protocol):
     """Makes ends. Stateless as far as callers see; a connector class is registered under its `name`."""
 
     name: ClassVar[str]
-    inline: ClassVar[bool]
 
     def listen(self, link: str, options: LinkOptions) -> Receiver:
-        """Open the receiving end. `link` is our own name for the edge (say `thinker-talker.0`)."""
+        """Open the receiving end. `link` is the engine's name for the link (`a-b`)."""
         ...
 
     def connect(self, endpoint: Endpoint, options: LinkOptions) -> Sender:
-        """Join the receiver at `endpoint`; `PeerDead` if nobody answers there in `options.connect_timeout_s`,
-        `WireError` if who answers is not the one (generation, nonce, secret)."""
+        """Connect to the receiver at `endpoint`. `PeerDead` if nobody answers in `options.connect_timeout_s`,
+        `WireError` if the endpoint was changed or the listener is another (generation, nonce, secret)."""
         ...
-
-
-class Dated(Protocol):
-    """What belongs to an epoch of a request: a chunk's header, or something on its way to become one."""
-
-    @property
-    def request(self) -> RequestId: ...
-
-    @property
-    def epoch(self) -> int: ...
 
 
 @dataclass(slots=True)
 class Fences:
-    """Which epochs of which requests are no longer wanted: what `purge` remembers, for all connectors.
+    """Which epochs of which requests are no longer wanted: the memory of `purge`, for all connectors.
 
-    Bounded, oldest out first. A forgotten fence costs only a late chunk that the inbox then ignores itself.
-    `stale` is one dict lookup, so a courier may ask it while another thread purges."""
+    Bounded; the oldest entry is removed first. A removed entry costs only a late chunk, which the inbox ignores.
+    `stale` is one dict lookup, so a courier may call it while another thread purges."""
 
     limit: int = 4096
     floor: OrderedDict[RequestId, int] = field(default_factory=OrderedDict)
@@ -337,5 +320,5 @@ class Fences:
         while len(self.floor) > self.limit:
             self.floor.popitem(last=False)
 
-    def stale(self, what: Dated) -> bool:
-        return what.epoch < self.floor.get(what.request, 0)
+    def stale(self, header: ChunkHeader) -> bool:
+        return header.epoch < self.floor.get(header.request, 0)

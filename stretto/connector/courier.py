@@ -1,11 +1,11 @@
 """The couriers: the only threads that wait for a link, so that a stage loop never does.
 
-    loop --offer--> [queue] --Outgoing: pack, put--> connector --Incoming: take, upload--> [queue] --poll--> loop
+    loop --offer--> [queue] --Outgoing: put--> connector --Incoming: take, upload--> [queue] --poll--> loop
 
-Each end of a link has one courier with one thread. The stage loop's side of it (`offer`, `poll`, `faults`, `purge`)
-never blocks. Whatever goes wrong is a typed error in `faults()`, counted, with the request named where it is known,
-and the loop is woken: a failed put or a refused chunk fails its request and the link goes on; a dead or closed peer
-ends the link. Links inside one host need no threads: see `inline`."""
+Each end of a link has one courier with one thread. The methods that the stage loop calls (`offer`, `poll`, `faults`,
+`purge`) never block. Every failure is a typed error in `faults()`: counted, with the request named where it is known,
+and the loop is woken. A failed put or a refused chunk fails its request, and the link goes on. A dead or closed peer
+ends the link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -34,135 +33,42 @@ from stretto.connector.contract import (
 from stretto.connector.handoff import Faults, Handoff
 from stretto.connector.metrics import LinkMetrics
 from stretto.errors import Bug, StrettoError, WireError
+from stretto.observe.recorder import Recorder
 from stretto.types import RequestId
 
 GRACE_S = 0.002
-"""How long uploaded slots may wait for their courier while the sender has others to go on with."""
+"""How long the receiving courier waits for the next chunk while uploads hold a few slots."""
 HEARTBEAT_S = 0.1
-"""How long a courier waits before it looks whether its peer still lives. Data does not wait for it."""
+"""How long a courier waits before it checks whether its peer is alive. Data does not wait for it."""
 
 
 class CourierBug(OnLink, Bug):
-    """Something failed in a courier that should not be able to."""
-
-
-class Parcel(Protocol):
-    """A chunk to be, as the outbox hands it over."""
-
-    @property
-    def request(self) -> RequestId: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    def pack(self) -> Chunk:
-        """Make the chunk; may wait for copies to the host. Called once."""
-        ...
-
-    def drop(self) -> None:
-        """Instead of `pack`, or after one that raised: it will not be sent."""
-        ...
+    """A courier failed in a way that should be impossible."""
 
 
 class Uploader(Protocol):
-    """What brings chunks to the device (`stage.payload.copies.HostToDevice`)."""
+    """Copies chunks to the device (`stage.payload.copies.HostToDevice`)."""
 
     def upload(self, chunk: Chunk) -> Chunk: ...
 
     def reap(self) -> int:
-        """Release the sources of the uploads that are done. Returns how many are running."""
+        """Release the sources of finished uploads. Returns how many are running."""
         ...
 
     def wait_one(self) -> None:
-        """Until the oldest upload is done, and its source released."""
+        """Until the oldest upload is done and its source released."""
         ...
 
     def wait(self) -> None:
-        """Until all are."""
+        """Until all uploads are done and their sources released."""
         ...
-
-
-class OutLink(Protocol):
-    """A stage loop's view of a link that it sends on."""
-
-    @property
-    def metrics(self) -> LinkMetrics: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    def offer(self, parcel: Parcel) -> bool: ...
-
-    def wake_when_sent(self) -> None: ...
-
-    def purge(self, request: RequestId, epoch: int) -> None: ...
-
-    def faults(self) -> list[StrettoError]: ...
-
-    def close(self, *, drain: bool = True) -> None: ...
-
-
-class InLink(Protocol):
-    """A stage loop's view of a link that it receives on."""
-
-    @property
-    def metrics(self) -> LinkMetrics: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    def poll(self) -> Chunk | None: ...
-
-    def purge(self, request: RequestId, epoch: int) -> None: ...
-
-    def faults(self) -> list[StrettoError]: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Packed:
-    """A parcel that was packed by the loop itself, with its rows on the host, or the error that came of it."""
-
-    request: RequestId
-    epoch: int
-    chunk: Chunk | None
-    error: Exception | None = None
-
-    @classmethod
-    def on_host(cls, parcel: Parcel) -> _Packed:
-        try:
-            chunk = parcel.pack()
-            far = [tensor for tensor in chunk.tensors.values() if not tensor.is_cpu]
-            if far:
-                if chunk.event is not None:
-                    torch.cuda.current_stream(far[0].device).wait_event(chunk.event)
-                host = Chunk(chunk.header, {name: tensor.cpu() for name, tensor in chunk.tensors.items()})
-                chunk.release()
-                chunk = host
-        except Exception as error:  # noqa: BLE001  told by the courier, as it tells those of its own packing
-            parcel.drop()
-            return cls(parcel.request, parcel.epoch, None, error)
-        return cls(parcel.request, parcel.epoch, chunk)
-
-    def pack(self) -> Chunk:
-        if self.chunk is None:
-            raise Bug("rows could not be packed") from self.error
-        chunk, self.chunk = self.chunk, None
-        return chunk
-
-    def drop(self) -> None:
-        chunk, self.chunk = self.chunk, None
-        if chunk is not None:
-            chunk.release()
 
 
 class Outgoing:
     """The sending end's courier. All public methods are for the stage loop's thread.
 
-    `stream` is where it joins rows that are still on the device and copies them to the link's slots. The copies of
-    several chunks run one behind the other while it waits for the first. With `async_d2h` off there is none of that:
-    `offer` itself brings the rows to the host and waits for them."""
+    `stream` is where it copies device rows to the link's slots. It starts the copies of several chunks before it waits
+    for the first. With `async_d2h` off, `offer` itself copies the rows to the host and waits for them."""
 
     def __init__(
         self,
@@ -174,19 +80,22 @@ class Outgoing:
         async_d2h: bool = True,
         capacity: int = 64,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.metrics = LinkMetrics(link)
+        self.metrics = LinkMetrics(link, recorder=recorder or Recorder())
+        self.slot_bytes = sender.endpoint.slot_bytes
+        """The most bytes that an encoded chunk may have."""
         self._sender = sender
         self._stream = stream
         self._async_d2h = async_d2h
-        self._leaving: deque[tuple[float, int, RequestId]] = deque()  # put, but not sent: since when, bytes, whose
+        self._pending: deque[tuple[float, int, RequestId, bool]] = deque()  # put, but not sent: since when, bytes, ...
         self._wake = wake
         self._clock = clock
-        self._queue: Handoff[tuple[float, Parcel]] = Handoff(capacity)
+        self._queue: Handoff[tuple[float, Chunk]] = Handoff(capacity)
         self._faults = Faults(self.metrics, wake)
         self._fences = Fences()
-        self._heard = clock()
-        self._hungry = False  # the loop wants to hear when something has left
+        self._polled = clock()
+        self._wake_wanted = False  # the loop waits for room
         self._abandon = False  # closing, and the rest is not to be sent
         # A daemon, so that a host whose loop died exits and is restarted; in good order `close` joins it.
         self._thread = threading.Thread(target=self._run, name=f"stretto-out-{link}", daemon=True)
@@ -199,24 +108,24 @@ class Outgoing:
         """The link is over, by `close` or by a fault."""
         return self._queue.closed
 
-    def offer(self, parcel: Parcel) -> bool:
-        """Hand over a parcel. False: no room (the loop is woken when there is), or the link has ended."""
-        if not self._async_d2h and not self._queue.full:  # only we fill it, so there is room for what we make now
-            parcel = _Packed.on_host(parcel)
-        item = (self._clock(), parcel)
+    def offer(self, chunk: Chunk) -> bool:
+        """Take over a chunk. False: no room (the loop is woken when there is), or the link has ended."""
+        if not self._async_d2h and not self._queue.full:  # only the loop fills the queue, so the room stays
+            _move_to_host(chunk)
+        item = (self._clock(), chunk)
         accepted = self._queue.offer(item)
         if not accepted:
-            # Say so first and then try again: the courier may have emptied the queue in between, and would then
-            # have nothing left to wake us for.
-            self._hungry = True
+            # Ask for a wake-up first and then try again: the courier may have emptied the queue in between, and would
+            # then have nothing left to wake the loop for.
+            self._wake_wanted = True
             accepted = self._queue.offer(item)
             self.metrics.refused_offers += not accepted
         self.metrics.queued = len(self._queue)
         return accepted
 
     def wake_when_sent(self) -> None:
-        """Wake the loop once after the next chunk has left: what it held (a slot of the ring) is free then."""
-        self._hungry = True
+        """Wake the loop once after the next chunk has left the queue."""
+        self._wake_wanted = True
 
     def purge(self, request: RequestId, epoch: int) -> None:
         """Do not send chunks of `request` from before `epoch`, neither those that wait here nor those to come."""
@@ -254,49 +163,43 @@ class Outgoing:
         self._wake()
 
     def _step(self) -> bool:
-        # With copies running, only look: with nothing more to start, the time is theirs.
-        item = self._queue.poll() if self._leaving else self._queue.wait_item(HEARTBEAT_S)
-        if item is None and self._leaving:
-            self._settle(wait=True)
+        # While copies run, do not wait for the queue: with nothing more to start, wait for the copies.
+        item = self._queue.poll() if self._pending else self._queue.wait_item(HEARTBEAT_S)
+        if item is None and self._pending:
+            self._progress(wait=True)
             return True
         now = self._clock()
-        if item is None or now - self._heard >= HEARTBEAT_S:
-            self._heard = now
-            self._hear()
+        if item is None or now - self._polled >= HEARTBEAT_S:
+            self._polled = now
+            self._poll_sender()
         if item is None:
             if not self._queue.closed:
                 self._sender.check()
             return not self._queue.closed
-        since, parcel = item
+        since, chunk = item
         self.metrics.queued = len(self._queue)
         self.metrics.queue.observe(now - since)
-        if self._abandon or self._fences.stale(parcel):
-            parcel.drop()
+        if self._abandon or self._fences.stale(chunk.header):
+            chunk.release()
             self.metrics.purged += 1
         else:
-            self._send(parcel)
-        if self._hungry:
-            self._hungry = False
+            self._send(chunk)
+        if self._wake_wanted:
+            self._wake_wanted = False
             self._wake()
         return True
 
-    def _send(self, parcel: Parcel) -> None:
-        request = parcel.request
-        try:
-            chunk = parcel.pack()
-        except Exception as error:  # noqa: BLE001  rows that cannot be packed are their request's end, not the link's
-            parcel.drop()
-            self._fail(CourierBug(repr(error), link=self.metrics.link, request=request), parcel.epoch)
-            return
+    def _send(self, chunk: Chunk) -> None:
+        request, epoch = chunk.header.request, chunk.header.epoch
         try:
             self._put(chunk)
         except PutFailed as error:
             chunk.release()
-            self._fail(PutFailed(error.message, link=self.metrics.link, request=request), parcel.epoch)
+            self._fail(PutFailed(error.message, link=self.metrics.link, request=request), epoch)
         except (PeerDead, LinkClosed) as error:
             chunk.release()
             raise type(error)(error.message, link=self.metrics.link, request=request) from error
-        self._settle(wait=False)  # outside: by now the chunk may be the sender's, and what it says about another
+        self._progress(wait=False)  # outside: an error here may be about another chunk, and this one is the sender's
 
     def _put(self, chunk: Chunk) -> None:
         metrics = self.metrics
@@ -304,25 +207,29 @@ class Outgoing:
         if not self._sender.put(chunk, 0.0):
             metrics.stalls += 1
             while not self._sender.put(chunk, HEARTBEAT_S):
-                self._hear()
+                self._poll_sender()
                 if self._abandon:
                     chunk.release()
                     metrics.purged += 1
                     return
-        self._leaving.append((start, size, chunk.header.request))
+        on_device = any(t.is_cuda for t in chunk.tensors.values())
+        self._pending.append((start, size, chunk.header.request, on_device))
 
-    def _settle(self, *, wait: bool) -> None:
-        """Count what has left since the last look."""
-        left = self._sender.settle(wait=wait)
+    def _progress(self, *, wait: bool) -> None:
+        """Count the chunks whose copies are done and that have been sent since."""
+        left = self._sender.progress(wait=wait)
         metrics, now = self.metrics, self._clock()
-        while len(self._leaving) > left:
-            start, size, _request = self._leaving.popleft()
+        while len(self._pending) > left:
+            start, size, _request, on_device = self._pending.popleft()
             metrics.put.observe(now - start)
+            if on_device:
+                metrics.copy.observe(now - start)
+            metrics.hop("put", start, now, size)
             metrics.chunks += 1
             metrics.bytes += size
 
-    def _hear(self) -> None:
-        """What the other end has to say. Not with every chunk: each of these may be a system call."""
+    def _poll_sender(self) -> None:
+        """Read credits and refusals. Not with every chunk: each of these may be a system call."""
         self.metrics.credits = self._sender.credits()
         for refused in self._sender.refusals():
             self._fail(Refused(refused.message, link=self.metrics.link, request=refused.request))
@@ -334,14 +241,15 @@ class Outgoing:
         self._faults.add(error)
 
     def _end(self, error: OnLink) -> None:
-        """The link is over: tell each request that had something on its way (or, if none had, just that)."""
+        """The link is over: report a fault for each request that had a chunk in flight (or one fault without a
+        request, if none had)."""
         self._queue.close()
-        requests = {request for _start, _size, request in self._leaving}
+        requests = {request for _start, _size, request, _on_device in self._pending}
         if error.request is not None:
             requests.add(error.request)
         while (item := self._queue.poll()) is not None:
-            requests.add(item[1].request)
-            item[1].drop()
+            requests.add(item[1].header.request)
+            item[1].release()
         for request in sorted(requests):
             self._faults.add(type(error)(error.message, link=self.metrics.link, request=request))
         if not requests:
@@ -349,15 +257,13 @@ class Outgoing:
 
     def _drop_rest(self) -> None:
         while (item := self._queue.poll()) is not None:
-            item[1].drop()
+            item[1].release()
             self.metrics.purged += 1
         self.metrics.queued = 0
 
 
 class Incoming:
-    """The receiving end's courier. All public methods are for the stage loop's thread.
-
-    Without an `uploader` chunks are handed on as views that hold their credit until the stage releases them."""
+    """The receiving end's courier. All public methods are for the stage loop's thread."""
 
     def __init__(
         self,
@@ -365,11 +271,12 @@ class Incoming:
         link: str,
         wake: Callable[[], None],
         *,
-        uploader: Uploader | None = None,
+        uploader: Uploader,
         capacity: int = 64,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.metrics = LinkMetrics(link)
+        self.metrics = LinkMetrics(link, recorder=recorder or Recorder())
         self._receiver = receiver
         self._wake = wake
         self._clock = clock
@@ -378,7 +285,7 @@ class Incoming:
         self._faults = Faults(self.metrics, wake)
         self._fences = Fences()
         self._closing = False
-        self._looked = clock()
+        self._polled = clock()
         self._thread = threading.Thread(target=self._run, name=f"stretto-in-{link}", daemon=True)  # as in Outgoing
 
     def start(self) -> None:
@@ -430,29 +337,28 @@ class Incoming:
         except Exception as error:  # noqa: BLE001  a courier that dies in silence would hang its requests
             self._faults.add(CourierBug(repr(error), link=self.metrics.link))
         self._queue.close()
-        if self._uploader is not None:
-            self._uploader.wait()
+        self._uploader.wait()
         self._receiver.close()
         self._wake()
 
     def _step(self) -> bool:
-        uploading = self._uploader.reap() if self._uploader is not None else 0
+        uploading = self._uploader.reap()
         try:
-            chunk = self._receiver.take(self._patience(uploading))
+            chunk = self._receiver.take(self._timeout(uploading))
         except WireError as error:
             self._faults.add(error)
             return True
         if chunk is not None:
             return self._hand_over(chunk)
-        if uploading and self._uploader is not None:
+        if uploading:
             self._uploader.wait_one()
         else:
             self.metrics.credits = self._receiver.credits()
         return not self._closing
 
-    def _patience(self, uploading: int) -> float:
-        """How long to wait for the next chunk. Uploads hold slots: while they hold few, the next chunk is worth waiting
-        for, so that its upload is queued behind theirs; when they hold many, the sender waits for us."""
+    def _timeout(self, uploading: int) -> float:
+        """How long to wait for the next chunk. Uploads hold slots. While they hold few, waiting lets the next upload
+        queue behind theirs; when they hold more than half of the slots, finish them first: the sender needs slots."""
         if not uploading:
             return HEARTBEAT_S
         return GRACE_S if 2 * uploading <= self._receiver.endpoint.slots else 0.0
@@ -460,22 +366,33 @@ class Incoming:
     def _hand_over(self, chunk: Chunk) -> bool:
         metrics = self.metrics
         size, start = wire.blob_bytes(chunk.header), self._clock()
-        landed = chunk if self._uploader is None else self._uploader.upload(chunk)
-        if not self._queue.offer((start, landed)):
+        uploaded = self._uploader.upload(chunk)
+        if not self._queue.offer((start, uploaded)):
             metrics.stalls += 1
-            if self._uploader is not None:
-                self._uploader.wait()
-            while not self._queue.offer((start, landed)):
+            self._uploader.wait()
+            while not self._queue.offer((start, uploaded)):
                 if self._closing:
-                    landed.release()
+                    uploaded.release()
                     return False
                 self._queue.wait_room(HEARTBEAT_S)
-        metrics.take.observe(self._clock() - start)
+        now = self._clock()
+        metrics.take.observe(now - start)
+        metrics.hop("take", start, now, size)
         metrics.chunks += 1
         metrics.bytes += size
         metrics.queued = len(self._queue)
-        if start - self._looked >= HEARTBEAT_S:  # not with every chunk: it may be a system call
-            self._looked = start
+        if start - self._polled >= HEARTBEAT_S:  # not with every chunk: it may be a system call
+            self._polled = start
             metrics.credits = self._receiver.credits()
         self._wake()
         return True
+
+
+def _move_to_host(chunk: Chunk) -> None:
+    """Replace a chunk's device tensors by copies on the host. Waits for them."""
+    far = [tensor for tensor in chunk.tensors.values() if not tensor.is_cpu]
+    if far:
+        if chunk.event is not None:
+            torch.cuda.current_stream(far[0].device).wait_event(chunk.event)
+        chunk.tensors = {name: tensor.cpu() for name, tensor in chunk.tensors.items()}
+        chunk.event = None

@@ -1,9 +1,8 @@
-"""Endpoints of the connectors between processes: how a listener makes one, and how who connects checks it.
+"""Endpoints: how a listener makes one, and how a sender checks it.
 
-An endpoint travels over the control plane as text. Both ends are told the link's secret beside it, which is fresh for
-every generation and never leaves them. Keyed by it, the *seal* in the endpoint tells one that was changed or mixed up
-from the one that the listener made, and the *hello*, a sender's first bytes, tells the invited sender from a stranger.
-Pure; called when a link is set up."""
+An endpoint travels over the control plane. Both ends also get the link's secret, which is fresh for every generation
+and never leaves them. Two HMACs are keyed by it: the *seal* in the endpoint proves that the endpoint is unchanged, and
+the *hello*, a sender's first bytes, proves that the sender is the invited one. Pure; called when a link is set up."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from stretto.errors import Invalid
 from stretto.types import SECRET_BYTES
 
 MAX_SLOTS = 256
-"""Keeps the notes in flight well inside the smallest queue that carries them (a unix socket's send buffer)."""
+"""So that the notes in flight fit the smallest queue that carries them (a unix socket's send buffer)."""
 
 
 def new_nonce() -> str:
@@ -42,21 +41,21 @@ def make_endpoint(
 
 
 def check_options(link: str, options: LinkOptions) -> None:
-    """Raise `Invalid` if nobody can listen so. Before anything is opened."""
+    """Raise `Invalid` if a listener cannot have these options. Called before anything is opened."""
     secret_of(link, options)
     if options.slots > MAX_SLOTS:
         raise Invalid(f"link {link}: at most {MAX_SLOTS} slots, {options.slots} asked for", "slots")
 
 
 def secret_of(link: str, options: LinkOptions) -> bytes:
-    """The secret that the ends share. Without one, whoever reaches the address could be the peer."""
+    """The secret that the ends share. Without one, anybody who reaches the address could be the peer."""
     if options.secret is None or len(options.secret) < SECRET_BYTES:
         raise Invalid(f"link {link}: a link between processes needs a secret of {SECRET_BYTES} bytes", "secret")
     return options.secret
 
 
 def check_endpoint(connector: str, endpoint: Endpoint, options: LinkOptions) -> None:
-    """Raise `WireError` unless the endpoint is one that a listener with our secret made, unchanged."""
+    """Raise `WireError` unless a listener with this secret made the endpoint, and it is unchanged."""
     if endpoint.connector != connector:
         raise Corrupt(f"an endpoint of {endpoint.connector}, not of {connector}", link=endpoint.link)
     if not hmac.compare_digest(endpoint.details.get("seal", ""), _seal_of(endpoint, secret_of(endpoint.link, options))):
@@ -64,8 +63,8 @@ def check_endpoint(connector: str, endpoint: Endpoint, options: LinkOptions) -> 
 
 
 def hello_of(endpoint: Endpoint, secret: bytes) -> bytes:
-    """What the sender says first: 32 bytes that only a holder of the secret can make, and only for this endpoint, its
-    generation and nonce included."""
+    """The sender's first bytes: 32 that only a holder of the secret can make, for this endpoint only (its generation
+    and nonce included)."""
     return hmac.digest(secret, f"stretto hello {endpoint.details['seal']}".encode(), "sha256")
 
 

@@ -1,4 +1,4 @@
-"""What passes between a stage loop and a courier: a bounded queue of work, and errors on their way back."""
+"""What passes between a stage loop and a courier: a bounded queue of chunks, and a queue of errors."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Bell:
-    """A wake-up for one waiting thread; rung any number of times before it looks, it wakes it once.
+class AutoResetEvent:
+    """An event for one waiting thread that a successful `wait` clears. Setting it twice wakes the thread once.
 
-    A bare lock, released to ring: several times faster than a condition variable, which is Python code over two of
-    them. Nothing gets lost, because a ring stays until it is heard: look at the state, then wait, then look again."""
+    A bare lock that is held while the event is clear: several times faster than a condition variable, which is Python
+    code over two locks. No wake-up is lost, because the event stays set until a wait: check the state, then wait, then
+    check again."""
 
-    __slots__ = ("_silence",)
+    __slots__ = ("_clear",)
 
     def __init__(self) -> None:
-        self._silence = threading.Lock()
-        self._silence.acquire()
+        self._clear = threading.Lock()
+        self._clear.acquire()
 
-    def ring(self) -> None:
+    def set(self) -> None:
         try:
-            self._silence.release()
+            self._clear.release()
         except RuntimeError:
-            return  # rung already, and not heard yet
+            return  # it was set already
 
     def wait(self, timeout: float) -> bool:
-        """False: nobody rang in time."""
-        return self._silence.acquire(timeout=timeout)
+        """False: it was not set in time."""
+        return self._clear.acquire(timeout=timeout)
 
 
 class Handoff(Generic[T]):
-    """A bounded queue between one producing and one consuming thread. Only methods with `wait` in the name wait.
+    """A bounded queue between one producer and one consumer thread. Only methods with `wait` in the name wait.
 
-    Without a lock: appending to and popping from a deque are atomic, and each side only ever does one of them."""
+    It needs no lock: a deque's append and pop are atomic, and each side does only one of them."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._items: deque[T] = deque()
-        self._filled = Bell()
-        self._emptied = Bell()
+        self._filled = AutoResetEvent()
+        self._emptied = AutoResetEvent()
         self._closed = False
 
     def __len__(self) -> int:
@@ -61,56 +62,56 @@ class Handoff(Generic[T]):
 
     @property
     def full(self) -> bool:
-        """No offer would be taken now. The producer's: it stays False until the next offer."""
+        """An offer would be refused now. For the producer, for whom False stays False until its next offer."""
         return self._closed or len(self._items) >= self._capacity
 
     def offer(self, item: T) -> bool:
-        """Append, unless full or closed. The producer's."""
+        """Append, unless full or closed. For the producer."""
         if self.full:
             return False
         self._items.append(item)
-        self._filled.ring()
+        self._filled.set()
         return True
 
     def wait_room(self, timeout: float) -> None:
-        """Until there may be room. The producer's."""
+        """Until there may be room. For the producer."""
         if len(self._items) >= self._capacity and not self._closed:
             self._emptied.wait(timeout)
 
     def poll(self) -> T | None:
-        """The consumer's (and anyone's, once neither side runs any more)."""
+        """For the consumer (and for any thread once neither side runs any more)."""
         try:
             item = self._items.popleft()
         except IndexError:
             return None
-        self._emptied.ring()
+        self._emptied.set()
         return item
 
     def wait_item(self, timeout: float) -> T | None:
-        """The consumer's."""
+        """For the consumer."""
         item = self.poll()
-        # A ring may be left over from an item that was polled without waiting; hence the loop.
+        # The event may still be set for an item that was polled without waiting; hence the loop.
         while item is None and not self._closed and self._filled.wait(timeout):
             item = self.poll()
         return item
 
     def close(self) -> None:
-        """No more offers; those who wait wake up. What is inside can still be polled."""
+        """No more offers; waiting threads wake up. Queued items can still be polled."""
         self._closed = True
-        self._filled.ring()
-        self._emptied.ring()
+        self._filled.set()
+        self._emptied.set()
 
 
 @dataclass(slots=True)
 class Faults:
-    """Errors on their way to the stage loop, each counted, logged and followed by a wake-up."""
+    """Errors for the stage loop. Each is counted and logged, and wakes the loop."""
 
     metrics: LinkMetrics
     wake: Callable[[], None]
     _queue: deque[StrettoError] = field(default_factory=deque)
 
     def add(self, error: StrettoError) -> None:
-        # A close in good order is told too, since requests may hang on it, but it is no news.
+        # A close in good order is reported too, since requests may depend on the link, but it is not worth a warning.
         level = logging.INFO if isinstance(error, Gone) else logging.WARNING
         log.log(level, "link %s: %s: %s", self.metrics.link, type(error).__name__, error)
         self.metrics.error(error)

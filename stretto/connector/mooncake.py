@@ -1,15 +1,15 @@
 """The connector between machines with RDMA: Mooncake's Transfer Engine writes chunks into the receiver's memory.
 
-Called by the two courier threads of a link; the engine's own threads (one engine per process, for all links) move
-the bytes. The receiver registers a ring of slots and tells where it lies in its endpoint. The sender encodes into a
-slot of its own, registered too, writes it into the same slot of the receiver's ring, and then announces it on the
-link's ZeroMQ connection (`netbell`), which also brings the credits back, tells a death and says who may talk. The
-engine's own notifications are polled and cost about a millisecond; the doorbell wakes the receiver at once.
+Called by the two courier threads of a link; the engine's own threads (one engine per process, for all links) move the
+bytes. The receiver registers memory for its slots and puts the address into its endpoint. The sender encodes into a
+slot of its own, registered too, writes it into the same slot of the receiver, and announces it on the link's ZeroMQ
+connection (`zmqsocket`), which also returns the credits, reports a death and authenticates the peer. The engine's own
+notifications are polled and cost about a millisecond; a note wakes the receiver at once.
 
 `details`: `protocol` (`tcp`, the default, or `rdma`) and `device` (names of RDMA devices, empty for all).
-The engine itself knows no authentication: whoever reaches its port can write to registered memory. Blob checksums
-are on, and the wire format refuses what was damaged, but put it on networks that you trust. Needs the optional
-extra `stretto[mooncake]` and, from the distribution, libibverbs1 and libnuma1."""
+The engine itself has no authentication: whoever reaches its port can write to registered memory. Blob checksums are on,
+and the wire format refuses damaged chunks, but use it on trusted networks only. Needs the optional extra
+`stretto[mooncake]` and, from the distribution, libibverbs1 and libnuma1."""
 
 from __future__ import annotations
 
@@ -24,53 +24,52 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from stretto.connector import wire
 from stretto.connector.contract import Endpoint, LinkOptions, PutFailed
 from stretto.connector.endpoint import check_endpoint, check_options, make_endpoint, new_nonce
-from stretto.connector.netbell import NetDialer, NetListener
 from stretto.connector.notes import Hangup, Kind, Note, split_slots, stride_of
 from stretto.connector.slots import SlotReceiver, SlotSender
+from stretto.connector.zmqsocket import ZmqDialer, ZmqListener
 from stretto.errors import Invalid
 
 if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
 
-_HANDSHAKE = "P2PHANDSHAKE"  # the engine's own word for: no metadata server, peers ask each other
+_HANDSHAKE = "P2PHANDSHAKE"  # the engine's name for: no metadata server, peers exchange metadata directly
 
 
 class MooncakeConnector:
     name: ClassVar[str] = "mooncake"
-    inline: ClassVar[bool] = False
 
     def __init__(self) -> None:
         _import_engine()  # now, so that a missing package is an error of the configuration, not of the first link
 
     def listen(self, link: str, options: LinkOptions) -> SlotReceiver:
         check_options(link, options)
-        bell = NetListener(link, options, most_bytes=0)
+        listener = ZmqListener(link, options, most_bytes=0)
         nonce = new_nonce()
-        address = bell.bind(nonce)
+        address = listener.bind(nonce)
         try:
-            ring = _Ring(options.slots, options.slot_bytes, _wanted(options))
+            memory = _SlotMemory(options.slots, options.slot_bytes, _wanted(options))
         except Invalid:
-            bell.close()
+            listener.close()
             raise
-        details = {"session": f"{address.rpartition(':')[0]}:{ring.port}", "base": str(ring.base)}
+        details = {"session": f"{address.rpartition(':')[0]}:{memory.port}", "base": str(memory.base)}
         endpoint = make_endpoint(self.name, link, options, address, nonce, details)
-        bell.expect(endpoint)
-        return SlotReceiver(endpoint, _MooncakeInward(bell, ring))
+        listener.expect(endpoint)
+        return SlotReceiver(endpoint, _MooncakeReceiveTransport(listener, memory))
 
     def connect(self, endpoint: Endpoint, options: LinkOptions) -> SlotSender:
         check_endpoint(self.name, endpoint, options)
-        bell = NetDialer(endpoint, options)
+        dialer = ZmqDialer(endpoint, options)
         try:
-            ring = _Ring(endpoint.slots, endpoint.slot_bytes, _wanted(options))
+            memory = _SlotMemory(endpoint.slots, endpoint.slot_bytes, _wanted(options))
         except Invalid:
-            bell.close()
+            dialer.close()
             raise
-        return SlotSender(endpoint, options, _MooncakeOutward(endpoint, bell, ring), checksum=True)
+        return SlotSender(endpoint, options, _MooncakeSendTransport(endpoint, dialer, memory), checksum=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What an engine is made for. Links that agree on it share one."""
+    """The settings of an engine. Links with the same settings share one."""
 
     host: str
     protocol: str
@@ -95,7 +94,7 @@ def _import_engine() -> Callable[[], TransferEngine]:
 
 @dataclass(slots=True)
 class _Engines:
-    """The process's engines, each there as long as a link uses it. An engine owns threads and a port."""
+    """The process's engines, each kept as long as a link uses it. An engine owns threads and a port."""
 
     _engines: dict[_Wanted, tuple[TransferEngine, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -122,7 +121,7 @@ class _Engines:
 _engines = _Engines()
 
 
-class _Ring:
+class _SlotMemory:
     """Registered memory for the slots of one end."""
 
     def __init__(self, slots: int, slot_bytes: int, wanted: _Wanted) -> None:
@@ -141,57 +140,57 @@ class _Ring:
         return int(self.engine.get_rpc_port())
 
     def close(self) -> None:
-        """Nobody may write here from now on; taken chunks keep their memory until they are released."""
+        """The engine may not write here from now on; taken chunks keep their memory until they are released."""
         self.engine.unregister_memory(self.base)
         del self.engine
         self.slots = []
         _engines.release(self._wanted)
 
 
-class _MooncakeOutward:
-    """A sender's carrier (`notes.Outward`)."""
+class _MooncakeSendTransport:
+    """`notes.SendTransport`."""
 
-    ship_tells = False
+    detects_hangup = False
 
-    def __init__(self, endpoint: Endpoint, bell: NetDialer, ring: _Ring) -> None:
-        self._bell = bell
-        self._ring = ring
+    def __init__(self, endpoint: Endpoint, dialer: ZmqDialer, memory: _SlotMemory) -> None:
+        self._dialer = dialer
+        self._memory = memory
         self._session = endpoint.details["session"]
         self._remote = int(endpoint.details["base"])
-        self.pages = ring.slots
-        self.notes = bell.notes
-        self.wake = bell.wake
+        self.pages = memory.slots
+        self.notes = dialer.notes
+        self.wake = dialer.wake
 
-    def ship(self, slot: int, seq: int, size: int) -> None:
-        ring = self._ring
-        at = slot * ring.stride
-        if ring.engine.transfer_sync_write(self._session, ring.base + at, self._remote + at, size) != 0:
+    def send_chunk(self, slot: int, seq: int, size: int) -> None:
+        memory = self._memory
+        at = slot * memory.stride
+        if memory.engine.transfer_sync_write(self._session, memory.base + at, self._remote + at, size) != 0:
             raise PutFailed("Mooncake could not write the chunk")
-        self._bell.ring(Kind.CHUNK, slot, seq, size)
+        self._dialer.send_note(Kind.CHUNK, slot, seq, size)
 
     def close(self) -> None:
-        self._bell.close()
-        self._ring.close()
+        self._dialer.close()
+        self._memory.close()
 
 
-class _MooncakeInward:
-    """A receiver's carrier (`notes.Inward`)."""
+class _MooncakeReceiveTransport:
+    """`notes.ReceiveTransport`."""
 
-    def __init__(self, bell: NetListener, ring: _Ring) -> None:
-        self._bell = bell
-        self._ring = ring
-        self.reply = bell.reply
-        self.wake = bell.wake
+    def __init__(self, listener: ZmqListener, memory: _SlotMemory) -> None:
+        self._listener = listener
+        self._memory = memory
+        self.reply = listener.reply
+        self.wake = listener.wake
 
     def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
-        return [(note, self._page_of(note)) for note, _frame in self._bell.arrivals(timeout)]
+        return [(note, self._page_of(note)) for note, _frame in self._listener.arrivals(timeout)]
 
     def _page_of(self, note: Note) -> wire.Page:
         try:
-            return self._ring.slots[note[1]]
+            return self._memory.slots[note[1]]
         except IndexError:
             raise Hangup(f"the peer named slot {note[1]}: there is none") from None
 
     def close(self) -> None:
-        self._bell.close()
-        self._ring.close()
+        self._listener.close()
+        self._memory.close()

@@ -1,7 +1,7 @@
-"""Notes, and the carriers that bring them: what `slots` asks of shm, tcp and mooncake, and the memory they share.
+"""Notes and transports: what `slots` needs from shm, tcp and mooncake, and how slots are laid out in memory.
 
-A note is a small record beside the data: this chunk lies in that slot, this slot is free again, good-bye. Called by the
-ends of a link, on their courier's thread unless a method says otherwise."""
+A note is a small control message beside the data: a chunk lies in this slot, this slot is free again, closing. Called
+by the ends of a link, on their courier's thread unless a method says otherwise."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from stretto.connector import wire
 class Kind(IntEnum):
     CHUNK = 1  # sender -> receiver
     RELEASE = 2  # receiver -> sender
-    REFUSE = 3  # receiver -> sender: not to be trusted, slot free again
+    REFUSE = 3  # receiver -> sender: the chunk is corrupt, the slot is free again
     CLOSE = 4  # both ways: the last note
-    HELLO = 5  # sender -> receiver, first note, where the carrier needs one
-    RING = 6  # receiver -> sender: look at what came back, where that is told in shared memory
+    HELLO = 5  # sender -> receiver, first note, where the transport needs one
+    WAKE = 6  # receiver -> sender: read the returned slots, where those are in shared memory
 
 
 Note = tuple[int, int, int, int, int]
-"""One small fixed-size record beside the data: kind, slot, seq, size, generation. A bare tuple, since one is made and
-read for every chunk. What carries it (a unix socket, a ZeroMQ frame) delivers it whole and unchanged or not at all;
-the checksum of what it announces is in the chunk's own prefix."""
+"""Kind, slot, seq, size, generation: 32 bytes. A bare tuple, since one is made and read for every chunk. Its transport
+(a unix socket, a ZeroMQ frame) delivers it whole and unchanged or not at all; the chunk's checksum is in its
+prefix."""
 
 _NOTE = struct.Struct("<IIQQQ")
 NOTE_BYTES = _NOTE.size
@@ -36,7 +36,7 @@ unpack_notes = _NOTE.iter_unpack
 
 
 class Hangup(Exception):
-    """The carrier has no peer any more. Stays inside: the ends turn it into `PeerDead` or `LinkClosed`."""
+    """The transport has lost its peer. Internal: the ends turn it into `PeerDead` or `LinkClosed`."""
 
 
 def stride_of(slot_bytes: int) -> int:
@@ -45,49 +45,49 @@ def stride_of(slot_bytes: int) -> int:
 
 
 def split_slots(memory: mmap.mmap, slots: int, slot_bytes: int) -> list[wire.Page]:
-    """The slots of a mapping. It lives as long as any of them, a taken chunk's tensors included."""
+    """The slots of a mapping. Views of them (a taken chunk's tensors) keep the mapping alive."""
     whole = memoryview(memory)
     stride = stride_of(slot_bytes)
     return [wire.Page(whole[at : at + slot_bytes]) for at in range(0, slots * stride, stride)]
 
 
-class Outward(Protocol):
-    """A sender's carrier."""
+class SendTransport(Protocol):
+    """What a `SlotSender` sends with."""
 
-    ship_tells: bool
-    """Whether `ship` itself notices that the peer has left; if not, notes are looked at before each."""
+    detects_hangup: bool
+    """Whether `send_chunk` itself fails when the peer has left; if not, notes are read before each."""
 
     @property
     def pages(self) -> Sequence[wire.Page]:
         """The memory to encode into for each slot, `slot_bytes` long."""
         ...
 
-    def ship(self, slot: int, seq: int, size: int) -> None:
+    def send_chunk(self, slot: int, seq: int, size: int) -> None:
         """Send the chunk that lies in the slot. `Hangup` if the peer is known to be gone, or `PutFailed`."""
         ...
 
     def notes(self, timeout: float) -> list[Note]:
-        """Some of what came back; waits for the first at most `timeout`. `Hangup` once all was handed out."""
+        """Notes from the receiver; waits for the first at most `timeout`. `Hangup` after the last."""
         ...
 
     def wake(self) -> None:
-        """Say CLOSE to the peer and make a `notes` that waits return. Any thread; only before `close`."""
+        """Send CLOSE to the peer and make a waiting `notes` return. Any thread; only before `close`."""
         ...
 
     def close(self) -> None: ...
 
 
-class Inward(Protocol):
-    """A receiver's carrier."""
+class ReceiveTransport(Protocol):
+    """What a `SlotReceiver` receives with."""
 
     @property
     def arrivals(self) -> Callable[[float], Sequence[tuple[Note, wire.Page]]]:
-        """Called with a timeout: notes with the memory that holds what they announce; waits for the first at most so
-        long. `Hangup` after the last."""
+        """Called with a timeout: notes, each with the memory of its chunk; waits for the first at most that long.
+        `Hangup` after the last."""
         ...
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
-        """Never waits; any thread. `Hangup` if nobody is there."""
+        """Never waits; any thread. `Hangup` if the sender is gone."""
         ...
 
     def wake(self) -> None: ...

@@ -1,8 +1,8 @@
-"""Shared mappings that a GPU can copy to and from at full speed. Used by connectors whose slots are a mapping.
+"""Page-locked shared mappings, which a GPU copies to and from at full speed. Used by the shm connector for its slots.
 
-In a process that uses CUDA the pages are locked and registered for as long as the mapping lives; elsewhere this is
-a plain `mmap`. Without it a device copy goes through the driver's own staging buffer, at a fraction of the speed
-and with the calling thread waiting."""
+In a process that uses CUDA the pages are locked and registered for as long as the mapping lives; elsewhere this is a
+plain `mmap`. Without it a device copy goes through the driver's staging buffer, at a fraction of the speed, and blocks
+the calling thread."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class SharedMap(mmap.mmap):
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         error = int(_driver().cudaHostRegister(address, len(self), 0))
         if error:
-            # Works all the same, slower: a limit on locked memory is the machine's, not the request's, trouble.
+            # Copies still work, slower: a limit on locked memory must not fail a request.
             log.warning("could not page-lock %d bytes of a link: CUDA error %d", len(self), error)
             return False
         self._address = address
         return True
 
     def __del__(self) -> None:
-        # Before the pages are unmapped: the driver must not keep what may soon be someone else's address.
+        # Before the pages are unmapped: the address may soon belong to another mapping.
         if self._address is not None:
             _driver().cudaHostUnregister(self._address)
             self._address = None

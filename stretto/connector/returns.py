@@ -1,16 +1,17 @@
-"""Slots on their way back, without a system call: one word of shared memory for each. Used by the shm connector.
+"""Returned slots without a system call: one word of shared memory for each. Used by the shm connector.
 
-The receiver writes which chunk it is done with into its slot's word; the sender looks at them when it needs a slot.
-Only a sender that is about to wait asks to be rung, and only then does a return cost the receiver a note.
+The receiver writes into a slot's word which chunk it has released; the sender reads the words when it needs a slot.
+Only a sender that is about to wait sets the wake flag, and only then does a return cost the receiver a note.
 
-**Nothing is lost between the two.** The receiver writes the word and then looks whether it is asked to ring; the sender
-asks and then looks at the words. One of them must see the other, but for the moment that a processor may keep a write
-to itself (its store buffer, far below a microsecond). So a sender looks once more after `RELOOK_S`, when whatever was
-under way at its question has become visible, and then waits in peace. A ring takes the question back before it is sent,
-so that there is one for each question; the sender asks again whenever it was woken.
+**No wake-up is lost.** The receiver writes the word and then reads the flag; the sender sets the flag and then reads
+the words. One of them must see the other's write, except during the time that a processor holds a write back in its
+store buffer (far below a microsecond). So a sender reads the words again after `RECHECK_S`, by when every write from
+before its flag is visible, and then waits for the rest of its timeout. The receiver clears the flag before it sends
+the note, so there is one note per flag; the sender sets it again whenever it was woken.
 
-**Order.** A word is aligned and written whole, so a killed writer leaves the old one or the new. That the reads of a
-chunk come before its word is what x86 promises; elsewhere (`ORDERED`) returns go as notes, which the kernel orders."""
+**Memory order.** A word is aligned and written whole, so a killed writer leaves the old value or the new. That the
+reads of a chunk come before the write of its word is guaranteed on x86; elsewhere (`ORDERED`) slots are returned by
+notes, which the kernel orders."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from stretto.types import RequestId
 
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 """Whether this processor makes reads and writes visible in the order in which they were made."""
-RELOOK_S = 0.001
+RECHECK_S = 0.001
 
 _RELEASE, _REFUSE = int(Kind.RELEASE), int(Kind.REFUSE)
 
@@ -34,37 +35,38 @@ Flight = dict[int, tuple[int, RequestId]]
 
 
 class Returns:
-    """One side's view of the words: `2 * seq + 2` of the last chunk that came back in the slot, and one more if it was
-    refused; 0: none did yet. Behind them the sender's question."""
+    """One side's view of the words: `2 * seq + 2` of the last chunk that was returned in the slot, and one more if it
+    was refused; 0: none yet. The sender's wake flag is behind them."""
 
-    __slots__ = ("_generation", "_question", "flight", "words")
+    __slots__ = ("_flag", "_generation", "flight", "words")
 
     def __init__(self, memory: mmap.mmap, slots: int, generation: int) -> None:
         self.words = memoryview(memory).cast("Q")
         self.flight: Flight = {}
-        self._question = slots
+        self._flag = slots
         self._generation = generation
 
-    def let_go(self) -> None:
-        """Both sides': of the memory, and with it of a descriptor. Nothing else may be called afterwards."""
+    def close(self) -> None:
+        """For both sides: drop the mapping, and with it a descriptor. Nothing else may be called afterwards."""
         self.words = _NONE
         self.flight = {}
 
     def give_back(self, kind: int, slot: int, seq: int) -> bool:
-        """The receiver's, for any thread. Whether the sender wants to be rung now."""
+        """For the receiver, from any thread. Whether the sender is to be woken."""
         words = self.words
         words[slot] = 2 * seq + 2 if kind == _RELEASE else 2 * seq + 3
-        if not words[self._question]:
+        if not words[self._flag]:
             return False
-        words[self._question] = 0
+        words[self._flag] = 0
         return True
 
-    def ask(self, ring: bool) -> None:
-        """The sender's: with the next return, ring (or do not)."""
-        self.words[self._question] = ring
+    def set_wake(self, on: bool) -> None:
+        """For the sender: whether the next return is to wake it."""
+        self.words[self._flag] = on
 
-    def news(self) -> list[Note]:
-        """The sender's: which of its `flight` is back. `Hangup` if the receiver claims more than it was sent."""
+    def returned(self) -> list[Note]:
+        """For the sender: which chunks of its `flight` are back. `Hangup` if the receiver returned one that it was not
+        sent."""
         words, notes = self.words, []
         for slot, (seq, _request) in self.flight.items():
             word = words[slot]

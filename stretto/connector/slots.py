@@ -1,14 +1,13 @@
 """Slots, credits and notes: the half of the contract that shm, tcp and mooncake have in common.
 
-An end of a link is one `SlotSender` or `SlotReceiver` over a *carrier*, which moves the bytes and the notes. The
-sender owns the free slots: a credit is a free slot. A chunk is encoded into one and announced by a CHUNK note;
-RELEASE (or REFUSE) comes back when the receiver is done with it, and only then is the slot used again. So a slot
-in flight is never overwritten, whatever the carrier does with its memory, and slots + 1 notes is the most that is
-ever queued in one direction. The last freed slot is used first: it is warm in the cache, and memory that peak
-traffic never needed is never touched.
+An end of a link is one `SlotSender` or `SlotReceiver` over a *transport*, which moves the bytes and the notes. The
+sender owns the free slots: a credit is a free slot. A chunk is encoded into one and announced by a CHUNK note. RELEASE
+(or REFUSE) comes back when the receiver is done with it, and only then is the slot used again. So a slot in flight is
+never overwritten, and at most slots + 1 notes are queued in one direction. The slot that was freed last is used first:
+it is warm in the cache, and slots beyond the peak traffic are never touched.
 
-Threads: `put` and `take` hold `_turn` for as long as they run or wait. Every other method that wants to look at
-the carrier only tries for it: if it is taken, the thread that holds it sees any news itself."""
+Threads: `put` and `take` hold `_mutex` for as long as they run or wait. Every other method that reads from the
+transport only tries to acquire it: if another thread holds it, that thread reads the notes itself."""
 
 from __future__ import annotations
 
@@ -37,15 +36,15 @@ from stretto.connector.contract import (
     Refused,
     VersionMismatch,
 )
-from stretto.connector.notes import Hangup, Inward, Kind, Note, Outward
+from stretto.connector.notes import Hangup, Kind, Note, ReceiveTransport, SendTransport
 from stretto.errors import Bug
 from stretto.types import RequestId
 
 LARGE = 64 << 10
-"""Bytes of a chunk that is better put where the caches still know the memory."""
-_VERDICT_S = 0.2  # from a failed transfer to the note, or the silence, that explains it
+"""Bytes of a chunk from which it pays to reuse a slot while it is still in the caches."""
+_CAUSE_S = 0.2  # how long a failed transfer waits for a note that explains it
 
-# As plain numbers: an enum's comparison is a call, and each chunk makes several.
+# Plain integers: an enum's comparison is a call, and each chunk makes several.
 _CHUNK, _RELEASE, _REFUSE, _CLOSE = int(Kind.CHUNK), int(Kind.RELEASE), int(Kind.REFUSE), int(Kind.CLOSE)
 _NOTHING_SENT = (-1, RequestId(""))
 _device_copies = wire.DeviceCopies()
@@ -58,15 +57,15 @@ class State(Enum):
     DEAD = "the other end died"
 
 
-_OPEN = State.OPEN  # to look a member up in its enum costs more than to compare it
+_OPEN = State.OPEN  # looking a member up in its enum costs more than comparing it
 
 
 class _End:
-    """How an end ends: one state, set once, and the exception that says it."""
+    """The state of an end: open until it is set once, and the exception that it then raises."""
 
     def __init__(self, link: str) -> None:
         self.link = link
-        self._turn = threading.Lock()
+        self._mutex = threading.Lock()
         self._state = State.OPEN
         self._why = ""
 
@@ -84,48 +83,48 @@ class _End:
 
 
 @dataclass(slots=True)
-class Leaving:
-    """A chunk in its slot that was not sent yet: its copy from the device runs, or that of one before it."""
+class Pending:
+    """A chunk in its slot that has not been sent: its copy from the device is running, or that of one before it."""
 
     slot: int
     page: wire.Page
     chunk: Chunk
-    landed: Event | None
+    copied: Event | None
 
 
 class SlotSender(_End):
-    """`contract.Sender` over any `Outward` carrier."""
+    """`contract.Sender` over any `SendTransport`."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         options: LinkOptions,
-        carrier: Outward,
+        transport: SendTransport,
         checksum: bool,
         copies: wire.Copies = _device_copies,
     ) -> None:
         super().__init__(endpoint.link)
-        self._carrier = carrier
+        self.endpoint = endpoint
+        self._transport = transport
         self._copies = copies
         self._generation = endpoint.generation
-        self._slot_bytes = endpoint.slot_bytes
-        self._ship_tells = carrier.ship_tells
-        self._pages = carrier.pages
-        self._ship_note = carrier.ship
-        self._notes = carrier.notes
+        self._detects_hangup = transport.detects_hangup
+        self._pages = transport.pages
+        self._send_chunk = transport.send_chunk
+        self._notes = transport.notes
         self._most_copies = options.copies
         self._checksum = checksum if options.checksum is None else options.checksum
         self._zero_copy = options.zero_copy
         self._free = list(range(endpoint.slots - 1, -1, -1))
-        self._leaving: deque[Leaving] = deque()
-        self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> what it carries
+        self._pending: deque[Pending] = deque()
+        self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> seq and request of its chunk
         self._refused: deque[Refused] = deque()
         self._fences = Fences()
         self._floor = self._fences.floor
         self._seq = 0
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
-        with self._turn:
+        with self._mutex:
             return self._put(chunk, timeout)
 
     def _put(self, chunk: Chunk, timeout: float) -> bool:
@@ -136,96 +135,96 @@ class SlotSender(_End):
                 return False
             slot = self._free[-1]
             page = self._pages[slot]
-            landed = None
+            copied = None
             try:
                 if self._zero_copy:
-                    landed = wire.write_blobs(page, chunk, self._copies)
-                    size = 0 if landed is not None else wire.write_head(page, header, checksum=self._checksum)
+                    copied = wire.write_blobs(page, chunk, self._copies)
+                    size = 0 if copied is not None else wire.write_head(page, header, checksum=self._checksum)
                 else:
                     size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
             except PutFailed as failed:
                 failed.link = self.link
                 raise
             self._free.pop()
-            if landed is not None or self._leaving:
-                self._leaving.append(Leaving(slot, page, chunk, landed))
+            if copied is not None or self._pending:
+                self._pending.append(Pending(slot, page, chunk, copied))
                 return True
-            self._ship(slot, size, header.request)
+            self._announce(slot, size, header.request)
         chunk.release()
         return True
 
     def _await_slot(self, chunk: Chunk, timeout: float) -> None:
         request = chunk.header.request
-        if not self._ship_tells and self._state is _OPEN:
+        if not self._detects_hangup and self._state is _OPEN:
             self._pump(0.0)
         self._raise_if_ended(request)
-        if self._free and len(self._leaving) < self._most_copies:
+        if self._free and len(self._pending) < self._most_copies:
             return
-        self._check_size(chunk)  # or it would wait for a slot that cannot help it
-        if len(self._leaving) >= self._most_copies:
-            self._depart(wait=True)
+        self._check_size(chunk)  # before it waits for a slot that cannot hold it
+        if len(self._pending) >= self._most_copies:
+            self._send_copied(wait=True)
         deadline = monotonic() + timeout
         left = timeout
         while not self._free and not self._fences.stale(chunk.header):
-            while self._leaving and left > 0:
-                self._depart(wait=True)  # what has not left cannot come back
-            # Sending takes slots back too: wait for one only if it did not.
+            while self._pending and left > 0:
+                self._send_copied(wait=True)  # a slot that was not sent cannot be returned
+            # Sending reads returned slots too: wait for one only if there was none.
             self._pump(0.0 if self._free else left)
             self._raise_if_ended(request)
             if (left := deadline - monotonic()) <= 0:
                 return
 
     def _check_size(self, chunk: Chunk) -> None:
-        if (size := wire.encoded_size(chunk)) > self._slot_bytes:
+        if (size := wire.encoded_size(chunk)) > self.endpoint.slot_bytes:
             raise PutFailed(
-                f"a chunk of {size} bytes does not fit a slot of {self._slot_bytes}",
+                f"a chunk of {size} bytes does not fit a slot of {self.endpoint.slot_bytes}",
                 link=self.link,
                 request=chunk.header.request,
             )
 
-    def settle(self, *, wait: bool) -> int:
-        if self._leaving:
-            with self._turn:
-                self._depart(wait)
-        return len(self._leaving)
+    def progress(self, *, wait: bool) -> int:
+        if self._pending:
+            with self._mutex:
+                self._send_copied(wait)
+        return len(self._pending)
 
-    def _depart(self, wait: bool) -> None:
-        """Send what has landed, in order; with `wait`, at least the first."""
-        while self._leaving:
-            first = self._leaving[0]
-            if first.landed is not None and not first.landed.query():
+    def _send_copied(self, wait: bool) -> None:
+        """Send the chunks whose copies are done, in order; with `wait`, at least the first."""
+        while self._pending:
+            first = self._pending[0]
+            if first.copied is not None and not first.copied.query():
                 if not wait:
                     return
-                first.landed.synchronize()
+                first.copied.synchronize()
             wait = False
             header = first.chunk.header
-            if not self._ship_tells and self._state is _OPEN:
+            if not self._detects_hangup and self._state is _OPEN:
                 self._pump(0.0)
             self._raise_if_ended(header.request)
-            self._leaving.popleft()
+            self._pending.popleft()
             try:
                 if self._fences.stale(header):
                     self._free.append(first.slot)
                 else:
                     size = wire.write_head(first.page, header, checksum=self._checksum)
-                    self._ship(first.slot, size, header.request)
+                    self._announce(first.slot, size, header.request)
             except PutFailed as failed:
-                # Its put is long over, and another's may be running: told like a refusal.
+                # Its put has returned, and another's may be running: report it like a refusal.
                 self._refused.append(Refused(failed.message, link=self.link, request=header.request))
             finally:
                 first.chunk.release()
 
-    def _ship(self, slot: int, size: int, request: RequestId) -> None:
-        """Announce what lies in the slot, which is free again if that fails. What can be done before is: where both
-        processes share a core, the receiver wakes when this one is done."""
+    def _announce(self, slot: int, size: int, request: RequestId) -> None:
+        """Announce the chunk in the slot, which is free again if that fails. All bookkeeping comes before the send:
+        where both processes share a core, the receiver runs right after it."""
         seq = self._seq
         self._flight[slot] = (seq, request)
         self._seq = seq + 1
         try:
-            self._ship_note(slot, seq, size)
+            self._send_chunk(slot, seq, size)
         except (Hangup, PutFailed) as failed:
             self._not_sent(slot, failed)
-        # Take slots back when none is left, many by one call, and before they get cold where chunks are large.
+        # Read returned slots when none is left, many by one call; with large chunks at once, while they are cached.
         if size > LARGE or not self._free:
             self._pump(0.0)
 
@@ -236,30 +235,30 @@ class SlotSender(_End):
             self._hung_up(failed)
             self._raise_if_ended(request)
             raise Bug(f"link {self.link}: hung up and yet open") from failed
-        # To what moves the bytes, a peer that left looks like a failed transfer. The notes know better, soon.
-        self._await_end(_VERDICT_S)
+        # To the transport, a peer that left looks like a failed transfer. A note that tells them apart comes soon.
+        self._await_end(_CAUSE_S)
         self._raise_if_ended(request)
         failed.link, failed.request = self.link, request
         raise failed
 
     def _pump(self, timeout: float) -> bool:
-        """Whether anything came: there may be more."""
+        """Read and handle notes. Whether any came: there may be more."""
         try:
             notes = self._notes(timeout)
-            self._hear(notes)
+            self._handle(notes)
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
             return False
         return bool(notes)
 
-    def _hear(self, notes: Sequence[Note]) -> None:
+    def _handle(self, notes: Sequence[Note]) -> None:
         for note in notes:
             kind, slot, seq, _size, generation = note
             sent, request = self._flight.pop(slot, _NOTHING_SENT)
             if kind == _RELEASE and sent == seq and generation == self._generation:
                 self._free.append(slot)
             else:
-                self._on_other(note, sent, request)
+                self._handle_other(note, sent, request)
 
     def _await_end(self, timeout: float) -> None:
         deadline = monotonic() + timeout
@@ -267,12 +266,12 @@ class SlotSender(_End):
             self._pump(left)
 
     def _hung_up(self, hangup: Hangup) -> None:
-        # A good-bye may still lie unread in front of the hang-up: read it, or a close would look like a death.
+        # A CLOSE note may still be unread before the hang-up: read it, or a close would look like a death.
         self._pump_all()
         self._finish(State.DEAD, str(hangup))
 
-    def _on_other(self, note: Note, sent: int, request: RequestId) -> None:
-        """A note that is no plain release of what is in flight: the sequence number and request that the slot had."""
+    def _handle_other(self, note: Note, sent: int, request: RequestId) -> None:
+        """Any note but the release of the chunk in its slot, whose sequence number and request are given."""
         kind, slot, seq, _size, generation = note
         if generation != self._generation:
             raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
@@ -288,49 +287,49 @@ class SlotSender(_End):
         while self._state is _OPEN and self._pump(0.0):
             pass
 
-    def _look(self) -> None:
-        if self._turn.acquire(blocking=False):
+    def _poll(self) -> None:
+        if self._mutex.acquire(blocking=False):
             try:
                 self._pump_all()
             finally:
-                self._turn.release()
+                self._mutex.release()
 
     def credits(self) -> int:
-        self._look()
+        self._poll()
         return len(self._free)
 
     def refusals(self) -> list[Refused]:
-        self._look()
+        self._poll()
         return [self._refused.popleft() for _ in range(len(self._refused))]
 
     def purge(self, request: RequestId, epoch: int) -> None:
         self._fences.purge(request, epoch)
 
     def check(self) -> None:
-        self._look()
+        self._poll()
         self._raise_if_ended()
 
     def close(self) -> None:
-        if self._leaving and self._turn.acquire(blocking=False):  # else the courier is at it
+        if self._pending and self._mutex.acquire(blocking=False):  # else the courier is sending them
             try:
                 with suppress(PeerDead, LinkClosed):
-                    while self._leaving:
-                        self._depart(wait=True)
+                    while self._pending:
+                        self._send_copied(wait=True)
             finally:
-                self._turn.release()
-        _close(self, self._carrier, self._abandon)
+                self._mutex.release()
+        _close(self, self._transport, self._abandon)
 
     def _abandon(self) -> None:
-        """Let go of what will not be sent, when its copies are done: they write to memory that goes next."""
-        while self._leaving:
-            first = self._leaving.popleft()
-            if first.landed is not None:
-                first.landed.synchronize()
+        """Release the chunks that will not be sent, after their copies: those write to memory that is freed next."""
+        while self._pending:
+            first = self._pending.popleft()
+            if first.copied is not None:
+                first.copied.synchronize()
             first.chunk.release()
 
 
 class SlotLease(msgspec.Struct, gc=False):
-    """A taken chunk's right to its slot. A struct, since that is made without a call into Python."""
+    """A taken chunk's lease of its slot. A struct, since making one takes no call into Python."""
 
     receiver: SlotReceiver
     seq: int
@@ -340,28 +339,28 @@ class SlotLease(msgspec.Struct, gc=False):
 
 
 class SlotReceiver(_End):
-    """`contract.Receiver` over any `Inward` carrier."""
+    """`contract.Receiver` over any `ReceiveTransport`."""
 
-    def __init__(self, endpoint: Endpoint, carrier: Inward) -> None:
+    def __init__(self, endpoint: Endpoint, transport: ReceiveTransport) -> None:
         super().__init__(endpoint.link)
         self.endpoint = endpoint
         self._generation = endpoint.generation
         self._slots = endpoint.slots
-        self._carrier = carrier
+        self._transport = transport
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
-        self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping is what makes it once
+        self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping makes a second release harmless
         self._fences = Fences()
         self._floor = self._fences.floor
         self._next = 0
 
     def take(self, timeout: float) -> Chunk | None:
-        with self._turn:
+        with self._mutex:
             return self._take(timeout)
 
     def _take(self, timeout: float) -> Chunk | None:
         deadline = monotonic() + timeout
         if not self._arrived and self._state is _OPEN:
-            self._pump(timeout)  # at least one look, even with no time
+            self._pump(timeout)  # read once, even with a timeout of 0
         return self._take_by(deadline)
 
     def _take_by(self, deadline: float) -> Chunk | None:
@@ -389,7 +388,7 @@ class SlotReceiver(_End):
 
     def _pump(self, timeout: float) -> None:
         try:
-            self._accept(self._carrier.arrivals(timeout))
+            self._accept(self._transport.arrivals(timeout))
         except Hangup as hangup:
             self._finish(State.DEAD, str(hangup))
 
@@ -402,10 +401,10 @@ class SlotReceiver(_End):
                 held[seq] = slot
                 self._arrived.append((seq, page, size))
             else:
-                self._on_other(note)
+                self._handle_other(note)
 
-    def _on_other(self, note: Note) -> None:
-        """A note that is no chunk, or not the one that is due."""
+    def _handle_other(self, note: Note) -> None:
+        """Any note but that of the next chunk."""
         kind, _slot, seq, _size, generation = note
         if generation != self._generation:
             raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
@@ -420,45 +419,47 @@ class SlotReceiver(_End):
         if (slot := self._held.pop(seq, None)) is None:
             return
         try:
-            self._carrier.reply(kind, slot, seq)
+            self._transport.reply(kind, slot, seq)
         except Hangup:
-            return  # nobody needs the credit any more; `take` and `check` say why
+            return  # nobody needs the credit any more; `take` and `check` raise the reason
 
-    def _look(self) -> None:
-        if self._turn.acquire(blocking=False):
+    def _poll(self) -> None:
+        if self._mutex.acquire(blocking=False):
             try:
                 if self._state is _OPEN:
                     self._pump(0.0)
             finally:
-                self._turn.release()
+                self._mutex.release()
 
     def credits(self) -> int:
-        self._look()
+        self._poll()
         return self.endpoint.slots - len(self._held)
 
     def purge(self, request: RequestId, epoch: int) -> None:
         self._fences.purge(request, epoch)
 
     def check(self) -> None:
-        self._look()
+        self._poll()
         self._raise_if_ended()
 
     def close(self) -> None:
-        _close(self, self._carrier, self._arrived.clear)
+        _close(self, self._transport, self._arrived.clear)
 
 
-def _close(end: SlotSender | SlotReceiver, carrier: Outward | Inward, let_go: Callable[[], None]) -> None:
-    """Wakes the courier first, then waits for it to leave before memory goes. Once."""
+def _close(
+    end: SlotSender | SlotReceiver, transport: SendTransport | ReceiveTransport, release: Callable[[], None]
+) -> None:
+    """Wake the courier, wait until it has left, then free the memory. Once."""
     with _closing:
         if end._state is State.CLOSED_HERE:
             return
         end._state, end._why = State.CLOSED_HERE, ""
-    carrier.wake()
-    with end._turn:
+    transport.wake()
+    with end._mutex:
         try:
-            let_go()
+            release()
         finally:
-            carrier.close()
+            transport.close()
 
 
 _closing = threading.Lock()

@@ -1,6 +1,6 @@
-"""Switches that turn off one overlap each. They exist as oracles (same output, tested) and for the ablation bench.
+"""Switches that turn off one overlap each. Tests use them as oracles (the output is the same), benches as ablations.
 
-Read once at start from the configuration and, above it, the environment; then passed down as a value."""
+Read once at start from the configuration and the environment, which has precedence; then passed down as a value."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false":
 
 @dataclass(frozen=True, slots=True)
 class OverlapSwitches:
-    """All on is how the engine works; `STRETTO_ASYNC_D2H=0` and so on switch one off."""
+    """All are on by default; `STRETTO_ASYNC_D2H=0` and so on switch one off."""
 
     async_d2h: bool = True  # off: a step's payload is on the host before the loop goes on
     async_h2d: bool = True  # off: a chunk is handed to the stage only when it is on the device
-    payload_stream: bool = True  # off: payload copies queue behind the step on the compute stream
+    payload_stream: bool = True  # off: payload copies run on the stage's compute stream, behind its steps
     zero_copy_encode: bool = True  # off: chunks are encoded into a bytes object, which is then copied
-    just_in_time: bool = True  # off: a step is launched as soon as there is room, though the device has work yet
+    just_in_time: bool = True  # off: a step is launched as soon as there is room, though the device still has work
 
     @classmethod
     def read(cls, config: Mapping[str, object], environ: Mapping[str, str]) -> OverlapSwitches:

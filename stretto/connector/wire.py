@@ -1,13 +1,13 @@
 """The wire format: a fixed prefix, a typed header, raw aligned blobs. `docs/wire.md` is its description.
 
-Encodes a chunk straight into a given buffer (a slot of a ring) and decodes one as views of it, so that no bytes
-object stands between a tensor and its slot. There is exactly one encoding of a chunk: the decoder refuses every
-other (a table that is not laid out as the encoder would, non-minimal integers, padding that is not zero), so what
-it accepts encodes to the same bytes again. Nothing in a chunk is executed.
+Encodes a chunk directly into a given buffer (a link's slot) and decodes one as views of it, without an intermediate
+bytes object. A chunk has exactly one encoding. The decoder refuses every other (a table with another layout,
+non-minimal integers, padding that is not zero), so what it accepts encodes to the same bytes again. Nothing in a chunk
+is executed.
 
-What changes from chunk to chunk is in the prefix, and the header (request and tensor table) comes again and again. So
-a header is encoded once, and checked once: `_Form` is one that was, and is found by its bytes or by what it says.
-Any thread; the tables of known forms are bounded and only ever lose entries that can be made again."""
+The prefix holds what changes from chunk to chunk; the header (request and tensor table) is the same for many. So a
+header is encoded once and checked once, and then kept as a `_Form`, which is found by its bytes (decoding) or by its
+content (encoding). Any thread; the caches of forms are bounded, and what they lose is made again."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ _unpack_prefix = _PREFIX.unpack_from
 _pack_start = _START.pack
 _pack_rest = _REST.pack
 _crc32 = zlib.crc32
-# Two ways to copy: the first lets go of the interpreter's lock, which pays for large blobs; for a small one it would
-# mean to wait for the lock behind a busy stage loop, for milliseconds.
+# Two ways to copy: the first releases the interpreter's lock, which pays for large blobs. After a small one the thread
+# would wait for the lock behind a busy stage loop, for milliseconds.
 _memmove = ctypes.memmove
 _memmove_small = ctypes.PyDLL(None).memmove
 _memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_small.restype = None
 _SMALL = 64 << 10
 
-# A received frame may be read-only memory. We never write to a taken chunk, so torch's warning would only be noise.
+# A received frame may be read-only memory. Nobody writes to a taken chunk, so torch's warning does not apply.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 
@@ -120,7 +120,7 @@ class _Blob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """Where a table's blobs lie in a chunk whose first blob begins at `at`. Compared by identity: made once each."""
+    """Where a table's blobs lie in a chunk whose first blob begins at `at`. Compared by identity: each is made once."""
 
     at: int
     blobs: tuple[_Blob, ...]
@@ -132,7 +132,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """A header that was checked: what it says, its one encoding, and the layout that follows from both."""
+    """A header that was checked: its content, its encoding, and the layout that follows from them."""
 
     request: RequestId
     version: int
@@ -144,11 +144,11 @@ class _Form:
 
 
 class Page:
-    """Memory that holds one chunk at a time, again and again: a slot. Knows its address, the views made of it, and
-    the form of the chunk that is being written to it.
+    """Memory that holds one chunk at a time: a slot. Keeps its address, the views made of it, and the form of the chunk
+    that is being written to it.
 
-    The views are handed out anew with every chunk of the same layout. That is safe for the same reason that the
-    memory can be used again: nobody touches a chunk's tensors after its release."""
+    Every chunk of the same layout gets the same views. That is safe for the reason that the memory can be reused:
+    nobody uses a chunk's tensors after its release."""
 
     __slots__ = ("address", "form", "memory", "size", "views")
 
@@ -233,13 +233,13 @@ def blob_bytes(header: ChunkHeader) -> int:
 
 @dataclass(slots=True)
 class _Known:
-    """Forms found by their bytes (decoding), and by what they say (encoding: request and table, by identity)."""
+    """Forms by their bytes (decoding), and by their content (encoding: request, and the table's identity)."""
 
     by_bytes: dict[bytes, _Form] = field(default_factory=dict)
     by_meaning: dict[tuple[str, int, int], _Form] = field(default_factory=dict)
 
     def read(self, head: bytes, length: int) -> _Form:
-        """Check a header that was never seen, the zeros behind it included."""
+        """Check a header that is not known yet, and the zeros behind it."""
         try:
             said = _decoder.decode(head[:length])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -258,7 +258,7 @@ class _Known:
         return form
 
     def write(self, header: ChunkHeader) -> _Form:
-        """Encode a header that was never sent."""
+        """Encode a header that is not known yet."""
         table = header.tensors
         raw = _encoder.encode(_Head(header.version, header.request, table))
         end = PREFIX_BYTES + len(raw)
@@ -266,8 +266,8 @@ class _Known:
         plan = _laid_out(table, at)
         allowed = plan.size <= MAX_BYTES and len(raw) <= MAX_HEADER and len(table) <= MAX_TENSORS
         form = _Form(header.request, header.version, table, raw + bytes(at - end), len(raw), plan, allowed)
-        # By identity, since comparing tables costs as much as encoding them; the form keeps the table from being
-        # collected, and with it the number from being used again.
+        # By identity, since comparing tables costs as much as encoding them. The form keeps the table alive, so its id
+        # is not reused.
         _remember(self.by_meaning, (header.request, id(table), header.version), form)
         return form
 
@@ -294,7 +294,7 @@ def _form_of(header: ChunkHeader) -> _Form:
 
 
 def encode(chunk: Chunk, *, checksum: bool = False) -> bytearray:
-    """The chunk as an object of its own, for tests and where there is no slot."""
+    """The chunk as an object of its own: for `zero_copy` off, and for tests."""
     buffer = bytearray(encoded_size(chunk))
     encode_into(buffer, chunk, checksum=checksum)
     return buffer
@@ -313,14 +313,14 @@ def encode_into(
             raise _does_not_fit(chunk, len(whole), page.size)
         page.memory[: len(whole)] = whole
         return len(whole)
-    landed = write_blobs(page, chunk)
-    if landed is not None:
-        landed.synchronize()
+    copied = write_blobs(page, chunk)
+    if copied is not None:
+        copied.synchronize()
     return write_head(page, chunk.header, checksum=checksum)
 
 
 class Copies(Protocol):
-    """Starts copies from a device to a slot. Put in place of `DeviceCopies` by tests that have no device."""
+    """Starts copies from a device to a slot. Tests without a device replace `DeviceCopies`."""
 
     def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> Event:
         """Begin to copy each second tensor to the first, behind `after`. The event fires when all are there."""
@@ -328,29 +328,30 @@ class Copies(Protocol):
 
 
 class DeviceCopies:
-    """Copies on the caller's current stream. They go at full speed where the slot is page-locked."""
+    """Copies on the caller's current stream, at full speed if the slot is page-locked."""
 
     def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> Event:
         stream = torch.cuda.current_stream(pairs[0][1].device)
         if after is not None:
             stream.wait_event(after)
-        landed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleep: the loop needs the core
+        # Blocking: a courier that waits for it sleeps, since the stage loop needs the core.
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         try:
             for place, tensor in pairs:
                 place.copy_(tensor, non_blocking=True)
-            landed.record(stream)
+            copied.record(stream)
         except RuntimeError:
-            stream.synchronize()  # what was started must not write to a slot that is then used for another chunk
+            stream.synchronize()  # copies that were started must not write to a slot that is used for another chunk
             raise
-        return landed
+        return copied
 
 
 _device_copies = DeviceCopies()
 
 
 def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Event | None:
-    """The first half of encoding: all but prefix and header. Tensors on a device are only on their way when this
-    returns: the page, and the chunk, must be left alone until the event has fired."""
+    """The first half of encoding: all but prefix and header. Device tensors are still being copied when this returns an
+    event: neither the page nor the chunk may change until it has fired."""
     header = chunk.header
     page.form = form = _by_meaning.get((header.request, id(header.tensors), header.version)) or _known.write(header)
     plan = form.layout
@@ -380,7 +381,7 @@ def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Ev
 
 
 def write_head(page: Page, header: ChunkHeader, *, checksum: bool = False) -> int:
-    """The second half, when all blobs of the same chunk are there. Returns the chunk's size."""
+    """The second half, when all blobs of the chunk are written. Returns the chunk's size."""
     form = page.form
     assert form is not None, "the blobs come first"
     plan = form.layout

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import __version__
-from stretto.connector import looking
+from stretto.connector import spinwait
 from stretto.connector.switches import OverlapSwitches, variable_of
 from stretto.errors import Invalid, StrettoError
 from stretto.server.config import ServerConfig, setting
@@ -50,7 +50,7 @@ OTHER_VARIABLES = (
     "STRETTO_CONFIG",
     "STRETTO_KERNELS",
     "STRETTO_TUNING",
-    looking.VARIABLE,
+    spinwait.VARIABLE,
     *(variable_of(f.name) for f in fields(OverlapSwitches)),
     "STRETTO_TEST_DEVICE",
 )

@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from stretto.connector.contract import Endpoint, LinkOptions, OnLink, Receiver, Sender
-from stretto.connector.courier import Incoming, InLink, Outgoing, OutLink
-from stretto.connector.registry import Registry
+from stretto.connector.courier import Incoming, Outgoing
+from stretto.connector.registry import Registry, connectors
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import Connect, LinkDown, Linked, Listen, Listening
 from stretto.control.settings import HostSettings
@@ -35,8 +35,8 @@ class LinkEnd:
     generation: int
     receiver: Receiver | None = None
     sender: Sender | None = None
-    incoming: InLink | None = None
-    outgoing: OutLink | None = None
+    incoming: Incoming | None = None
+    outgoing: Outgoing | None = None
     last: StrettoError | None = None  # fault
     down: bool = False  # and reported so
 
@@ -53,7 +53,7 @@ class LinkEnds:
     report: Report
     fail: Callable[[RequestId, str, StrettoError], None]  # ends a request in all stages here, and says why
     recorder: Recorder = field(default_factory=Recorder)
-    registry: Registry = field(default_factory=Registry)
+    registry: Registry = connectors
     ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
     streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
     due_ns: int | None = field(init=False, default=None)
@@ -69,7 +69,8 @@ class LinkEnds:
         node, inlet = self.inlets[m.link]
         stream = self._stream_for(f"{m.link} in", node, switches)
         uploader = HostToDevice(self.device, switches, inlet.kind.HOST, stream)
-        end.incoming = incoming = Incoming(receiver, m.link, self.ring, uploader=uploader)
+        end.incoming = incoming = Incoming(receiver, m.link, self.ring, uploader=uploader, recorder=self.recorder)
+        incoming.metrics.copy = uploader.took
         incoming.start()
         inlet.attach(incoming)
         record_link(self.recorder, m.link, "in", incoming, receiver)
@@ -83,7 +84,9 @@ class LinkEnds:
         end.sender = sender
         node, outlet = self.outlets[m.link]
         stream = self._stream_for(f"{m.link} out", node, switches)
-        end.outgoing = outgoing = Outgoing(sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h)
+        end.outgoing = outgoing = Outgoing(
+            sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h, recorder=self.recorder
+        )
         outgoing.start()
         outlet.attach(outgoing)
         record_link(self.recorder, m.link, "out", outgoing, sender)

@@ -1,15 +1,15 @@
-"""Where a stage finds its chunks. An `Inbox` per request keeps one link's chunks in order; `Inboxes` keeps those of
-a link by request, and what came too early. All on the stage loop's thread.
+"""The chunks that came from another host and were not read yet. An `Inbox` per request keeps one link's chunks in
+order; `Inboxes` keeps those of a link by request, and chunks of requests that are not announced yet. Called by
+`links.Inlet`, on the stage loop's thread.
 
-A chunk is accepted iff it starts where the last one ended, `(segment, seq)` and span alike. A repeat is dropped, a
-gap is an error, what belongs to an older epoch or segment is late and ignored, what belongs to a newer epoch waits
-for the message that announces it. A request may get chunks before it is announced (control and data take different
-ways); they are kept, within a bound on their number and bytes."""
+A chunk is accepted if it follows the last one, by `(segment, seq)` and by span. A repeat is dropped and a gap is an
+error. A chunk of an older epoch or segment is late and ignored; one of a newer epoch waits for the message that
+announces it. Control messages and chunks take different ways, so chunks may come before their request is announced:
+they are kept, up to a number and a size."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -20,7 +20,7 @@ from stretto.types import Mark, RequestId, Span
 
 
 class Gap(OnLink, WireError):
-    """A chunk that does not follow the last one: something between them was lost, or was never sent right."""
+    """A chunk that does not follow the last one: one between them was lost, or the sender is wrong."""
 
 
 class Unannounced(OnLink, WireError):
@@ -87,7 +87,7 @@ class Inbox:
     def interrupt(self, epoch: int, segment: int) -> int:
         """A new epoch begins, with `segment` from its start. What was not popped is released; returns how many.
 
-        The segment is told, not counted: the sender may have been further than what came through."""
+        The segment is given, not counted: the sender may have been in a later one than the chunks that arrived."""
         if epoch <= self.epoch:
             raise Bug(f"request {self.request}: epoch {epoch} does not follow {self.epoch}")
         self.epoch, self.segment, self.mark, self._stops = epoch, segment, Mark.MORE, []
@@ -136,8 +136,7 @@ class Inbox:
 class Inboxes:
     """The inboxes of a link, by request.
 
-    `early_chunks` and `early_bytes` bound what is kept for all requests (or epochs) that are not announced yet.
-    Keep `early_chunks` below the link's credits where chunks keep their slots (no upload between)."""
+    `early_chunks` and `early_bytes` bound what is kept for all requests (or epochs) that are not announced yet."""
 
     early_chunks: int = 256
     early_bytes: int = 64 << 20
@@ -153,9 +152,6 @@ class Inboxes:
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._open
-
-    def __iter__(self) -> Iterator[Inbox]:
-        return iter(self._open.values())
 
     @property
     def num_early(self) -> int:

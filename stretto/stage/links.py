@@ -1,8 +1,8 @@
 """The two sides of a link as a node sees them: an outlet that it sends on, an inlet that it receives on. Loop thread.
 
 Between stages of one host a payload is handed over as it is: `send` ends in the receiving node's `read`. Between hosts
-it is cut into chunks, which couriers carry: an outlet keeps what they have no room for and remembers whose it is, an
-inlet puts what has arrived in order."""
+it becomes a chunk (several, if it exceeds a slot), which couriers carry: an outlet keeps what they have no room for and
+remembers whose it is, an inlet puts what has arrived in order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ from typing import Generic, TypeVar
 import torch
 
 from stretto.connector.contract import EVERY_EPOCH, Chunk
-from stretto.connector.courier import InLink, OutLink
+from stretto.connector.courier import Incoming, Outgoing
 from stretto.errors import StrettoError
 from stretto.stage.inbox import Inboxes
 from stretto.stage.outbox import Outbox
-from stretto.stage.payload.chunker import ChunkPolicy
 from stretto.stage.payload.copies import adopt
 from stretto.stage.payload.schema import Payload, unpack
-from stretto.stage.request import Confirmed
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.types import Mark, RequestId
 
 P = TypeVar("P", bound=Payload)
-
-TOGETHER = ChunkPolicy(first=1, each=1, limit=4096)
-"""All rows that a node sends at once go as one chunk: when they go is the node's business."""
 
 
 @dataclass(slots=True)
@@ -60,18 +55,18 @@ class Inlet(Generic[P]):
         self.within = False  # the sender is in this host
         self._read, self._fail = read, fail
         self._open: set[RequestId] = set()
-        self._way: InLink | None = None
+        self._courier: Incoming | None = None
         self._boxes = Inboxes()
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
         return len(self._open) + self._boxes.num_early
 
-    def attach(self, way: InLink) -> None:
-        self._way = way
+    def attach(self, courier: Incoming) -> None:
+        self._courier = courier
 
     def detach(self) -> None:
-        self._way = None
+        self._courier = None
 
     def open(self, id: RequestId) -> None:
         """Announce a request, and take what came for it early."""
@@ -85,8 +80,8 @@ class Inlet(Generic[P]):
         self._open.discard(id)
         if not self.within:
             self._boxes.forget(id)
-            if purge and self._way is not None:
-                self._way.purge(id, EVERY_EPOCH)
+            if purge and self._courier is not None:
+                self._courier.purge(id, EVERY_EPOCH)
 
     def hand(self, id: RequestId, arrival: Arrival[P]) -> None:
         """From the sender in this host."""
@@ -102,7 +97,7 @@ class Inlet(Generic[P]):
     def turn(self) -> bool:
         """Take what has arrived. True: something had."""
         did = False
-        while self._way is not None and (chunk := self._way.poll()) is not None:
+        while self._courier is not None and (chunk := self._courier.poll()) is not None:
             did = True
             id = chunk.header.request
             try:
@@ -137,9 +132,10 @@ class Outlet(Generic[P]):
         self.link, self.kind = link, kind
         self.handed = 0  # payloads, to a receiver in this host
         self._inlet: Inlet[P] | None = None
-        self._way: OutLink | None = None
+        self._courier: Outgoing | None = None
         self._open: dict[RequestId, int] = {}  # rows sent
-        self._boxes: dict[RequestId, Outbox[P]] = {}
+        self._boxes: dict[RequestId, Outbox] = {}
+        self._slot_bytes = 0  # of a chunk; known when the link is laid, which is before any request
         self._slow: set[RequestId] = set()  # whose listener does not keep up
         # Whose chunks wait for room, longest first. Few, so that a turn need not look at all boxes.
         self._full: dict[RequestId, None] = {}
@@ -157,16 +153,16 @@ class Outlet(Generic[P]):
         """The receiver is in this host: there is nothing in between."""
         self._inlet, inlet.within = inlet, True
 
-    def attach(self, way: OutLink) -> None:
-        self._way = way
+    def attach(self, courier: Outgoing) -> None:
+        self._courier, self._slot_bytes = courier, courier.slot_bytes
 
     def detach(self) -> None:
-        self._way = None
+        self._courier = None
 
     def open(self, id: RequestId) -> None:
         self._open[id] = 0
         if self._inlet is None:
-            self._boxes[id] = Outbox(self.kind, id, TOGETHER, self._offer)
+            self._boxes[id] = Outbox(id, self._offer)
 
     def sent(self, id: RequestId) -> int:
         """Rows of a request that were sent so far."""
@@ -184,10 +180,7 @@ class Outlet(Generic[P]):
             self.handed += 1
             self._inlet.hand(id, Arrival(payload, mark, event))
             return True
-        box = self._boxes[id]
-        if payload is not None:
-            box.add(payload, event=event)
-        sent = box.send(Confirmed(box.added), mark)
+        sent = self._boxes[id].send(payload, self._slot_bytes, mark, event)
         if not sent:
             self._full[id] = None
         elif mark is Mark.REQUEST_END:
@@ -203,8 +196,8 @@ class Outlet(Generic[P]):
             del self._full[id]
             if self._boxes[id].ended:
                 self._forget(id)
-        if self._full and self._way is not None:
-            self._way.wake_when_sent()
+        if self._full and self._courier is not None:
+            self._courier.wake_when_sent()
         return freed
 
     def throttle(self, id: RequestId, on: bool) -> None:
@@ -231,11 +224,11 @@ class Outlet(Generic[P]):
         self._forget(id)
         if box is not None:
             box.drop()
-        if purge and self._way is not None:
-            self._way.purge(id, EVERY_EPOCH)
+        if purge and self._courier is not None:
+            self._courier.purge(id, EVERY_EPOCH)
 
-    def _offer(self, parcel: object) -> bool:
-        return self._way is not None and self._way.offer(parcel)  # type: ignore[arg-type]
+    def _offer(self, chunk: Chunk) -> bool:
+        return self._courier is not None and self._courier.offer(chunk)
 
     def _forget(self, id: RequestId) -> None:
         del self._open[id]

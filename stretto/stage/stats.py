@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.connector.contract import Receiver, Sender
-from stretto.connector.courier import InLink, OutLink
+from stretto.connector.courier import Incoming, Outgoing
 from stretto.observe.recorder import Recorder
 from stretto.stage.codec import CodecStage
 from stretto.stage.loop import Loop
@@ -70,7 +70,7 @@ def record_codec(recorder: Recorder, stage: CodecStage) -> None:
         recorder.number(name, read, stage=stage.name)
 
 
-def record_link(recorder: Recorder, name: str, end: str, link: InLink | OutLink, ring: Sender | Receiver) -> None:
+def record_link(recorder: Recorder, name: str, end: str, link: Incoming | Outgoing, ring: Sender | Receiver) -> None:
     """One end of a link, `in` or `out`; `Recorder.forget` takes it back."""
     m, labels = link.metrics, {"link": name, "end": end}
     for number, read in {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -23,66 +23,53 @@ from stretto.connector.contract import (
     VersionMismatch,
 )
 from stretto.connector.courier import CourierBug, Incoming, Outgoing
-from stretto.connector.inline import InlineIn, InlineOut
-from stretto.connector.local import LocalConnector, LocalReceiver, LocalSender
+from stretto.connector.notesocket import NoteSocket, shut_down
+from stretto.connector.shm import ShmConnector, ShmReceiver, ShmSender, ShmSendTransport
 from stretto.errors import StrettoError
-from stretto.types import Mark, RequestId, Span
+from stretto.stage.payload.copies import HostToDevice
+from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 R = RequestId("r-1")
 PATIENCE_S = 20.0  # only a hung courier takes this long
 
 
-class Bell:
-    """The loop's wake-up: tests wait here for what a courier brings, as a stage loop would."""
+class Loop:
+    """Stands for a stage loop: the test waits here for what a courier brings."""
 
     def __init__(self) -> None:
-        self._rung = threading.Condition()
+        self._changed = threading.Condition()
         self._count = 0
 
-    def ring(self) -> None:
-        with self._rung:
+    def wake(self) -> None:
+        with self._changed:
             self._count += 1
-            self._rung.notify_all()
+            self._changed.notify_all()
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Wait, waking with each ring, until `done`."""
+        """Sleep, and check at each wake-up, until `done`."""
         while True:
-            with self._rung:
+            with self._changed:
                 seen = self._count
             if done():
                 return
-            with self._rung:
-                assert self._rung.wait_for(lambda: self._count != seen, PATIENCE_S), "the loop was never woken"  # noqa: B023
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._count != seen, PATIENCE_S), "the loop was never woken"  # noqa: B023
 
 
 @dataclass
-class Box:
-    """A parcel around a plain chunk."""
+class Lease:
+    """Counts how often a chunk was released."""
 
-    seq: int = 0
-    request: RequestId = R
-    epoch: int = 0
-    fate: list[str] = field(default_factory=list)
-    broken: bool = False
-
-    def pack(self) -> Chunk:
-        if self.broken:
-            raise RuntimeError("rows are gone")
-        return wire.chunk(
-            self.request,
-            Span(self.seq, self.seq + 1),
-            Mark.MORE,
-            {"n": torch.tensor([self.seq])},
-            seq=self.seq,
-            epoch=self.epoch,
-            lease=self,
-        )
-
-    def drop(self) -> None:
-        self.fate.append("dropped")
+    released: int = 0
 
     def release(self) -> None:
-        self.fate.append("released")
+        self.released += 1
+
+
+def numbered(seq: int = 0, request: RequestId = R, epoch: int = 0) -> tuple[Chunk, Lease]:
+    lease = Lease()
+    tensors = {"n": torch.tensor([seq])}
+    return wire.chunk(request, Span(seq, seq + 1), Mark.MORE, tensors, seq=seq, epoch=epoch, lease=lease), lease
 
 
 @pytest.fixture(autouse=True)
@@ -91,25 +78,37 @@ def no_thread_left() -> Iterator[None]:
     assert [t.name for t in threading.enumerate() if t.name.startswith("stretto-")] == []
 
 
-def ends(slots: int = 4) -> tuple[LocalSender, LocalReceiver]:
-    connector = LocalConnector()
-    receiver = connector.listen("a-b", LinkOptions(slots=slots, slot_bytes=1 << 16))
-    return connector.connect(receiver.endpoint, LinkOptions()), receiver
+def ends(slots: int = 4) -> tuple[ShmSender, ShmReceiver]:
+    options = LinkOptions(slots=slots, slot_bytes=1 << 16, secret=bytes(SECRET_BYTES))
+    receiver = ShmConnector().listen("a-b", options)
+    return ShmConnector().connect(receiver.endpoint, options), receiver
 
 
-def started(slots: int = 4, capacity: int = 64) -> tuple[Outgoing, Incoming, Bell, LocalSender, LocalReceiver]:
+def uploads() -> HostToDevice:
+    return HostToDevice(torch.device("cpu"))
+
+
+def hang_up(socket: NoteSocket | None) -> None:
+    """End the connection as the kernel does for a process that died: without a CLOSE note."""
+    assert socket is not None
+    shut_down(socket._sock)
+
+
+def started(
+    slots: int = 4, capacity: int = 64, kept: int = 64
+) -> tuple[Outgoing, Incoming, Loop, ShmSender, ShmReceiver]:
+    """Both couriers of a link. `kept` chunks may wait for the receiving loop."""
     sender, receiver = ends(slots)
-    bell = Bell()
-    out, into = (
-        Outgoing(sender, "a-b", bell.ring, capacity=capacity),
-        Incoming(receiver, "a-b", bell.ring, capacity=capacity),
-    )
+    assert receiver.take(0.0) is None  # accepts the sender
+    loop = Loop()
+    out = Outgoing(sender, "a-b", loop.wake, capacity=capacity)
+    into = Incoming(receiver, "a-b", loop.wake, uploader=uploads(), capacity=kept)
     out.start()
     into.start()
-    return out, into, bell, sender, receiver
+    return out, into, loop, sender, receiver
 
 
-def collect(into: Incoming | InlineIn, bell: Bell, count: int) -> list[int]:
+def collect(into: Incoming, loop: Loop, count: int) -> list[int]:
     got: list[int] = []
 
     def enough() -> bool:
@@ -118,43 +117,44 @@ def collect(into: Incoming | InlineIn, bell: Bell, count: int) -> list[int]:
             chunk.release()
         return len(got) == count
 
-    bell.until(enough)
+    loop.until(enough)
     return got
 
 
-def faults(courier: Outgoing | Incoming, bell: Bell, count: int = 1) -> list[StrettoError]:
+def faults(courier: Outgoing | Incoming, loop: Loop, count: int = 1) -> list[StrettoError]:
     found: list[StrettoError] = []
 
     def enough() -> bool:
         found.extend(courier.faults())
         return len(found) >= count
 
-    bell.until(enough)
+    loop.until(enough)
     return found
 
 
 def test_order_and_numbers_on_both_sides() -> None:
-    out, into, bell, *_ = started(slots=2)
-    boxes = [Box(seq) for seq in range(200)]
+    out, into, loop, *_ = started(slots=2)
+    chunks = [numbered(seq) for seq in range(200)]
+    sizes = sum(wire.blob_bytes(chunk.header) for chunk, _ in chunks)
     sent, got = 0, []
 
     def pump() -> bool:
         nonlocal sent
-        while sent < len(boxes) and out.offer(boxes[sent]):
+        while sent < len(chunks) and out.offer(chunks[sent][0]):
             sent += 1
         while (chunk := into.poll()) is not None:
             got.append(chunk.header.seq)
+            assert chunk.tensors["n"].tolist() == [chunk.header.seq]
             chunk.release()
-        return len(got) == len(boxes)
+        return len(got) == len(chunks)
 
-    bell.until(pump)
+    loop.until(pump)
     out.close()
     into.close()
     assert got == list(range(200))
-    assert all(box.fate == ["released"] for box in boxes)
-    size = sum(wire.blob_bytes(Box(seq).pack().header) for seq in range(200))
+    assert all(lease.released == 1 for _, lease in chunks)
     for metrics in (out.metrics, into.metrics):
-        assert (metrics.chunks, metrics.bytes, metrics.queue.count, metrics.queued) == (200, size, 200, 0)
+        assert (metrics.chunks, metrics.bytes, metrics.queue.count, metrics.queued) == (200, sizes, 200, 0)
     assert (out.metrics.put.count, into.metrics.take.count) == (200, 200)
     assert out.metrics.put.total_s > 0
     assert not out.metrics.errors
@@ -162,57 +162,65 @@ def test_order_and_numbers_on_both_sides() -> None:
 
 
 def test_a_full_queue_is_told_and_ends() -> None:
-    """No credit: the queue fills, offers are refused, the loop is woken when there is room again."""
-    out, into, bell, *_ = started(slots=1, capacity=2)
-    boxes = [Box(seq) for seq in range(6)]
+    """The receiving loop does not poll: queues fill, offers are refused, the loop is woken when there is room again."""
+    out, into, loop, *_ = started(slots=1, capacity=2, kept=2)
+    chunks = [numbered(seq)[0] for seq in range(12)]
     sent = 0
-    while out.offer(boxes[sent]):
-        sent += 1
-        assert sent < 6, "1 on the link, 1 in the courier's hands, 2 queued here, at most 1 there"
+
+    def refused() -> bool:
+        """Once nothing moves any more: 2 there, 1 in that courier's hands, 1 in the slot, 1 in this one's, 2 here."""
+        nonlocal sent
+        while out.offer(chunks[sent]):
+            sent += 1
+        return sent == 7
+
+    loop.until(refused)
+    assert not out.offer(chunks[sent])
     assert out.metrics.refused_offers >= 1
     rest: list[int] = []
 
     def pump() -> bool:
         nonlocal sent
-        while sent < len(boxes) and out.offer(boxes[sent]):
+        while sent < len(chunks) and out.offer(chunks[sent]):
             sent += 1
         while (chunk := into.poll()) is not None:
             rest.append(chunk.header.seq)
             chunk.release()
-        return len(rest) == len(boxes)
+        return len(rest) == len(chunks)
 
-    bell.until(pump)
-    assert rest == list(range(6))
+    loop.until(pump)
+    assert rest == list(range(12))
     assert out.metrics.stalls >= 1
+    assert into.metrics.stalls >= 1
     out.close()
     into.close()
 
 
 def test_purge_catches_what_is_on_its_way() -> None:
-    out, into, bell, *_ = started(slots=1, capacity=8)
-    boxes = [Box(seq) for seq in range(4)]
-    for box in boxes:
-        assert out.offer(box)
-    bell.until(lambda: into.metrics.chunks == 1)  # the first is with the loop, unreleased; the others wait for it
+    out, into, loop, *_ = started(slots=1, capacity=8, kept=1)
+    chunks = [numbered(seq) for seq in range(6)]
+    for chunk, _ in chunks:
+        assert out.offer(chunk)
+    loop.until(lambda: into.metrics.chunks >= 1)  # the first waits for the loop, the others behind it
     out.purge(R, 1)
     into.purge(R, 1)
-    fresh = Box(0, epoch=1)
+    fresh, lease = numbered(9, epoch=1)
     assert out.offer(fresh)
-    assert collect(into, bell, 1) == [0]
-    assert fresh.fate == ["released"]
-    assert all(len(box.fate) == 1 for box in boxes), "each was dropped, or released, once"
+    assert collect(into, loop, 1) == [9]
+    assert lease.released == 1
+    assert all(lease.released == 1 for _, lease in chunks)
     out.close()
     into.close()
 
 
 def test_a_request_that_is_over() -> None:
-    out, into, bell, *_ = started()
+    out, into, loop, *_ = started()
     out.purge(R, EVERY_EPOCH)
-    stale, other = Box(0), Box(5, RequestId("r-2"))
+    (stale, lease), (other, _) = numbered(0), numbered(5, RequestId("r-2"))
     assert out.offer(stale)
     assert out.offer(other)
-    assert collect(into, bell, 1) == [5]
-    assert stale.fate == ["dropped"]
+    assert collect(into, loop, 1) == [5]
+    assert lease.released == 1
     assert out.metrics.purged == 1
     out.close()
     into.close()
@@ -220,19 +228,20 @@ def test_a_request_that_is_over() -> None:
 
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 def test_a_peer_dies(victim: str) -> None:
-    out, into, bell, sender, receiver = started()
+    out, into, loop, sender, receiver = started()
     if victim == "receiver":
-        receiver.die()
-        (fault,) = faults(out, bell)
-        bell.until(lambda: out.ended)
-        lost = Box()
+        hang_up(receiver._shm.socket)
+        (fault,) = faults(out, loop)
+        loop.until(lambda: out.ended)
+        lost, lease = numbered()
         assert not out.offer(lost)
-        assert lost.fate == []
+        assert lease.released == 0, "it is still the caller's"
         assert out.metrics.errors == {"PeerDead": 1}
     else:
-        sender.die()
-        (fault,) = faults(into, bell)
-        bell.until(lambda: into.ended)
+        assert isinstance(sender._transport, ShmSendTransport)
+        hang_up(sender._transport._socket)
+        (fault,) = faults(into, loop)
+        loop.until(lambda: into.ended)
         assert into.metrics.errors == {"PeerDead": 1}
     assert isinstance(fault, PeerDead)
     assert fault.link == "a-b"
@@ -242,29 +251,30 @@ def test_a_peer_dies(victim: str) -> None:
 
 def test_a_death_names_all_who_had_something_on_its_way() -> None:
     sender, receiver = ends(slots=1)
-    bell = Bell()
-    out = Outgoing(sender, "a-b", bell.ring)
-    boxes = [Box(0, RequestId("r-0")), Box(1, RequestId("r-1")), Box(2, RequestId("r-2")), Box(3, RequestId("r-1"))]
-    for box in boxes:
-        assert out.offer(box)
+    loop = Loop()
+    out = Outgoing(sender, "a-b", loop.wake)
+    chunks = [numbered(seq, RequestId(request)) for seq, request in enumerate(("r-0", "r-1", "r-2", "r-1"))]
+    for chunk, _ in chunks:
+        assert out.offer(chunk)
+    assert receiver.take(0.0) is None
+    hang_up(receiver._shm.socket)
     out.start()
-    receiver.die()
-    bell.until(lambda: out.ended)
+    loop.until(lambda: out.ended)
     out.close()
     found = out.faults()
     assert {type(fault) for fault in found} == {PeerDead}
-    assert {fault.request for fault in found if isinstance(fault, PeerDead)} >= {"r-1", "r-2"}
-    assert all(len(box.fate) == 1 for box in boxes), [box.fate for box in boxes]
+    assert {fault.request for fault in found if isinstance(fault, PeerDead)} == {"r-0", "r-1", "r-2"}
+    assert all(lease.released == 1 for _, lease in chunks)
+    receiver.close()
 
 
 def test_a_clean_end() -> None:
-    out, into, bell, *_ = started()
-    boxes = [Box(seq) for seq in range(3)]
-    for box in boxes:
-        assert out.offer(box)
+    out, into, loop, *_ = started()
+    for seq in range(3):
+        assert out.offer(numbered(seq)[0])
     out.close()  # drains first
-    assert collect(into, bell, 3) == [0, 1, 2]
-    (fault,) = faults(into, bell)
+    assert collect(into, loop, 3) == [0, 1, 2]
+    (fault,) = faults(into, loop)
     assert isinstance(fault, LinkClosed)
     into.close()
     into.close()
@@ -272,41 +282,44 @@ def test_a_clean_end() -> None:
 
 
 def test_closing_without_sending_the_rest() -> None:
-    sender, _receiver = ends(slots=1)
-    bell = Bell()
-    out = Outgoing(sender, "a-b", bell.ring)
-    boxes = [Box(seq) for seq in range(5)]
-    for box in boxes:
-        out.offer(box)
+    sender, receiver = ends(slots=1)
+    out = Outgoing(sender, "a-b", lambda: None)
+    chunks = [numbered(seq) for seq in range(5)]
+    for chunk, _ in chunks:
+        out.offer(chunk)
     out.start()
     out.close(drain=False)
-    assert all(len(box.fate) == 1 for box in boxes[1:])
+    assert all(lease.released == 1 for _, lease in chunks)
     assert out.faults() == []
+    receiver.close()
 
 
 @pytest.mark.parametrize("courier", ["out", "in"])
 def test_never_started(courier: str) -> None:
     sender, receiver = ends()
-    box = Box()
+    chunk, lease = numbered()
     if courier == "out":
         out = Outgoing(sender, "a-b", lambda: None)
-        out.offer(box)
+        out.offer(chunk)
         out.close()
-        assert box.fate == ["dropped"]
+        assert lease.released == 1
         with pytest.raises(LinkClosed):
-            receiver.take(0)
+            receiver.take(PATIENCE_S)
+        receiver.close()
     else:
-        sender.put(box.pack(), 0)
-        Incoming(receiver, "a-b", lambda: None).close()
-        assert box.fate == ["released"]
+        sender.put(chunk, 0)
+        Incoming(receiver, "a-b", lambda: None, uploader=uploads()).close()
+        assert lease.released == 1
         with pytest.raises(LinkClosed):
             sender.check()
+        sender.close()
 
 
 class Scripted:
     """A sender that does what the test says for each put; stands for a transport with troubles."""
 
     def __init__(self, script: list[StrettoError | Exception | None]) -> None:
+        self.endpoint = Endpoint("test", "a-b", "", 0, "", 1, 1)
         self.script = script
         self.sent: list[int] = []
         self.refused: list[Refused] = []
@@ -320,7 +333,7 @@ class Scripted:
         chunk.release()
         return True
 
-    def settle(self, *, wait: bool) -> int:
+    def progress(self, *, wait: bool) -> int:
         return 0
 
     def credits(self) -> int:
@@ -342,18 +355,20 @@ class Scripted:
 
 
 def test_a_failed_put_fails_its_request_and_no_other() -> None:
-    sender, bell = Scripted([None, PutFailed("no buffer")]), Bell()
-    out = Outgoing(sender, "a-b", bell.ring)
-    boxes = [Box(0, RequestId("ok")), Box(0), Box(1), Box(1, RequestId("ok")), Box(0, epoch=1)]
-    for box in boxes:
-        assert out.offer(box)
+    sender, loop = Scripted([None, PutFailed("no buffer")]), Loop()
+    out = Outgoing(sender, "a-b", loop.wake)
+    ok = RequestId("ok")
+    chunks = [numbered(0, ok), numbered(0), numbered(1), numbered(1, ok), numbered(0, epoch=1)]
+    for chunk, _ in chunks:
+        assert out.offer(chunk)
     out.start()
-    (fault,) = faults(out, bell)
+    (fault,) = faults(out, loop)
     assert isinstance(fault, PutFailed)
     assert (fault.request, fault.link) == (R, "a-b")
     out.close()
     assert sender.sent == [0, 1, 0], "its later chunks would be gaps; a new epoch starts afresh"
-    assert [box.fate for box in boxes] == [["released"], ["released"], ["dropped"], ["released"], ["released"]]
+    assert [lease.released for _, lease in chunks] == [1] * 5
+    assert out.metrics.purged == 1
     assert out.metrics.errors == {"PutFailed": 1}
     assert out.metrics.credits == 7
 
@@ -366,56 +381,40 @@ def test_room_in_the_queue_wakes_a_loop_that_was_refused() -> None:
         def put(self, chunk: Chunk, timeout: float) -> bool:
             return gate.wait(timeout) and super().put(chunk, timeout)
 
-    sender, bell = Gated([]), Bell()
-    out = Outgoing(sender, "a-b", bell.ring, capacity=2)
+    sender, loop = Gated([]), Loop()
+    out = Outgoing(sender, "a-b", loop.wake, capacity=2)
     out.start()
-    boxes = iter([Box(seq) for seq in range(8)])
-    sent, next_box = 0, next(boxes)
-    while out.offer(next_box):
-        sent, next_box = sent + 1, next(boxes)
+    sent = 0
+    while out.offer(numbered(sent)[0]):
+        sent += 1
     assert 2 <= sent <= 3
     gate.set()
-    bell.until(lambda: out.offer(next_box))
+    loop.until(lambda: out.offer(numbered(sent)[0]))
     out.close()
     assert sender.sent == list(range(sent + 1))
 
 
 def test_a_refusal_comes_back_with_its_request() -> None:
-    sender, bell = Scripted([]), Bell()
+    sender, loop = Scripted([]), Loop()
     sender.refused.append(Refused("blob checksum does not match", request=R))
-    out = Outgoing(sender, "a-b", bell.ring)
+    out = Outgoing(sender, "a-b", loop.wake)
     out.start()
-    (fault,) = faults(out, bell)
+    (fault,) = faults(out, loop)
     assert isinstance(fault, Refused)
     assert fault.request == R
     assert not out.ended
     out.close()
 
 
-def test_rows_that_cannot_be_packed() -> None:
-    sender, bell = Scripted([]), Bell()
-    out = Outgoing(sender, "a-b", bell.ring)
-    broken = Box(0, broken=True)
-    out.offer(broken)
-    out.offer(Box(0, RequestId("ok")))
-    out.start()
-    (fault,) = faults(out, bell)
-    assert isinstance(fault, CourierBug)
-    assert fault.request == R
-    out.close()
-    assert sender.sent == [0]
-    assert broken.fate == ["dropped"]
-
-
 def test_a_bug_in_the_transport_ends_the_link_aloud() -> None:
-    sender, bell = Scripted([RuntimeError("index out of range")]), Bell()
-    out = Outgoing(sender, "a-b", bell.ring)
+    sender, loop = Scripted([RuntimeError("index out of range")]), Loop()
+    out = Outgoing(sender, "a-b", loop.wake)
     out.start()
-    out.offer(Box())
-    (fault,) = faults(out, bell)
+    out.offer(numbered()[0])
+    (fault,) = faults(out, loop)
     assert isinstance(fault, CourierBug)
     assert "index out of range" in str(fault)
-    bell.until(lambda: out.ended and sender.closed)
+    loop.until(lambda: out.ended and sender.closed)
     out.close()
 
 
@@ -449,23 +448,23 @@ class ScriptedReceiver:
 
 
 def test_bad_chunks_are_reported_and_the_link_goes_on() -> None:
-    bell = Bell()
-    script: list[Chunk | Exception] = [Corrupt("blob", request=R), VersionMismatch("2"), Box(3).pack()]
-    into = Incoming(ScriptedReceiver(script), "a-b", bell.ring)
+    loop = Loop()
+    script: list[Chunk | Exception] = [Corrupt("blob", request=R), VersionMismatch("2"), numbered(3)[0]]
+    into = Incoming(ScriptedReceiver(script), "a-b", loop.wake, uploader=uploads())
     into.start()
-    found = faults(into, bell, 3)
+    found = faults(into, loop, 3)
     assert [type(fault) for fault in found] == [Corrupt, VersionMismatch, LinkClosed]
     assert getattr(found[0], "request", None) == R
-    assert collect(into, bell, 1) == [3]
+    assert collect(into, loop, 1) == [3]
     assert into.metrics.errors == {"Corrupt": 1, "VersionMismatch": 1, "LinkClosed": 1}
     into.close()
 
 
 def test_a_bug_while_receiving_is_not_silent() -> None:
-    bell, receiver = Bell(), ScriptedReceiver([RuntimeError("?")])
-    into = Incoming(receiver, "a-b", bell.ring)
+    loop, receiver = Loop(), ScriptedReceiver([RuntimeError("?")])
+    into = Incoming(receiver, "a-b", loop.wake, uploader=uploads())
     into.start()
-    (fault,) = faults(into, bell)
+    (fault,) = faults(into, loop)
     assert isinstance(fault, CourierBug)
     into.close()
     assert receiver.closed
@@ -496,50 +495,15 @@ class SlowUploads:
 def test_an_idle_courier_gives_uploaded_slots_back() -> None:
     """With one slot, the second chunk can only come if the first one's upload is waited for."""
     sender, receiver = ends(slots=1)
-    bell = Bell()
-    out = Outgoing(sender, "a-b", bell.ring)
-    into = Incoming(receiver, "a-b", bell.ring, uploader=SlowUploads())
+    loop = Loop()
+    out = Outgoing(sender, "a-b", loop.wake)
+    into = Incoming(receiver, "a-b", loop.wake, uploader=SlowUploads())
     out.start()
     into.start()
-    boxes = [Box(seq) for seq in range(20)]
-    for box in boxes:
-        assert out.offer(box)
-    assert collect(into, bell, 20) == list(range(20))
+    chunks = [numbered(seq) for seq in range(20)]
+    for chunk, _ in chunks:
+        assert out.offer(chunk)
+    assert collect(into, loop, 20) == list(range(20))
     out.close()
     into.close()
-    assert all(box.fate == ["released"] for box in boxes)
-
-
-def test_inline_links_do_the_same_without_threads() -> None:
-    sender, receiver = ends(slots=2)
-    bell = Bell()
-    out, into = InlineOut(sender, "a-b", bell.ring), InlineIn(receiver, "a-b", bell.ring)
-    boxes = [Box(seq) for seq in range(4)]
-    assert [out.offer(box) for box in boxes[:3]] == [True, True, False]
-    assert out.metrics.stalls == 1
-    assert collect(into, bell, 2) == [0, 1]
-    assert out.offer(boxes[2])
-    out.purge(R, 1)
-    into.purge(R, 1)
-    assert out.offer(boxes[3])
-    assert into.poll() is None
-    assert [box.fate for box in boxes] == [["released"], ["released"], ["released"], ["dropped"]]
-    assert (out.metrics.chunks, into.metrics.chunks) == (3, 2)
-    receiver.die()
-    assert not out.offer(Box(0, RequestId("r-2")))
-    (fault,) = out.faults()
-    assert isinstance(fault, PeerDead)
-    assert fault.request == "r-2"
-    assert out.ended
-    assert out.faults() == []
-
-
-def test_inline_faults() -> None:
-    sender, receiver = ends()
-    out, into = InlineOut(sender, "a-b", lambda: None), InlineIn(receiver, "a-b", lambda: None)
-    out.close()
-    assert into.poll() is None
-    (fault,) = into.faults()
-    assert isinstance(fault, LinkClosed)
-    assert into.ended
-    into.close()
+    assert all(lease.released == 1 for _, lease in chunks)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stretto.connector.handoff import Bell, Handoff
+from stretto.connector.handoff import AutoResetEvent, Handoff
 
 PATIENCE_S = 20.0
 
@@ -51,10 +51,10 @@ def test_closing_wakes_and_keeps_what_is_inside() -> None:
     assert (full.wait_item(PATIENCE_S), full.wait_item(PATIENCE_S), full.poll()) == (1, None, None)
 
 
-def test_a_ring_waits_to_be_heard() -> None:
-    bell = Bell()
-    assert not bell.wait(0)
-    bell.ring()
-    bell.ring()
-    assert bell.wait(0)
-    assert not bell.wait(0)
+def test_an_event_stays_set_until_one_wait_clears_it() -> None:
+    event = AutoResetEvent()
+    assert not event.wait(0)
+    event.set()
+    event.set()
+    assert event.wait(0)
+    assert not event.wait(0)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import random
 
-from stretto.connector.metrics import BUCKETS_S, Histogram, LinkMetrics
+from stretto.connector.metrics import LinkMetrics
 from stretto.errors import Gone, WireError
+from stretto.observe.recorder import BUCKETS_S, Histogram
 
 
 def test_quantiles_are_right_to_a_bucket() -> None:

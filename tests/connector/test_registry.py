@@ -1,42 +1,43 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from stretto.connector.local import LocalConnector
-from stretto.connector.registry import Registry, Seat, choose, connectors
+from stretto.connector.registry import ENTRY_POINTS, Registry, connectors
+from stretto.connector.shm import ShmConnector
 from stretto.errors import Invalid
 
-HERE, BESIDE, AWAY = Seat("m1", "m1/h1"), Seat("m1", "m1/h2"), Seat("m2", "m2/h1")
+
+class Pigeon(ShmConnector):
+    name = "pigeon"
 
 
-def test_placement_chooses() -> None:
-    assert choose(HERE, HERE) == "local"
-    assert choose(HERE, BESIDE) == "shm"
-    assert choose(HERE, AWAY) == "tcp"
-
-
-def test_the_configuration_may_force_one() -> None:
-    assert choose(HERE, HERE, forced="tcp") == "tcp"
-    assert choose(HERE, AWAY, forced="mooncake") == "mooncake"
-    with pytest.raises(Invalid, match="hosts"):
-        choose(HERE, BESIDE, forced="local")
-    with pytest.raises(Invalid, match="machines"):
-        choose(HERE, AWAY, forced="shm")
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A distribution that brings a connector by the entry-point group."""
+    (tmp_path / "dovecote.py").write_text("from stretto.connector.shm import ShmConnector as Dove\n")
+    info = tmp_path / "dovecote-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovecote\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ndove = dovecote:Dove\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("dovecote", None)
 
 
 def test_connectors_are_made_once() -> None:
     registry = Registry()
-    local = registry.get("local")
-    assert isinstance(local, LocalConnector)
-    assert local is registry.get("local"), "ends find each other through one object"
-    assert set(registry.names()) >= {"local", "shm", "tcp", "mooncake"}
-    assert connectors.get("local") is not local
+    shm = registry.get("shm")
+    assert isinstance(shm, ShmConnector)
+    assert shm is registry.get("shm")
+    assert registry.names() == ["mooncake", "shm", "tcp"]
+    assert connectors.get("shm") is not shm
 
 
 def test_others_may_register() -> None:
-    class Pigeon(LocalConnector):
-        name = "pigeon"
-
     registry = Registry()
     registry.register("pigeon", Pigeon)
     assert isinstance(registry.get("pigeon"), Pigeon)
@@ -44,3 +45,8 @@ def test_others_may_register() -> None:
         registry.register("pigeon", Pigeon)
     with pytest.raises(Invalid, match="no connector 'dove'"):
         registry.get("dove")
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_brings_a_connector() -> None:
+    assert type(Registry().get("dove")) is ShmConnector

@@ -1,4 +1,4 @@
-"""Slots that come back by a word in shared memory: against a model, in every order of the two sides' steps."""
+"""Slots returned by a word in shared memory: against a model, in every order of the two sides' steps."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def test_what_comes_back_is_what_was_given_back_once(seed: int) -> None:
         while there and chance.random() < 0.4:
             slot, gone = there.pop(chance.randrange(len(there)))
             kind = chance.choice([Kind.RELEASE, Kind.REFUSE])
-            assert not receiver.give_back(kind, slot, gone), "nobody asked to be rung"
+            assert not receiver.give_back(kind, slot, gone), "the wake flag is clear"
             told.append((int(kind), slot, gone, 0, GENERATION))
         if chance.random() < 0.5:
-            news = sender.news()
-            assert sorted(news) == sorted(told)
+            notes = sender.returned()
+            assert sorted(notes) == sorted(told)
             told.clear()
-            for _kind, slot, *_ in news:
+            for _kind, slot, *_ in notes:
                 del sender.flight[slot]
                 free.append(slot)
-            assert sender.news() == []
+            assert sender.returned() == []
 
 
 def interleavings(
@@ -57,27 +57,28 @@ def interleavings(
         yield [next(left) if at in places else next(right) for at in range(len(ours) + len(theirs))]
 
 
-def test_a_return_is_seen_or_rung_for_in_every_order() -> None:
-    """The sender asks, then looks; the receiver writes, then looks for the question: no order leaves both unaware."""
+def test_a_return_is_seen_or_wakes_in_every_order() -> None:
+    """The sender sets the flag, then reads the words; the receiver writes the word, then reads the flag: in no order
+    does each miss the other."""
     orders = len(list(interleavings(*halves(*both(1), [], []))))
     assert orders == 6
     for number in range(orders):
         sender, receiver = both(1)
         sender.flight[0] = (0, RequestId("r"))
         seen: list[bool] = []
-        rung: list[bool] = []
-        for step in list(interleavings(*halves(sender, receiver, seen, rung)))[number]:
+        woken: list[bool] = []
+        for step in list(interleavings(*halves(sender, receiver, seen, woken)))[number]:
             step()
-        assert seen[0] or rung[0]
+        assert seen[0] or woken[0]
 
 
 def halves(
-    sender: Returns, receiver: Returns, seen: list[bool], rung: list[bool]
+    sender: Returns, receiver: Returns, seen: list[bool], woken: list[bool]
 ) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-    """What each side does, in the order in which it does it: `ask` and `news`, and the two halves of `give_back`."""
+    """Each side's steps in its order: `set_wake` and `returned`; and the two halves of `give_back`."""
     return (
-        [lambda: sender.ask(True), lambda: seen.append(bool(sender.news()))],
-        [lambda: write_word(receiver, 0, 0), lambda: rung.append(bool(receiver.words[1]))],
+        [lambda: sender.set_wake(True), lambda: seen.append(bool(sender.returned()))],
+        [lambda: write_word(receiver, 0, 0), lambda: woken.append(bool(receiver.words[1]))],
     )
 
 
@@ -86,13 +87,13 @@ def write_word(receiver: Returns, slot: int, seq: int) -> None:
     receiver.words[slot] = 2 * seq + 2
 
 
-def test_one_ring_for_one_question() -> None:
+def test_one_wake_up_for_one_flag() -> None:
     sender, receiver = both(3)
     sender.flight |= {slot: (slot, RequestId("r")) for slot in range(3)}
-    sender.ask(True)
+    sender.set_wake(True)
     assert [receiver.give_back(Kind.RELEASE, slot, slot) for slot in range(3)] == [True, False, False]
-    sender.ask(True)
-    sender.ask(False)
+    sender.set_wake(True)
+    sender.set_wake(False)
     assert not receiver.give_back(Kind.RELEASE, 0, 0)
 
 
@@ -100,7 +101,7 @@ def test_a_receiver_that_gives_back_what_it_was_not_sent_is_hung_up_on() -> None
     sender, receiver = both(2)
     sender.flight[1] = (7, RequestId("r"))
     receiver.give_back(Kind.RELEASE, 1, 6)
-    assert sender.news() == [], "the word of the chunk before, late"
+    assert sender.returned() == [], "the word of the chunk before, late"
     receiver.give_back(Kind.RELEASE, 1, 8)
     with pytest.raises(Hangup, match="seq 8"):
-        sender.news()
+        sender.returned()

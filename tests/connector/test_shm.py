@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stretto.connector import doorbell, shm, wire
+from stretto.connector import notesocket, shm, wire
 from stretto.connector.contract import Chunk, LinkClosed, LinkOptions
 from stretto.connector.notes import Note
 from stretto.connector.returns import Returns
@@ -21,17 +21,17 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
     """The socket's own timeout is set only when it changes: it must be the one of this call, also after a wait of
     another length that brought nothing."""
     bounds: list[float] = []
-    bound_waits = doorbell.bound_waits
+    set_timeout = notesocket.set_timeout
 
     def record(sock: object, timeout: float) -> None:
         bounds.append(timeout)
-        bound_waits(sock, timeout)  # type: ignore[arg-type]
+        set_timeout(sock, timeout)  # type: ignore[arg-type]
 
     options = LinkOptions(slots=2, slot_bytes=4096, secret=SECRET, details={"look_us": spin_us})
     connector = shm.ShmConnector()
     receiver = connector.listen("a-b", options)
     sender = connector.connect(receiver.endpoint, options)
-    monkeypatch.setattr(doorbell, "bound_waits", record)
+    monkeypatch.setattr(notesocket, "set_timeout", record)
     chunk = wire.chunk(RequestId("r"), Span(0, 1), Mark.MORE, {"rows": torch.ones(1)})
 
     def take(timeout: float, sends: bool) -> float:
@@ -110,8 +110,8 @@ def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypat
         for number in range(50):
             assert sender.put(numbered(number), 0.0)
             if number == 0:  # from here on nothing may be read by the sender, or be sent by the receiver
-                monkeypatch.setattr(doorbell.Bell, "notes", None)
-                monkeypatch.setattr(doorbell.Bell, "reply", None)
+                monkeypatch.setattr(notesocket.NoteSocket, "notes", None)
+                monkeypatch.setattr(notesocket.NoteSocket, "reply", None)
             chunk = receiver.take(5.0)
             assert chunk is not None
             places.add(chunk.tensors["rows"].data_ptr())
@@ -141,37 +141,37 @@ def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytes
         receiver.close()
 
 
-def test_rings_that_came_too_late_do_not_pile_up() -> None:
-    """A sender that asks to be rung and then finds slots at once leaves the ring in the socket. However often that
-    happens, there is room for the good-bye."""
+def test_wake_notes_that_came_too_late_do_not_pile_up() -> None:
+    """A sender that sets its wake flag and then finds slots at once leaves the note in the socket. However often that
+    happens, there is room for the CLOSE note."""
     options = LinkOptions(slots=2, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
     sender = shm.ShmConnector().connect(receiver.endpoint, options)
-    outward, inward = sender._carrier, receiver._inward
-    assert isinstance(outward, shm.ShmOutward)
-    asks = outward.returns.news
+    transport = sender._transport
+    assert isinstance(transport, shm.ShmSendTransport)
+    read = transport.returns.returned
 
     def release_in_between() -> list[Note]:
-        """What happens when the receiver gives back between the question and the look that follows it."""
-        news = asks()
-        if not news and outward.returns.words[2]:
+        """What happens when the receiver releases between the sender's flag and its read of the words."""
+        notes = read()
+        if not notes and transport.returns.words[2]:
             while held:
                 held.pop().release()
-            news = asks()
-        return news
+            notes = read()
+        return notes
 
     held: list[Chunk] = []
     try:
         assert sender.put(numbered(0), 0.0)
         assert sender.put(numbered(1), 0.0)
-        sender._returns = outward.returns = Between(outward.returns, release_in_between)  # type: ignore[assignment]
+        sender._returns = transport.returns = Between(transport.returns, release_in_between)  # type: ignore[assignment]
         for number in range(2, 500, 2):
             for chunk in (receiver.take(5.0), receiver.take(5.0)):
                 assert chunk is not None
                 held.append(chunk)
             assert sender.put(numbered(number), 5.0)
             assert sender.put(numbered(number + 1), 5.0)
-        assert inward.bell is not None
+        assert receiver._shm.socket is not None
         receiver.close()
         with pytest.raises(LinkClosed):
             sender.put(numbered(500), 5.0)
@@ -181,9 +181,9 @@ def test_rings_that_came_too_late_do_not_pile_up() -> None:
 
 
 class Between:
-    """`Returns` with another `news`."""
+    """`Returns` with another `returned`."""
 
-    def __init__(self, returns: Returns, news: Callable[[], list[Note]]) -> None:
-        self._returns = returns
-        self.news = news
-        self.words, self.ask, self.let_go, self.flight = returns.words, returns.ask, returns.let_go, returns.flight
+    def __init__(self, returns: Returns, returned: Callable[[], list[Note]]) -> None:
+        self.returned = returned
+        self.words, self.flight = returns.words, returns.flight
+        self.set_wake, self.close = returns.set_wake, returns.close

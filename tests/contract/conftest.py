@@ -16,23 +16,13 @@ from tests.contract.peer import Nursery
 os.environ.setdefault("MC_TCP_LANES_PER_PEER", "1")
 
 
-def _usable(label: str) -> Kit:
-    kit = KITS[label]
-    if why := missing(kit.name):
-        pytest.skip(why)
-    return kit
-
-
 @pytest.fixture(params=list(KITS))
 def kit(request: pytest.FixtureRequest, warm: None) -> Kit:
     """Every way to set a link up."""
-    return _usable(request.param)
-
-
-@pytest.fixture(params=[label for label in KITS if label != "local"])
-def process_kit(request: pytest.FixtureRequest, warm: None) -> Kit:
-    """Every way to set a link up between processes."""
-    return _usable(request.param)
+    kit = KITS[request.param]
+    if why := missing(kit.name):
+        pytest.skip(why)
+    return kit
 
 
 @pytest.fixture(scope="session")

@@ -33,11 +33,6 @@ class Kit:
     def connector(self) -> Connector:
         return connectors.get(self.name)
 
-    @property
-    def has_bytes(self) -> bool:
-        """Whether chunks are encoded; `local` passes the tensors themselves."""
-        return self.name != "local"
-
     def pair(self, **changed: object) -> tuple[Sender, Receiver]:
         options = replace(self.options, **changed)  # type: ignore[arg-type]
         receiver = self.connector.listen("test-link.0", options)
@@ -47,9 +42,8 @@ class Kit:
 KITS = {
     kit.label: kit
     for kit in (
-        Kit("local", "local"),
         Kit("shm", "shm"),
-        Kit("looking", "shm", LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET, details={"look_us": "100"})),
+        Kit("spinning", "shm", LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET, details={"look_us": "100"})),
         Kit("tcp", "tcp"),
         Kit("mooncake", "mooncake"),
     )

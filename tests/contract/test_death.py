@@ -62,21 +62,21 @@ def test_a_frozen_peer_is_a_dead_one_on_a_network(nursery: Nursery) -> None:
     receiver.close()
 
 
-def test_an_old_generation_does_not_disturb_the_new_one(process_kit: Kit, nursery: Nursery) -> None:
+def test_an_old_generation_does_not_disturb_the_new_one(kit: Kit, nursery: Nursery) -> None:
     """A sender that outlives its receiver is told, and its address leads nowhere, while the successor works."""
-    old, old_endpoint = listen(process_kit)
-    survivor = nursery.peer(process_kit.label, "send", endpoint=old_endpoint, size=100)
+    old, old_endpoint = listen(kit)
+    survivor = nursery.peer(kit.label, "send", endpoint=old_endpoint, size=100)
     take(old).release()
-    new, new_endpoint = listen(process_kit, generation=1)
+    new, new_endpoint = listen(kit, generation=1)
     old.close()
-    newcomer = nursery.peer(process_kit.label, "send", endpoint=new_endpoint, size=100, count=3, generation=1)
+    newcomer = nursery.peer(kit.label, "send", endpoint=new_endpoint, size=100, count=3, generation=1)
     for i in range(3):
         chunk = take(new)
         assert chunk.header.seq == i
         chunk.release()
     assert survivor.lines.hear() == {"ready": True}
     assert survivor.lines.hear()["error"] == "LinkClosed"
-    late = nursery.peer(process_kit.label, "send", endpoint=old_endpoint, size=100)
+    late = nursery.peer(kit.label, "send", endpoint=old_endpoint, size=100)
     assert late.lines.hear()["error"] == "PeerDead"
     newcomer.kill()
     for peer in (survivor, newcomer, late):
@@ -84,10 +84,10 @@ def test_an_old_generation_does_not_disturb_the_new_one(process_kit: Kit, nurser
     new.close()
 
 
-def test_a_peer_that_closes_is_not_a_dead_one(process_kit: Kit, nursery: Nursery) -> None:
-    peer = nursery.peer(process_kit.label, "receive", size=1000, count=3)
+def test_a_peer_that_closes_is_not_a_dead_one(kit: Kit, nursery: Nursery) -> None:
+    peer = nursery.peer(kit.label, "receive", size=1000, count=3)
     endpoint = msgspec.json.decode(peer.lines.hear()["endpoint"], type=Endpoint)
-    sender = process_kit.connector.connect(endpoint, process_kit.options)
+    sender = kit.connector.connect(endpoint, kit.options)
     for i in range(3):
         assert sender.put(numbered(i), LONG_S)
     assert peer.lines.hear() == {"done": True}
@@ -98,8 +98,8 @@ def test_a_peer_that_closes_is_not_a_dead_one(process_kit: Kit, nursery: Nursery
     sender.close()
 
 
-def test_what_links_share_goes_with_the_last(process_kit: Kit, nursery: Nursery) -> None:
+def test_what_links_share_goes_with_the_last(kit: Kit, nursery: Nursery) -> None:
     """In a process of its own, where no other link keeps a context or an engine alive."""
-    peer = nursery.peer(process_kit.label, "audit")
+    peer = nursery.peer(kit.label, "audit")
     assert peer.lines.hear() == {"left": ""}
     peer.wait_gone()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from stretto.connector import guests, netbell
+from stretto.connector import pending, zmqsocket
 from stretto.connector.contract import Corrupt, Endpoint, LinkClosed, PeerDead, Receiver
 from stretto.connector.endpoint import hello_of, make_endpoint, new_nonce
 from stretto.connector.notes import Kind, pack_note
@@ -38,14 +38,14 @@ _SHUT = (
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is let go for being silent, neither by us nor by ZeroMQ (after half a minute without a handshake), so that
     it is for something else; a test may shorten our time."""
-    encrypt = netbell._encrypt
+    encrypt = zmqsocket._encrypt
 
     def without_an_end(socket: zmq.Socket[bytes], key: bytes, **kind: bool) -> None:
         socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
         encrypt(socket, key, **kind)
 
-    monkeypatch.setattr(netbell, "_encrypt", without_an_end)
-    monkeypatch.setattr(guests, "HELLO_S", FOR_EVER)
+    monkeypatch.setattr(zmqsocket, "_encrypt", without_an_end)
+    monkeypatch.setattr(pending, "HELLO_S", FOR_EVER)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ class Stranger:
         self.socket.linger = 0
         self.socket.reconnect_ivl = -1
         if secret is not None:
-            netbell._encrypt(self.socket, netbell._key_of(secret, endpoint.nonce))
+            zmqsocket._encrypt(self.socket, zmqsocket._key_of(secret, endpoint.nonce))
         self.monitor = self.socket.get_monitor_socket(_SHUT)
         self.socket.connect(f"tcp://{endpoint.address}")
 
@@ -119,9 +119,9 @@ def is_shut(sock: socket.socket) -> bool:
     return True
 
 
-def bell_of(receiver: SlotReceiver) -> netbell.NetListener:
-    bell: netbell.NetListener = receiver._carrier._bell  # type: ignore[attr-defined]
-    return bell
+def listener_of(receiver: SlotReceiver) -> zmqsocket.ZmqListener:
+    listener: zmqsocket.ZmqListener = receiver._transport._listener  # type: ignore[attr-defined]
+    return listener
 
 
 def hello(endpoint: Endpoint, secret: bytes = SECRET) -> list[bytes]:
@@ -152,7 +152,7 @@ def pumped(receiver: Receiver, stranger: Stranger) -> bool:
 def test_the_hand_made_sender_does_everything_right(receiver: SlotReceiver, street: Street) -> None:
     """Else the others would be refused for the wrong reason."""
     street.stranger(receiver.endpoint).says(*other_hello(receiver.endpoint, "nothing"))
-    eventually(lambda: receiver.take(0.0) is None and bool(bell_of(receiver)._peer))
+    eventually(lambda: receiver.take(0.0) is None and bool(listener_of(receiver)._peer))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_peer_of_an_older_protocol_is_refused(receiver: SlotReceiver, street: 
     else:  # a signature, the version, a dealer; frames: flags, length, data
         caller.sendall(b"\xff" + bytes(8) + b"\x7f\x01\x05" + b"\x00\x00" + b"\x01\x20" + note + b"\x00\x20" + digest)
     eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
-    assert not bell_of(receiver)._peer
+    assert not listener_of(receiver)._peer
     check_invited(KIT, receiver)
 
 
@@ -199,18 +199,18 @@ def test_who_never_says_hello_is_let_go_after_a_while(
     """Both who never begins the handshake and who ends it and then stays silent."""
     silent = street.caller(receiver.endpoint)
     stranger = street.stranger(receiver.endpoint)
-    eventually(lambda: receiver.take(0.0) is None and len(bell_of(receiver)._guests) == 2)
-    monkeypatch.setattr(guests, "HELLO_S", 0.02)
+    eventually(lambda: receiver.take(0.0) is None and len(listener_of(receiver)._pending) == 2)
+    monkeypatch.setattr(pending, "HELLO_S", 0.02)
     eventually(lambda: receiver.take(0.0) is None and is_shut(silent) and stranger.shut())
-    assert not len(bell_of(receiver)._guests)
-    monkeypatch.setattr(guests, "HELLO_S", FOR_EVER)
+    assert not len(listener_of(receiver)._pending)
+    monkeypatch.setattr(pending, "HELLO_S", FOR_EVER)
     check_invited(KIT, receiver)
 
 
 def test_a_take_that_waits_lets_the_silent_go_too(
     receiver: SlotReceiver, street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guests, "HELLO_S", 0.02)
+    monkeypatch.setattr(pending, "HELLO_S", 0.02)
     silent = street.caller(receiver.endpoint)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(receiver.take, 10 * LONG_S)
@@ -223,9 +223,9 @@ def test_a_take_that_waits_lets_the_silent_go_too(
 
 
 def test_a_crowd_is_bounded_and_does_not_keep_the_sender_out(receiver: SlotReceiver, street: Street) -> None:
-    crowd = [street.caller(receiver.endpoint) for _ in range(3 * guests.MOST)]
-    eventually(lambda: receiver.take(0.0) is None and sum(map(is_shut, crowd)) == 2 * guests.MOST)
-    assert len(bell_of(receiver)._guests) <= guests.MOST
+    crowd = [street.caller(receiver.endpoint) for _ in range(3 * pending.MAX_PENDING)]
+    eventually(lambda: receiver.take(0.0) is None and sum(map(is_shut, crowd)) == 2 * pending.MAX_PENDING)
+    assert len(listener_of(receiver)._pending) <= pending.MAX_PENDING
     check_invited(KIT, receiver)
     eventually(lambda: all(map(is_shut, crowd)))
 
@@ -237,7 +237,7 @@ def test_strangers_that_come_and_go_leave_nothing(receiver: SlotReceiver, street
             sock.sendall(bytes([number]) * 100)
         sock.close()
         receiver.take(0.0)
-    eventually(lambda: receiver.take(0.0) is None and not len(bell_of(receiver)._guests))
+    eventually(lambda: receiver.take(0.0) is None and not len(listener_of(receiver)._pending))
     check_invited(KIT, receiver)
 
 
@@ -248,7 +248,7 @@ def test_when_the_sender_is_in_strangers_are_neither_heard_nor_kept(receiver: Sl
     late = street.stranger(receiver.endpoint)
     late.says(*hello(receiver.endpoint))
     late.says(pack_note(Kind.CHUNK, 0, 1, 100, receiver.endpoint.generation), bytes(100))
-    eventually(lambda: netbell._readable(bell_of(receiver)._socket))
+    eventually(lambda: zmqsocket._readable(listener_of(receiver)._socket))
     eventually(lambda: pumped(receiver, late))
     assert sender.put(numbered(1), LONG_S)
     check_numbered(take(receiver), 1)
@@ -269,7 +269,7 @@ def frame(flags: int, size: int) -> bytes:
 def test_a_message_larger_than_a_slot_is_refused_by_its_length(receiver: SlotReceiver, street: Street) -> None:
     """Before any of it has come, and before its sender could prove anything."""
     caller = street.caller(receiver.endpoint)
-    caller.sendall(_GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + netbell._SLACK_BYTES + 1))
+    caller.sendall(_GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + zmqsocket._SLACK_BYTES + 1))
     eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
     check_invited(KIT, receiver)
 
@@ -304,7 +304,9 @@ class Told:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, receiver: SlotReceiver) -> None:
         self.next: list[tuple[list[Any], list[tuple[int, int]]]] = []
-        monkeypatch.setattr(bell_of(receiver), "_receive", lambda timeout: self.next.pop(0) if self.next else ([], []))
+        monkeypatch.setattr(
+            listener_of(receiver), "_receive", lambda timeout: self.next.pop(0) if self.next else ([], [])
+        )
         self.hello = [Frame(data, 999) for data in (b"who", *hello(receiver.endpoint))]
 
 
@@ -341,7 +343,7 @@ def test_a_sender_that_said_hello_and_died_at_once_is_dead(
 
 def test_a_chunk_of_another_generation_ends_the_link(receiver: SlotReceiver) -> None:
     sender = TcpConnector().connect(receiver.endpoint, KIT.options)
-    sender._carrier._bell._generation += 1  # type: ignore[attr-defined]
+    sender._transport._dialer._generation += 1  # type: ignore[attr-defined]
     assert sender.put(numbered(0), LONG_S)
     with pytest.raises(PeerDead, match="generation 1, this link is 0"):
         receiver.take(LONG_S)
@@ -352,7 +354,7 @@ def test_a_release_of_another_generation_ends_the_link(receiver: SlotReceiver) -
     sender = TcpConnector().connect(receiver.endpoint, KIT.options)
     assert sender.put(numbered(0), LONG_S)
     chunk = take(receiver)
-    bell_of(receiver)._generation += 1
+    listener_of(receiver)._generation += 1
     chunk.release()
     eventually(lambda: sender.credits() == 4 or sender._state is not sender._state.OPEN)
     with pytest.raises(PeerDead, match="generation 1, this link is 0"):
@@ -370,7 +372,7 @@ def test_a_listener_that_is_not_the_invited_one_is_told_nothing(street: Street, 
     street.made.append(impostor)
     impostor.linger = 0
     if secret is not None:
-        netbell._encrypt(impostor, netbell._key_of(secret, nonce), listens=True)
+        zmqsocket._encrypt(impostor, zmqsocket._key_of(secret, nonce), listens=True)
     port = impostor.bind_to_random_port("tcp://127.0.0.1")
     endpoint = make_endpoint("tcp", "test-link.0", KIT.options, f"127.0.0.1:{port}", nonce)
     with pytest.raises((Corrupt, PeerDead)):

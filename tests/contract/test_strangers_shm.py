@@ -109,7 +109,7 @@ def other_hello(endpoint: Endpoint, what: str) -> bytes:
 
 
 def is_open(receiver: shm.ShmReceiver) -> bool:
-    return receiver._inward.bell is not None
+    return receiver._shm.socket is not None
 
 
 def test_the_hand_made_sender_does_everything_right(

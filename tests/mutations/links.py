@@ -1,4 +1,4 @@
-"""Mutations of what tells a link's peer from a stranger: each takes one check away, and names the tests that must fail.
+"""Mutations of links: each takes one check away, most of them of authentication, and names the tests that must fail.
 
 Read by the script that applies them. A tuple is: name, file, the text to replace (it occurs once), what to put in its
 place, and the tests, each of which must fail then. Where a check is tested with two users for real, as root, and with a
@@ -6,38 +6,39 @@ user that is made up, the test that runs for everyone is named."""
 
 from __future__ import annotations
 
-SHM, ENDPOINT, NETBELL = (f"stretto/connector/{name}.py" for name in ("shm", "endpoint", "netbell"))
-GUESTS, SLOTS = (f"stretto/connector/{name}.py" for name in ("guests", "slots"))
-PIPELINE, MESSAGES = (f"stretto/orchestrator/{name}.py" for name in ("pipeline", "messages"))
-ENDS = "stretto/stage/ends.py"
+SHM, ENDPOINT, ZMQ = (f"stretto/connector/{name}.py" for name in ("shm", "endpoint", "zmqsocket"))
+PENDING, SLOTS = (f"stretto/connector/{name}.py" for name in ("pending", "slots"))
+PIPELINE, MESSAGES = "stretto/orchestrator/pipeline.py", "stretto/control/messages.py"
+ENDS, OUTBOX = "stretto/stage/ends.py", "stretto/stage/outbox.py"
 
 _SHM = "tests/contract/test_strangers_shm.py::test_"
 _NET = "tests/contract/test_strangers_net.py::test_"
 _ENDPOINT = "tests/connector/test_endpoint.py::test_"
-_GUESTS = "tests/connector/test_guests.py::test_"
+_PENDING = "tests/connector/test_pending.py::test_"
 _LINKS = "tests/orchestrator/test_links.py::test_"
 _ENDS = "tests/stage/test_ends.py::test_"
+_OUTBOX = "tests/stage/test_outbox.py::test_"
 
 MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     # -- shm, the receiver
     (
-        "shm: a guest of another user is let in",
+        "shm: a connection of another user is accepted",
         SHM,
-        "                if not _is_ours(self._guest):\n",
+        "                if not _is_ours(self._pending):\n",
         "                if False:\n",
         [_SHM + "another_user_is_refused_whatever_it_says"],
     ),
     (
-        "shm: a guest of another user is waited for, and refused only then",
+        "shm: a connection of another user is waited for, and refused only then",
         SHM,
-        "                if not _is_ours(self._guest):\n"
-        '                    raise ConnectionRefusedError("a stranger")\n'
-        "            bound_waits(self._guest, min(timeout, _HELLO_S))\n"
-        "            self._admit(self._guest)\n",
-        "            bound_waits(self._guest, min(timeout, _HELLO_S))\n"
-        "            self._admit(self._guest)\n"
-        "            if self.bell is not None and not _is_ours(self.bell._sock):\n"
-        '                raise ConnectionRefusedError("a stranger")\n',
+        "                if not _is_ours(self._pending):\n"
+        '                    raise ConnectionRefusedError("another user")\n'
+        "            set_timeout(self._pending, min(timeout, _HELLO_S))\n"
+        "            self._admit(self._pending)\n",
+        "            set_timeout(self._pending, min(timeout, _HELLO_S))\n"
+        "            self._admit(self._pending)\n"
+        "            if self.socket is not None and not _is_ours(self.socket._sock):\n"
+        '                raise ConnectionRefusedError("another user")\n',
         [_SHM + "another_user_that_says_nothing_is_not_waited_for"],
     ),
     (
@@ -53,22 +54,22 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     (
         "shm: the hello is not compared",
         SHM,
-        "if not hmac.compare_digest(said, self._hello) or len(fds) != 1:",
+        "if not hmac.compare_digest(hello, self._hello) or len(fds) != 1:",
         "if len(fds) != 1:",
         [_SHM + f"a_hello_of_another_link_is_refused[{what}]" for what in ("generation", "nonce", "secret")],
     ),
     (
         "shm: only the hello's beginning is compared",
         SHM,
-        "if not hmac.compare_digest(said, self._hello) or len(fds) != 1:",
-        "if not self._hello.startswith(said) or len(fds) != 1:",
+        "if not hmac.compare_digest(hello, self._hello) or len(fds) != 1:",
+        "if not self._hello.startswith(hello) or len(fds) != 1:",
         [_SHM + "the_beginning_of_a_hello_is_none"],
     ),
     (
         "shm: a hello need not bring memory",
         SHM,
-        "if not hmac.compare_digest(said, self._hello) or len(fds) != 1:",
-        "if not hmac.compare_digest(said, self._hello):",
+        "if not hmac.compare_digest(hello, self._hello) or len(fds) != 1:",
+        "if not hmac.compare_digest(hello, self._hello):",
         [_SHM + "a_hello_without_memory_is_refused"],
     ),
     (
@@ -86,14 +87,14 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
         [_SHM + "memory_that_was_not_agreed_is_refused[may shrink]"],
     ),
     (
-        "shm: a silent guest stays",
+        "shm: a silent connection stays",
         SHM,
-        "if time.monotonic() >= self._guest_until:",
+        "if time.monotonic() >= self._pending_until:",
         "if False:",
         [_SHM + "who_never_says_hello_is_let_go_after_a_while"],
     ),
     (
-        "shm: a refused guest's descriptors stay open",
+        "shm: a refused connection's descriptors stay open",
         SHM,
         "            for fd in fds:\n                os.close(fd)\n",
         "            pass\n",
@@ -102,12 +103,12 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     (
         "shm: the listener stays when the sender is in",
         SHM,
-        "        self.arrivals = self.bell.arrivals\n        self._listener.close()\n",
-        "        self.arrivals = self.bell.arrivals\n",
+        "        self.arrivals = self.socket.arrivals\n        self._listener.close()\n",
+        "        self.arrivals = self.socket.arrivals\n",
         [_SHM + "when_the_sender_is_in_nobody_else_can_come"],
     ),
     (
-        "shm: a chunk of any generation, by the short way",
+        "shm: a chunk of any generation, by the fast path",
         SHM,
         "                    and generation == self._generation\n",
         "",
@@ -124,7 +125,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     (
         "shm: a sender gives up at once where the listener's queue is full",
         SHM,
-        "            bound_connect(sock, options.connect_timeout_s)\n",
+        "            set_connect_timeout(sock, options.connect_timeout_s)\n",
         "            sock.settimeout(options.connect_timeout_s)\n",
         [_SHM + "a_sender_waits_for_its_place_in_a_full_queue"],
     ),
@@ -191,7 +192,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     # -- networks, the receiver
     (
         "tcp: nothing is encrypted, at either end",
-        NETBELL,
+        ZMQ,
         "    if listens:\n        socket.curve_server = True\n",
         "    if not listens or listens:\n        return\n    if listens:\n        socket.curve_server = True\n",
         [
@@ -201,7 +202,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     ),
     (
         "tcp: the key does not come from the secret",
-        NETBELL,
+        ZMQ,
         'hmac.digest(secret, f"stretto curve',
         'hmac.digest(b"", f"stretto curve',
         [
@@ -211,7 +212,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     ),
     (
         "tcp: the hello is not compared",
-        NETBELL,
+        ZMQ,
         'if len(frames) == 3 and len(said) == 2 and hmac.compare_digest(b"".join(said), b"".join(self._hello)):',
         "if len(frames) == 3 and len(said) == 2:",
         [
@@ -221,98 +222,98 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     ),
     (
         "tcp: a hello is one whatever comes behind it",
-        NETBELL,
+        ZMQ,
         "if len(frames) == 3 and len(said) == 2 and",
         "if len(said) == 2 and",
         [_NET + "who_has_the_key_but_not_the_hello_is_refused[more]"],
     ),
     (
         "tcp: who is refused stays connected",
-        NETBELL,
-        "            self._guests.refuse(fd)\n",
+        ZMQ,
+        "            self._pending.refuse(fd)\n",
         "            pass\n",
         [_NET + "who_has_the_key_but_not_the_hello_is_refused[secret]"],
     ),
     (
         "tcp: others than the peer are heard",
-        NETBELL,
+        ZMQ,
         "            return who == self._peer\n",
         "            return True\n",
         [_NET + "when_the_sender_is_in_strangers_are_neither_heard_nor_kept"],
     ),
     (
-        "tcp: guests stay when the sender is in",
-        NETBELL,
-        "self._guests.dismiss(everyone=bool(self._peer))",
-        "self._guests.dismiss()",
+        "tcp: pending connections stay when the sender is in",
+        ZMQ,
+        "self._pending.shut_down(everyone=bool(self._peer))",
+        "self._pending.shut_down()",
         [_NET + "when_the_sender_is_in_strangers_are_neither_heard_nor_kept"],
     ),
     (
-        "tcp: nobody looks after guests while a take waits",
-        NETBELL,
-        "self._receive(min(timeout, self._guests.patience()))",
+        "tcp: pending connections do not expire while a take waits",
+        ZMQ,
+        "self._receive(min(timeout, self._pending.time_left()))",
         "self._receive(timeout)",
         [_NET + "a_take_that_waits_lets_the_silent_go_too"],
     ),
     (
         "tcp: a stranger's end is taken for the peer's",
-        NETBELL,
-        "                    left = False  # who left was a guest, whose descriptor the peer has now\n",
+        ZMQ,
+        "                    left = False  # the one that left was pending, and the peer has its descriptor now\n",
         "                    pass\n",
         [_NET + "a_stranger_that_had_the_senders_descriptor_before_it_does_not_end_the_link"],
     ),
     (
         "tcp: events are looked at before messages",
-        NETBELL,
+        ZMQ,
         "        of_peer = [frames for frames in messages if self._is_peer(frames)]\n"
-        "        # After the messages: the peer may have said hello and left since the last look.\n"
-        "        self._note_events(events)\n",
-        "        self._note_events(events)\n"
+        "        # After the messages: the peer may have sent its hello and left since the last poll.\n"
+        "        self._handle_events(events)\n",
+        "        self._handle_events(events)\n"
         "        of_peer = [frames for frames in messages if self._is_peer(frames)]\n",
         [_NET + "a_sender_that_said_hello_and_died_at_once_is_dead"],
     ),
     (
         "tcp: messages of any size",
-        NETBELL,
+        ZMQ,
         "        self._socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)\n",
         "",
         [_NET + "a_message_larger_than_a_slot_is_refused_by_its_length"],
     ),
-    # -- guests
+    # -- pending connections
     (
-        "guests: the silent stay",
-        GUESTS,
+        "pending: the silent stay",
+        PENDING,
         "            late = self.clock() - since >= HELLO_S\n",
         "            late = False\n",
-        [_GUESTS + "who_says_nothing_is_shut_when_its_time_is_over"],
+        [_PENDING + "who_says_nothing_is_shut_when_its_time_is_over"],
     ),
     (
-        "guests: any number",
-        GUESTS,
-        " or len(self._here) > MOST or ",
+        "pending: any number",
+        PENDING,
+        " or len(self._since) > MAX_PENDING or ",
         " or ",
-        [_GUESTS + "the_oldest_make_room", _NET + "a_crowd_is_bounded_and_does_not_keep_the_sender_out"],
+        [_PENDING + "the_oldest_make_room", _NET + "a_crowd_is_bounded_and_does_not_keep_the_sender_out"],
     ),
     (
-        "guests: the refused stay",
-        GUESTS,
+        "pending: the refused stay",
+        PENDING,
         " or fd in self._refused:",
         ":",
-        [_GUESTS + "who_was_refused_is_shut_as_soon_as_it_is_known"],
+        [_PENDING + "who_was_refused_is_shut_as_soon_as_it_is_known"],
     ),
     (
-        "guests: a refusal outlives its connection",
-        GUESTS,
+        "pending: a refusal outlives its connection",
+        PENDING,
         "        self._refused.discard(fd)\n",
         "",
-        [_GUESTS + "a_refusal_ends_with_its_connection"],
+        [_PENDING + "a_refusal_ends_with_its_connection"],
     ),
     (
-        "guests: a descriptor is shut whoever has it now",
-        GUESTS,
+        "pending: a descriptor is shut whoever has it now",
+        PENDING,
         "                    if connection.getpeername() == address:\n",
         "                    if address:\n",
-        [_GUESTS + "another_connection_with_the_same_descriptor_is_left_alone"],
+        [_PENDING + "another_connection_with_the_same_descriptor_is_left_alone"],
     ),
     # -- notes
     (
@@ -331,6 +332,45 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
         "if kind == _RELEASE and sent == seq and generation == self._generation:",
         "if kind == _RELEASE and sent == seq:",
         [_NET + "a_release_of_another_generation_ends_the_link"],
+    ),
+    # -- chunks
+    (
+        "outbox: rows are never cut",
+        OUTBOX,
+        "        if len(span) == 1 or wire.encoded_size(chunk) <= slot_bytes:\n",
+        "        if True:\n",
+        [
+            _OUTBOX + "media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_the_mark",
+            "tests/stage/test_link.py::test_thinker_rows[shm-all on-cut]",
+        ],
+    ),
+    (
+        "outbox: a chunk may not fill its slot",
+        OUTBOX,
+        "wire.encoded_size(chunk) <= slot_bytes",
+        "wire.encoded_size(chunk) < slot_bytes",
+        [_OUTBOX + "rows_that_fit_a_slot_are_one_chunk_and_are_not_copied"],
+    ),
+    (
+        "outbox: each part carries the mark",
+        OUTBOX,
+        "slot_bytes, Mark.MORE, event)",
+        "slot_bytes, mark, event)",
+        [_OUTBOX + "media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_the_mark"],
+    ),
+    (
+        "outbox: a part is sent without its event",
+        OUTBOX,
+        "seq=self._seq, event=event)",
+        "seq=self._seq)",
+        [_OUTBOX + "every_part_carries_the_event_of_its_rows"],
+    ),
+    (
+        "outbox: an interruption keeps old chunks",
+        OUTBOX,
+        "        self.epoch = epoch\n        self._waiting.clear()\n",
+        "        self.epoch = epoch\n",
+        [_OUTBOX + "an_interruption_drops_what_has_not_left"],
     ),
     # -- the orchestrator
     (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto.connector.contract import Endpoint, LinkOptions
-from stretto.connector.registry import Registry
+from stretto.connector.registry import Registry, connectors
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import Connect, Listen
 from stretto.control.settings import HostSettings
@@ -29,7 +29,7 @@ class Stop(Exception):
 class Asked:
     """A connector that notes what it is asked for, and goes no further."""
 
-    name, inline = "asked", False
+    name = "asked"
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -44,13 +44,14 @@ class Asked:
         raise self.error
 
 
-def ends_with(connector: Asked) -> LinkEnds:
-    def nothing(*said: Any) -> None:
-        raise AssertionError(f"said {said}")
+def nothing(*said: Any) -> None:
+    raise AssertionError(f"said {said}")
 
+
+def ends_with(connector: Asked) -> LinkEnds:
     registry = Registry()
     registry.register("asked", lambda: connector)
-    return LinkEnds({}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
+    return LinkEnds({}, {}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
 
 
 def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> None:
@@ -73,3 +74,7 @@ def test_nonsense_from_another_host_is_an_error_of_the_link(endpoint: bytes) -> 
 def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> None:
     with pytest.raises(StrettoError, match="Too many open files"):
         ends_with(Asked(OSError(24, "Too many open files"))).listen(Listen(LINK, "asked", 1, SECRET), OverlapSwitches())
+
+
+def test_connectors_that_were_registered_in_this_process_are_found() -> None:
+    assert LinkEnds({}, {}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing).registry is connectors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import permutations, product
+from itertools import accumulate, cycle, islice, pairwise, permutations, product
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from stretto.connector import wire
 from stretto.connector.contract import Chunk
 from stretto.errors import Bug, WireError
 from stretto.stage.inbox import Gap, Inbox, Inboxes, Outcome, Unannounced
-from stretto.stage.payload.chunker import ChunkPolicy, cut
 from stretto.types import Mark, RequestId, Span
 
 R = RequestId("r-1")
@@ -55,12 +54,15 @@ class _Slot:
 Key = tuple[int, int, Span, Mark]  # segment, seq, span, mark
 
 
-def stream(policy: ChunkPolicy, segments: list[int]) -> list[Key]:
-    """A whole request: segments of so many rows, the last of which ends it."""
+def stream(sizes: list[int], segments: list[int]) -> list[Key]:
+    """A whole request: segments of so many rows, the last of which ends it, in chunks of `sizes` (again and again)."""
     keys: list[Key] = []
     for segment, total in enumerate(segments):
-        mark = Mark.REQUEST_END if segment == len(segments) - 1 else Mark.SEGMENT_END
-        keys += [(segment, seq, *chunk) for seq, chunk in enumerate(cut(policy, 0, total, mark))]
+        stops = [stop for stop in accumulate(islice(cycle(sizes), total)) if stop < total]
+        spans = [Span(start, stop) for start, stop in pairwise([0, *stops, total])]
+        keys += [(segment, seq, span, Mark.MORE) for seq, span in enumerate(spans[:-1])]
+        end = Mark.REQUEST_END if segment == len(segments) - 1 else Mark.SEGMENT_END
+        keys.append((segment, len(spans) - 1, spans[-1], end))
     return keys
 
 
@@ -99,9 +101,9 @@ def deliver(sent: list[Key], arrival: list[int]) -> tuple[list[Key] | None, Slot
 
 
 @pytest.mark.parametrize("segments", [[0], [1], [4], [5], [2, 2], [0, 3], [1, 0, 1]], ids=str)
-@pytest.mark.parametrize("policy", [ChunkPolicy(1, 2), ChunkPolicy(2, 2), ChunkPolicy(1, 4, 2)], ids=str)
-def test_every_arrival_order(policy: ChunkPolicy, segments: list[int]) -> None:
-    sent = stream(policy, segments)
+@pytest.mark.parametrize("sizes", [[1, 2], [2], [1, 2, 4]], ids=str)
+def test_every_arrival_order(sizes: list[int], segments: list[int]) -> None:
+    sent = stream(sizes, segments)
     for arrival in permutations(range(len(sent))):
         order = expected(sent, list(arrival))
         got, slots = deliver(sent, list(arrival))
@@ -112,7 +114,7 @@ def test_every_arrival_order(policy: ChunkPolicy, segments: list[int]) -> None:
 @pytest.mark.parametrize("segments", [[3], [2, 1]], ids=str)
 def test_every_repeat_and_loss(segments: list[int]) -> None:
     """All sequences of up to five arrivals out of the request's chunks, so also every loss and every repeat."""
-    sent = stream(ChunkPolicy(1, 2), segments)
+    sent = stream([1, 2], segments)
     for length in range(6):
         for arrival in product(range(len(sent)), repeat=length):
             order = expected(sent, list(arrival))
@@ -125,8 +127,8 @@ def test_every_repeat_and_loss(segments: list[int]) -> None:
 @given(st.data())
 def test_a_whole_request_arrives_whole(data: st.DataObject) -> None:
     """In order with repeats thrown in, announced at any time: all is there once, in order, with one end, last."""
-    policy = ChunkPolicy(data.draw(st.integers(1, 3)), 3, data.draw(st.sampled_from([None, 2])))
-    sent = stream(policy, data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)))
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    sent = stream(sizes, data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)))
     announced_at = data.draw(st.integers(0, len(sent)))
     slots, inboxes = Slots(), Inboxes()
     for index, (segment, seq, span, mark) in enumerate(sent):

@@ -2,6 +2,7 @@
 
 import torch
 
+from stretto.connector.contract import Chunk
 from stretto.errors import Invalid, StrettoError
 from stretto.models.qwen3_omni.payloads import CodecFrames
 from stretto.stage.links import Arrival, Inlet, Outlet
@@ -10,13 +11,14 @@ from stretto.types import Mark, RequestId, Span
 ID = RequestId("r")
 
 
-class Way:
-    """A link that has room or not."""
+class Courier:
+    """A courier that has room or not."""
 
+    slot_bytes = 1 << 16
     room = False
     woken = 0
 
-    def offer(self, parcel: object) -> bool:
+    def offer(self, chunk: Chunk) -> bool:
         return self.room
 
     def wake_when_sent(self) -> None:
@@ -32,21 +34,21 @@ def frame(n: int) -> CodecFrames:
 
 def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> None:
     """Room in the link must not set a request going whose listener is slow, nor the other way round."""
-    link, way = Outlet("a>b", CodecFrames), Way()
-    link.attach(way)  # type: ignore[arg-type]
+    link, courier = Outlet("a>b", CodecFrames), Courier()
+    link.attach(courier)  # type: ignore[arg-type]
     link.open(ID)
     assert not link.blocked(ID)
     assert not link.send(ID, frame(0))
     assert link.blocked(ID)
     link.throttle(ID, True)
     assert link.flush() == []
-    assert way.woken == 1
-    way.room = True
+    assert courier.woken == 1
+    courier.room = True
     assert link.flush() == [ID]
     assert link.blocked(ID), "its listener is slow still"
     link.throttle(ID, False)
     assert not link.blocked(ID)
-    way.room = False
+    courier.room = False
     assert not link.send(ID, frame(1))
     link.throttle(ID, True)
     link.throttle(ID, False)

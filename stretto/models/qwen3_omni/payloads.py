@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from stretto.stage.payload.schema import joined, named, within
+from stretto.stage.payload.schema import named, within
 from stretto.types import Span
 
 
@@ -29,14 +29,6 @@ class CodecFrames:
     def part(self, span: Span) -> CodecFrames:
         start, stop = within(self.span, span)
         return CodecFrames(span, self.codes[start:stop])
-
-    @classmethod
-    def join(cls, parts: Sequence[CodecFrames]) -> CodecFrames:
-        span = joined([part.span for part in parts])
-        return parts[0] if len(parts) == 1 else cls(span, torch.cat([part.codes for part in parts]))
-
-    def copied(self) -> CodecFrames:
-        return CodecFrames(self.span, self.codes.clone())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"codes": self.codes}
@@ -87,24 +79,6 @@ class ThinkerRows:
                 media.append(Span(first, last))
                 inside += last - first
         return ThinkerRows(span, self.ids[start:stop], tuple(media), self.hidden[before : before + inside])
-
-    @classmethod
-    def join(cls, parts: Sequence[ThinkerRows]) -> ThinkerRows:
-        span = joined([part.span for part in parts])
-        if len(parts) == 1:
-            return parts[0]
-        media: list[Span] = []
-        for run in (run for part in parts for run in part.media):
-            if media and media[-1].stop == run.start:
-                media[-1] = replace(media[-1], stop=run.stop)
-            else:
-                media.append(run)
-        ids = torch.cat([part.ids for part in parts])
-        rows = [part.hidden for part in parts if part.media]
-        return cls(span, ids, tuple(media), torch.cat(rows) if rows else _NOTHING)
-
-    def copied(self) -> ThinkerRows:
-        return ThinkerRows(self.span, self.ids.clone(), self.media, self.hidden.clone())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         if not self.media:

@@ -1,4 +1,4 @@
-"""The copy controllers on a CPU device: the same calls, done at once."""
+"""Uploads: on a CPU device, and what is asked of a device that is not there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from stretto.connector import wire
 from stretto.connector.contract import Chunk
 from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
-from stretto.stage.payload.copies import DeviceToHost, HostToDevice, adopt
-from stretto.stage.payload.ring import Ring
+from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.payload.schema import Payload, unpack
 from stretto.types import Mark, RequestId, Span
 
@@ -32,26 +31,18 @@ class Credit:
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_there_and_back(switches: OverlapSwitches) -> None:
-    ring = Ring(1, 4096)
-    down, up = DeviceToHost(ring, CPU, switches), HostToDevice(CPU, switches, keep=frozenset({"media"}))
-    batch = {"rows": torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), "media": torch.tensor([[0, 2]])}
-    lease = down.copy({"rows": batch["rows"][::2], "media": batch["media"]})  # a strided source, as a batch's slice is
-    assert lease is not None
-    assert down.copy(batch) is None, "one slot, and it is taken"
-    lease.wait()
+def test_an_upload_to_a_cpu_is_a_copy_and_returns_the_slot_at_once(switches: OverlapSwitches) -> None:
+    up = HostToDevice(CPU, switches, keep=frozenset({"media"}))
+    slot = {"rows": torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), "media": torch.tensor([[0, 2]])}
+    wanted = {name: tensor.clone() for name, tensor in slot.items()}
     credit = Credit()
-    landed = up.upload(wire.chunk(RequestId("r"), Span(0, 3), Mark.MORE, dict(lease.tensors), lease=credit))
-    assert not up.reap()
-    up.wait()
+    uploaded = up.upload(wire.chunk(RequestId("r"), Span(0, 3), Mark.MORE, dict(slot), lease=credit))
     assert credit.released
-    adopt(landed)
-    lease.release()
-    overwrite = down.copy({"rows": torch.zeros(3, 8)})
-    assert overwrite is not None
-    assert torch.equal(landed.tensors["rows"], batch["rows"][::2]), "the upload is a copy of its own"
-    assert torch.equal(landed.tensors["media"], batch["media"])
-    overwrite.release()
+    assert not up.reap()
+    assert uploaded.event is None
+    slot["rows"].zero_()
+    slot["media"].zero_()
+    assert all(torch.equal(uploaded.tensors[name], tensor) for name, tensor in wanted.items())
 
 
 # ---- uploads to a device that is not there: what is asked of it, and in which order

@@ -1,4 +1,4 @@
-"""When a receiver looks before it sleeps: the rules in `looking`'s first lines, played on a clock of our own."""
+"""When a receiver spins before it sleeps: the rules in `spinwait`'s docstring, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from stretto.connector.looking import MOST_STREAK, STREAK, Lookout, read_look_s
+from stretto.connector.spinwait import MAX_STREAK, STREAK, SpinWait, read_spin_s
 
 WINDOW_S = 100e-6
 SHORT_S, LONG_S = 30e-6, 0.004
@@ -19,38 +19,38 @@ class Played:
 
     cores: int = 2
     wakes_s: float = 50e-6
-    looking_adds_s: float = 0.0
+    spinning_adds_s: float = 0.0
     now: float = 0.0
-    looked_s: float = 0.0
-    lookout: Lookout = field(init=False)
+    spun_s: float = 0.0
+    spin_wait: SpinWait = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lookout = Lookout(WINDOW_S, lambda: self.now, lambda: self.cores)
+        self.spin_wait = SpinWait(WINDOW_S, lambda: self.now, lambda: self.cores)
 
     def wait(self, until_s: float, came: bool = True) -> bool:
-        """One wait for a chunk that is there after `until_s`. Whether it was looked for."""
-        looks = self.lookout.looks
-        self.lookout.begin()
-        if looks:
-            took = until_s + self.looking_adds_s
-            self.looked_s += min(took, WINDOW_S)
-            assert not self.lookout.over()
+        """One wait for a chunk that is there after `until_s`. Whether it spun."""
+        spins = self.spin_wait.spins
+        self.spin_wait.begin()
+        if spins:
+            took = until_s + self.spinning_adds_s
+            self.spun_s += min(took, WINDOW_S)
+            assert not self.spin_wait.over()
             if took > WINDOW_S:
                 self.now += WINDOW_S
-                assert self.lookout.over()
+                assert self.spin_wait.over()
                 self.now += took - WINDOW_S + self.wakes_s
             else:
                 self.now += took
         else:
             self.now += until_s + self.wakes_s
-        self.lookout.ended(came)
-        return looks
+        self.spin_wait.ended(came)
+        return spins
 
 
-def test_it_looks_after_enough_short_waits_and_stops_at_the_first_long_one() -> None:
+def test_it_spins_after_enough_short_waits_and_stops_at_the_first_long_one() -> None:
     played = Played()
     assert [played.wait(SHORT_S) for _ in range(STREAK + 20)] == [False] * STREAK + [True] * 20
-    assert played.wait(LONG_S), "this one was still looked for"
+    assert played.wait(LONG_S), "this one still spun"
     assert [played.wait(SHORT_S) for _ in range(STREAK + 1)] == [False] * STREAK + [True]
 
 
@@ -63,7 +63,7 @@ def test_a_wait_that_brings_nothing_counts_as_a_long_one() -> None:
     assert played.wait(SHORT_S)
 
 
-def test_a_process_with_one_core_never_looks_and_one_that_gets_another_does() -> None:
+def test_a_process_with_one_core_never_spins_and_one_that_gets_another_does() -> None:
     played = Played(cores=1)
     assert not any(played.wait(SHORT_S) for _ in range(100))
     played.cores = 2
@@ -71,7 +71,7 @@ def test_a_process_with_one_core_never_looks_and_one_that_gets_another_does() ->
 
 
 @pytest.mark.parametrize("burst", [1, 2, STREAK])
-def test_the_rhythm_of_serving_is_never_looked_at(burst: int) -> None:
+def test_the_rhythm_of_serving_never_spins(burst: int) -> None:
     """A chunk, or a few, every few milliseconds."""
     played = Played()
     chance = random.Random(burst)
@@ -87,30 +87,30 @@ def test_bursts_that_end_during_the_trial_cost_less_and_less(burst: int) -> None
         played.wait(LONG_S)
         for _ in range(burst):
             played.wait(SHORT_S)
-    assert played.looked_s <= 2 * (burst * SHORT_S + WINDOW_S), (
+    assert played.spun_s <= 2 * (burst * SHORT_S + WINDOW_S), (
         "a trial or two, then the bursts are known to be too short"
     )
 
 
-def test_looking_that_gains_nothing_is_given_up_for_longer_and_longer() -> None:
-    """As where sender and receiver share a core: the look itself keeps the chunk from coming."""
-    played = Played(wakes_s=20e-6, looking_adds_s=60e-6)
+def test_spinning_that_gains_nothing_is_given_up_for_longer_and_longer() -> None:
+    """As where sender and receiver share a core: spinning itself delays the chunk."""
+    played = Played(wakes_s=20e-6, spinning_adds_s=60e-6)
     waits = 40_000
-    looked = sum(played.wait(SHORT_S) for _ in range(waits))
-    trials = looked / STREAK
-    assert 5 <= trials <= 4 + waits / MOST_STREAK + MOST_STREAK.bit_length()
+    spun = sum(played.wait(SHORT_S) for _ in range(waits))
+    trials = spun / STREAK
+    assert 5 <= trials <= 4 + waits / MAX_STREAK + MAX_STREAK.bit_length()
 
 
-def test_looking_that_gains_is_kept() -> None:
+def test_spinning_that_gains_is_kept() -> None:
     played = Played()
     assert sum(played.wait(SHORT_S) for _ in range(10_000)) == 10_000 - STREAK
 
 
 def test_after_a_good_trial_the_way_back_is_short_again() -> None:
-    played = Played(looking_adds_s=60e-6, wakes_s=20e-6)
+    played = Played(spinning_adds_s=60e-6, wakes_s=20e-6)
     for _ in range(500):
         played.wait(SHORT_S)
-    played.looking_adds_s = 0.0
+    played.spinning_adds_s = 0.0
     while not played.wait(SHORT_S):
         pass
     for _ in range(STREAK):
@@ -120,9 +120,9 @@ def test_after_a_good_trial_the_way_back_is_short_again() -> None:
 
 
 def test_the_setting_and_the_variable_above_it() -> None:
-    assert read_look_s("a-b", {}, {}) == 0.0
-    assert read_look_s("a-b", {"look_us": "100"}, {}) == 100e-6
-    assert read_look_s("a-b", {"look_us": "100"}, {"STRETTO_LOOK_US": "0"}) == 0.0
+    assert read_spin_s("a-b", {}, {}) == 0.0
+    assert read_spin_s("a-b", {"look_us": "100"}, {}) == 100e-6
+    assert read_spin_s("a-b", {"look_us": "100"}, {"STRETTO_LOOK_US": "0"}) == 0.0
     for wrong in ("1001", "-1", "1.5", "much", ""):
         with pytest.raises(ValueError, match="a-b: look_us"):
-            read_look_s("a-b", {"look_us": wrong}, {})
+            read_spin_s("a-b", {"look_us": wrong}, {})

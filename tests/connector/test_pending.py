@@ -1,4 +1,4 @@
-"""Guests of a network listener, with a clock by hand and real connections: who is shut, and who never is."""
+"""Pending connections of a network listener, with a clock by hand and real connections: which are shut down."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from stretto.connector.guests import HELLO_S, MOST, Guests
+from stretto.connector.pending import HELLO_S, MAX_PENDING, PendingConnections
 
 
 class Door:
-    """Accepts, as ZeroMQ would: the guests only ever see descriptors."""
+    """Accepts, as ZeroMQ would: `PendingConnections` only sees descriptors."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -62,81 +62,81 @@ def clock() -> Clock:
 
 
 def test_who_says_nothing_is_shut_when_its_time_is_over(door: Door, clock: Clock) -> None:
-    here = Guests(clock)
-    assert here.patience() == float("inf")
+    here = PendingConnections(clock)
+    assert here.time_left() == float("inf")
     first = door.knock()
-    here.came(door.fd(first))
+    here.add(door.fd(first))
     clock.now = 1.0
     second = door.knock()
-    here.came(door.fd(second))
-    assert here.patience() == HELLO_S - 1.0
-    here.dismiss()
+    here.add(door.fd(second))
+    assert here.time_left() == HELLO_S - 1.0
+    here.shut_down()
     assert door.shut() == []
     clock.now = HELLO_S
-    assert here.patience() == 0.0
-    here.dismiss()
+    assert here.time_left() == 0.0
+    here.shut_down()
     assert door.shut() == [first]
-    assert here.patience() == 1.0
+    assert here.time_left() == 1.0
     assert len(here) == 1
 
 
 def test_the_oldest_make_room(door: Door, clock: Clock) -> None:
-    here = Guests(clock)
-    for _ in range(MOST + 3):
-        here.came(door.fd(door.knock()))
-    here.dismiss()
+    here = PendingConnections(clock)
+    for _ in range(MAX_PENDING + 3):
+        here.add(door.fd(door.knock()))
+    here.shut_down()
     assert door.shut() == [0, 1, 2]
-    assert len(here) == MOST
+    assert len(here) == MAX_PENDING
 
 
 def test_who_was_refused_is_shut_as_soon_as_it_is_known(door: Door, clock: Clock) -> None:
     """What it said may be read before the news that it came."""
-    here = Guests(clock)
+    here = PendingConnections(clock)
     first, second = door.knock(), door.knock()
     here.refuse(door.fd(second))
-    here.dismiss()
+    here.shut_down()
     assert door.shut() == []
-    here.came(door.fd(first))
-    here.came(door.fd(second))
-    here.dismiss()
+    here.add(door.fd(first))
+    here.add(door.fd(second))
+    here.shut_down()
     assert door.shut() == [second]
 
 
 def test_a_refusal_ends_with_its_connection(door: Door, clock: Clock) -> None:
-    here = Guests(clock)
+    here = PendingConnections(clock)
     number = door.knock()
     here.refuse(door.fd(number))
-    here.came(door.fd(number))
-    here.left(door.fd(number))
-    here.came(door.fd(number))  # as if another had the descriptor now
-    here.dismiss()
+    here.add(door.fd(number))
+    here.remove(door.fd(number))
+    here.add(door.fd(number))  # as if another had the descriptor now
+    here.shut_down()
     assert door.shut() == []
 
 
 def test_another_connection_with_the_same_descriptor_is_left_alone(door: Door, clock: Clock) -> None:
-    here = Guests(clock)
+    here = PendingConnections(clock)
     old, new = door.knock(), door.knock()
     fd = door.fd(old)
-    here.came(fd)
+    here.add(fd)
     os.dup2(door.fd(new), fd)  # the old one is closed, and its descriptor is the new one's
-    here.dismiss(everyone=True)
+    here.shut_down(everyone=True)
     assert door.shut() == [old], "closed by itself, and the other not"
     assert len(here) == 0
 
 
 def test_descriptors_that_are_none_any_more_are_no_matter(clock: Clock) -> None:
-    here = Guests(clock)
+    here = PendingConnections(clock)
     inside, outside = os.pipe()
-    here.came(inside)  # not a connection
+    here.add(inside)  # not a connection
     os.close(inside)
-    here.came(inside)
+    here.add(inside)
     assert len(here) == 0
     os.close(outside)
     a, b = socket.socketpair()
-    here.came(a.fileno())
+    here.add(a.fileno())
     fd = a.fileno()
     a.close()
-    here.dismiss(everyone=True)
+    here.shut_down(everyone=True)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     b.close()

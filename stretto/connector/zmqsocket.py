@@ -1,22 +1,24 @@
-"""Notes between machines: one ZeroMQ connection per link, for `tcp` (which sends chunks on it too) and `mooncake`.
+"""The connection of a link between machines: one ZeroMQ socket per end. `mooncake` sends its notes on it, `tcp` its
+chunks too.
 
-The receiver binds a ROUTER, the sender connects a DEALER, once: no reconnection, since a link that broke starts
-anew with a new generation. ZeroMQ's own I/O thread does the handshake, the heartbeats and the reading, so a busy
-interpreter on one side is not taken for a death by the other.
+The receiver binds a ROUTER, the sender connects a DEALER, once. There is no reconnection: a link that broke starts
+again with a new generation. ZeroMQ's own I/O thread does the handshake, the heartbeats and the reading, so a busy
+interpreter on one side does not look like a death to the other.
 
-**Death.** The connection's end is an event of the socket's monitor: at once when the peer's kernel closes it (a
-process died), after `heartbeat_s` without an answer when the machine or the network is gone. A CLOSE note precedes
-the end of a connection that is closed in good order.
+**Death.** The end of a connection is an event of the socket's monitor: immediate when the peer's kernel closes it (the
+process died), after `heartbeat_s` without an answer when the machine or the network is gone. A CLOSE note precedes the
+end of a connection that is closed in good order.
 
-**Who may talk.** The connection is CURVE: encrypted and authenticated. The receiver's key pair is derived from the
-link's secret and the endpoint's nonce, so only the invited listener can answer, and a stranger does not get through
-the handshake, in which nothing larger than one message is held of it. The sender's first note then carries the
-endpoint's hello. Whoever has not said it stays a guest (`guests`): few at a time, shut when it says anything else or
-nothing for too long, or when the peer is there.
+**Authentication.** The connection is CURVE: encrypted and authenticated. The receiver's key pair is derived from the
+link's secret and the endpoint's nonce, so only the invited listener can answer, and a peer without the secret does not
+complete the handshake, during which at most one message of it is held. The sender's first note then carries the
+endpoint's hello. Until then a connection is pending (`pending`): few at a time, shut down when it sends anything else
+or nothing for too long, or when the sender is connected.
 
-**Threads.** A ZeroMQ socket is not for two threads at once, but `release` comes from any thread while the courier
-waits. So every call on the socket is short and under a lock, and the courier waits outside of it on descriptors.
-Those are edge-triggered: whoever else touches the socket may swallow the edge, and then wakes the courier."""
+**Threads.** A ZeroMQ socket must not be used by two threads at once, but `release` may come from any thread while the
+courier waits. So every call on the socket is short and under a lock, and the courier waits outside the lock, on file
+descriptors. Those are edge-triggered: another thread that uses the socket may consume the edge, and then wakes the
+courier."""
 
 from __future__ import annotations
 
@@ -36,29 +38,29 @@ from zmq.utils import z85
 
 from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
 from stretto.connector.endpoint import hello_of, secret_of
-from stretto.connector.guests import Guests
 from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
+from stretto.connector.pending import PendingConnections
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-_LINGER_MS = 2000  # how long a closed sender's last chunks may still be on their way
-_NEVER_MS = 24 * 3600 * 1000  # to a second connection. -1 would say so too, but drops what had come by the first
+_LINGER_MS = 2000  # for the last chunks of a closed sender to be delivered
+_NEVER_MS = 24 * 3600 * 1000  # until a reconnection. -1 would mean never, but drops what the first connection received
 _TERM_S = _LINGER_MS / 1000 + 1.0
 _UNBIND_S = 0.5
-_GREETING_S = 0.1  # for a hello that is on its way when its listener closes
-_SLACK_BYTES = 4096  # notes and hello beside a chunk, in the bound on what is received
+_LAST_HELLO_S = 0.1  # for a hello in transit when its listener closes
+_SLACK_BYTES = 4096  # for a note and a hello beside a chunk, in the bound on a message's size
 _EVENT = struct.Struct("<HI")
 # Plain integers: operations on ZeroMQ's enums cost a microsecond each.
 _EVENTS, _POLLIN, _NOBLOCK, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_ZERO_COPY = 64 << 10  # bytes from which handing memory over is cheaper than copying it
+_ZERO_COPY = 64 << 10  # bytes from which sending without a copy is cheaper
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 @dataclass(slots=True)
 class _Contexts:
-    """The process's ZeroMQ context, there as long as any link is. Its two threads serve all links."""
+    """The process's ZeroMQ context, which exists as long as any link does. Its two threads serve all links."""
 
     _context: zmq.Context[zmq.Socket[bytes]] | None = None
     _users: int = 0
@@ -78,8 +80,8 @@ class _Contexts:
             if self._users or self._context is None:
                 return
             context, self._context = self._context, None
-        # Waits for what lingers, so that the last chunks of a process that ends now are not lost. In a thread of its
-        # own, since ZeroMQ's wait has no bound of its own.
+        # Waits for lingering messages, so that the last chunks of a process that ends now are not lost. In a thread,
+        # since ZeroMQ's wait has no timeout.
         closer = threading.Thread(target=context.term, daemon=True, name="stretto-zmq-term")
         closer.start()
         closer.join(_TERM_S)
@@ -90,7 +92,7 @@ class _Contexts:
 _contexts = _Contexts()
 
 
-class _NetBell:
+class _ZmqSocket:
     """One socket with its monitor, shared by the threads of an end."""
 
     def __init__(self, kind: int, slots: int, most_bytes: int, options: LinkOptions) -> None:
@@ -100,7 +102,7 @@ class _NetBell:
         self._socket.set_hwm(2 * slots + 8)  # above what credits allow, so that a send never waits
         self._socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        # A beat every quarter, so that one lost beat is not a death.
+        # One every quarter of the time, so that one lost heartbeat is not a death.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(heartbeat_ms / 4), 1))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(heartbeat_ms * 3 / 4), 1))
         self._monitor = self._socket.get_monitor_socket(
@@ -113,7 +115,7 @@ class _NetBell:
         self._waiting = False
         self._signalled = False
         self._woken = False
-        self._lost = ""  # why there is no peer any more
+        self._lost = ""  # the reason, when the peer is gone
 
     def _send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Any thread; never waits."""
@@ -131,16 +133,16 @@ class _NetBell:
                 self._signal()
 
     def _receive(self, timeout: float) -> tuple[list[list[zmq.Frame]], list[tuple[int, int]]]:
-        """Messages that have come, as frames, and events of connections with their descriptors.
+        """Messages, as frames, and events of connections with their descriptors.
 
-        Events are only read when no message is left, so a connection's end is seen after all that it delivered."""
+        Events are only read when no message is left, so the end of a connection is seen after its last message."""
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
                 messages = self._read_messages()
                 events = [] if messages else self._read_events()
                 if events:
-                    messages = self._read_messages()  # an event may overtake the last messages
+                    messages = self._read_messages()  # those that came just before the event
                 left = 0.0 if messages or events else deadline - time.monotonic()
                 self._waiting = left > 0
             if left <= 0 or self._woken:
@@ -166,7 +168,7 @@ class _NetBell:
         return events
 
     def _may_linger(self) -> bool:
-        """Whether somebody waits for what was sent last."""
+        """Whether the peer is there to receive what was sent last."""
         return not self._lost
 
     def _raise_if_lost(self) -> None:
@@ -179,7 +181,7 @@ class _NetBell:
             self._signal()
 
     def _signal(self) -> None:
-        """Make a poll return. With the lock held; a signal is one until it has been read."""
+        """Make a poll return. With the lock held; one signal suffices until it has been read."""
         if not self._signalled:
             self._signalled = True
             os.eventfd_write(self._wake_fd, 1)
@@ -195,8 +197,8 @@ class _NetBell:
         _contexts.release()
 
 
-class NetDialer(_NetBell):
-    """The sender's side: connects, says hello, then rings and reads what comes back."""
+class ZmqDialer(_ZmqSocket):
+    """The sender's side: connects, sends the hello, then sends notes and reads those that come back."""
 
     def __init__(self, endpoint: Endpoint, options: LinkOptions) -> None:
         secret = secret_of(endpoint.link, options)
@@ -227,7 +229,7 @@ class NetDialer(_NetBell):
                 raise PeerDead("nobody listens", link=endpoint.link)
         raise PeerDead(f"no answer within {timeout} s", link=endpoint.link)
 
-    def ring(self, kind: int, slot: int = 0, seq: int = 0, size: int = 0, blob: memoryview | None = None) -> None:
+    def send_note(self, kind: int, slot: int = 0, seq: int = 0, size: int = 0, blob: memoryview | None = None) -> None:
         note = pack_note(kind, slot, seq, size, self._generation)
         self._send([note] if blob is None else [note, blob])
 
@@ -235,7 +237,7 @@ class NetDialer(_NetBell):
         self._raise_if_lost()
         messages, events = self._receive(timeout)
         if any(event & (_GONE | _REFUSED) for event, _fd in events):
-            self._lost = "the connection ended without a good-bye"
+            self._lost = "the connection ended without a CLOSE note"
         if not messages:
             self._raise_if_lost()
         return [self._note_of(frames) for frames in messages]
@@ -251,17 +253,17 @@ class NetDialer(_NetBell):
     def wake(self) -> None:
         if not self._lost:
             with suppress(Hangup):
-                self.ring(Kind.CLOSE)
+                self.send_note(Kind.CLOSE)
         self._wake()
 
     def close(self) -> None:
         with suppress(Hangup):
-            self.notes(0.0)  # a peer that is gone is not worth lingering for
+            self.notes(0.0)  # do not linger for a peer that is gone
         super().close()
 
 
-class NetListener(_NetBell):
-    """The receiver's side: binds, waits for the invited sender's hello, then reads its notes and blobs."""
+class ZmqListener(_ZmqSocket):
+    """The receiver's side: binds, waits for the invited sender's hello, then reads its notes and chunks."""
 
     def __init__(self, link: str, options: LinkOptions, most_bytes: int) -> None:
         self._secret = secret_of(link, options)
@@ -269,7 +271,7 @@ class NetListener(_NetBell):
         self._options = options
         self._bound = ""
         self._hello: list[bytes] = []
-        self._guests = Guests()
+        self._pending = PendingConnections()
         self._peer = b""
         self._peer_fd = -1
 
@@ -290,39 +292,39 @@ class NetListener(_NetBell):
         return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
 
     def expect(self, endpoint: Endpoint) -> None:
-        """Whose hello is awaited. Called once, before anything is received."""
+        """Sets the hello to wait for. Called once, before anything is received."""
         self._generation = endpoint.generation
         self._hello = [pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation), hello_of(endpoint, self._secret)]
 
     def arrivals(self, timeout: float) -> list[tuple[Note, zmq.Frame | None]]:
         self._raise_if_lost()
-        arrived = [self._open(frames) for frames in self._look(timeout)]
+        arrived = [self._open(frames) for frames in self._poll_peer(timeout)]
         if not arrived:
             self._raise_if_lost()
         return arrived
 
-    def _look(self, timeout: float) -> list[list[zmq.Frame]]:
-        """The peer's messages; a guest's hello may make it the peer."""
-        messages, events = self._receive(min(timeout, self._guests.patience()))
+    def _poll_peer(self, timeout: float) -> list[list[zmq.Frame]]:
+        """The peer's messages. The right hello makes a pending connection the peer."""
+        messages, events = self._receive(min(timeout, self._pending.time_left()))
         of_peer = [frames for frames in messages if self._is_peer(frames)]
-        # After the messages: the peer may have said hello and left since the last look.
-        self._note_events(events)
-        self._guests.dismiss(everyone=bool(self._peer))
+        # After the messages: the peer may have sent its hello and left since the last poll.
+        self._handle_events(events)
+        self._pending.shut_down(everyone=bool(self._peer))
         return of_peer
 
-    def _note_events(self, events: Sequence[tuple[int, int]]) -> None:
+    def _handle_events(self, events: Sequence[tuple[int, int]]) -> None:
         left = False
         for event, fd in events:
             if event == zmq.EVENT_ACCEPTED:
                 if fd == self._peer_fd:
-                    left = False  # who left was a guest, whose descriptor the peer has now
+                    left = False  # the one that left was pending, and the peer has its descriptor now
                 else:
-                    self._guests.came(fd)
+                    self._pending.add(fd)
             elif event & (_GONE | _REFUSED):
                 left = left or fd == self._peer_fd
-                self._guests.left(fd)
+                self._pending.remove(fd)
         if left:
-            self._lost = "the connection ended without a good-bye"
+            self._lost = "the connection ended without a CLOSE note"
 
     def _is_peer(self, frames: list[zmq.Frame]) -> bool:
         who = frames[0].bytes
@@ -332,9 +334,9 @@ class NetListener(_NetBell):
         said = [frame.bytes for frame in frames[1:3] if len(frame) <= _SLACK_BYTES]
         if len(frames) == 3 and len(said) == 2 and hmac.compare_digest(b"".join(said), b"".join(self._hello)):
             self._peer, self._peer_fd = who, fd
-            self._guests.left(fd)
+            self._pending.remove(fd)
         else:
-            self._guests.refuse(fd)
+            self._pending.refuse(fd)
         return False
 
     def _open(self, frames: list[zmq.Frame]) -> tuple[Note, zmq.Frame | None]:
@@ -349,14 +351,14 @@ class NetListener(_NetBell):
         self._send([self._peer, pack_note(kind, slot, seq, 0, self._generation)])
 
     def wake(self) -> None:
-        self._say_goodbye()
+        self._send_close()
         self._wake()
 
     def close(self) -> None:
         self._woken = False
         if not self._peer and not self._lost:
-            self._greet_waiting()
-        self._say_goodbye()
+            self._await_hello()
+        self._send_close()
         self._stop_listening()
         super().close()
 
@@ -364,7 +366,7 @@ class NetListener(_NetBell):
         return bool(self._peer) and not self._lost
 
     def _stop_listening(self) -> None:
-        """Until the port is closed. ZeroMQ does it in its own time, and meanwhile would let strangers in."""
+        """Until the port is closed. ZeroMQ does it asynchronously, and meanwhile would accept connections."""
         if not self._bound:
             return
         self._socket.unbind(self._bound)
@@ -373,17 +375,17 @@ class NetListener(_NetBell):
             if any(event == zmq.EVENT_CLOSED for event, _fd in self._receive(left)[1]):
                 return
 
-    def _say_goodbye(self) -> None:
+    def _send_close(self) -> None:
         if self._peer and not self._lost:
             with suppress(Hangup):
                 self.reply(Kind.CLOSE)
 
-    def _greet_waiting(self) -> None:
-        """A sender that connected but was never looked at is told good-bye too: it must not see a death."""
-        deadline = time.monotonic() + _GREETING_S
-        self._look(0.0)
-        while not self._peer and self._guests and (left := deadline - time.monotonic()) > 0:
-            self._look(left)
+    def _await_hello(self) -> None:
+        """Send CLOSE also to a sender that has connected and was not accepted yet: it must not see a death."""
+        deadline = time.monotonic() + _LAST_HELLO_S
+        self._poll_peer(0.0)
+        while not self._peer and self._pending and (left := deadline - time.monotonic()) > 0:
+            self._poll_peer(left)
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -393,8 +395,8 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 def _encrypt(socket: zmq.Socket[bytes], key: bytes, *, listens: bool = False) -> None:
-    """CURVE, with the listener's secret key. A sender holds that too, and needs only its public half; the sender's own
-    key pair is nobody's business, since its hello says who it is."""
+    """CURVE, with the listener's secret key. A sender has it too, and uses only its public half. The sender's own key
+    pair is random: its hello authenticates it."""
     if listens:
         socket.curve_server = True
         socket.curve_secretkey = key
@@ -404,5 +406,5 @@ def _encrypt(socket: zmq.Socket[bytes], key: bytes, *, listens: bool = False) ->
 
 
 def _key_of(secret: bytes, nonce: str) -> bytes:
-    """The listener's CURVE secret key, which both ends can work out and nobody else. Any 32 bytes are one."""
+    """The listener's CURVE secret key, which only the two ends can derive. Any 32 bytes are a valid key."""
     return z85.encode(hmac.digest(secret, f"stretto curve receiver {nonce}".encode(), "sha256"))

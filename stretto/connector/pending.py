@@ -1,0 +1,69 @@
+"""Connections to a network listener that have not sent their hello: few, for a short time, and then shut down.
+
+ZeroMQ accepts every connection and has no call that closes one of many. But it reports the descriptor of each, and
+closes a connection that was shut down underneath. A descriptor may be closed and reused for another connection at any
+moment, so it is shut down only if its peer's address is still the one that connected.
+
+Used by `zmqsocket.ZmqListener`, on its courier's thread."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+MAX_PENDING = 16
+"""At a time. The oldest is shut down for the next, so that many silent ones do not keep the invited sender out."""
+HELLO_S = 5.0
+"""For a connection to send its hello. The sender does so right after the handshake, but a busy machine may pause it."""
+
+
+@dataclass(slots=True)
+class PendingConnections:
+    clock: Callable[[], float] = time.monotonic
+    _since: dict[int, tuple[float, object]] = field(default_factory=dict)  # by descriptor: when and from which address
+    _refused: set[int] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def add(self, fd: int) -> None:
+        self._since.pop(fd, None)  # so that the newest is the last
+        with suppress(OSError), _borrowed(fd) as connection:  # if it is closed already, its end is reported next
+            self._since[fd] = (self.clock(), connection.getpeername())
+
+    def remove(self, fd: int) -> None:
+        """It is closed, or it has sent its hello."""
+        self._since.pop(fd, None)
+        self._refused.discard(fd)
+
+    def refuse(self, fd: int) -> None:
+        """It sent something other than its hello. Shut down by the next `shut_down` after it was added."""
+        self._refused.add(fd)
+
+    def time_left(self) -> float:
+        """How long until `shut_down` has something to do."""
+        since = next((since for since, _ in self._since.values()), None)
+        return float("inf") if since is None else max(since + HELLO_S - self.clock(), 0.0)
+
+    def shut_down(self, everyone: bool = False) -> None:
+        """Shut down those that were refused, that have been silent for too long, and the oldest of too many."""
+        for fd, (since, address) in list(self._since.items()):
+            late = self.clock() - since >= HELLO_S
+            if everyone or late or len(self._since) > MAX_PENDING or fd in self._refused:
+                self.remove(fd)
+                with suppress(OSError), _borrowed(fd) as connection:  # it was closed by its peer
+                    if connection.getpeername() == address:
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """A descriptor that ZeroMQ keeps."""
+    connection = socket.socket(fileno=fd)
+    try:
+        yield connection
+    finally:
+        connection.detach()
