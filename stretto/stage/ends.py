@@ -52,8 +52,8 @@ class LinkEnds:
     ring: Callable[[], None]  # the loop's bell
     report: Report
     fail: Callable[[RequestId, str, StrettoError], None]  # ends a request in all stages here, and says why
-    recorder: Recorder = field(default_factory=Recorder)
     registry: Registry = connectors
+    recorder: Recorder = field(default_factory=Recorder)
     ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
     streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
     due_ns: int | None = field(init=False, default=None)

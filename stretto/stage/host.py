@@ -98,7 +98,7 @@ class Host:
         for name in inlets.keys() & outlets.keys():
             outlets.pop(name)[1].join(inlets.pop(name)[1])
         s, ring = self.context.settings, self.bell.ring
-        self.links = LinkEnds(inlets, outlets, s, self.device, ring, self.report, self._fail, self.recorder)
+        self.links = LinkEnds(inlets, outlets, s, self.device, ring, self.report, self._fail, recorder=self.recorder)
         self.fresh = Fresh(nodes[0]) if not nodes[0].inlets else None  # it takes prompts
         self.loop = Loop(in_order(nodes, self.fresh, self.push, self.links), self.bell)
         record_host(self.recorder, self.loop, nodes)

@@ -23,7 +23,7 @@ from stretto.prompt.template import Tokenizer
 from stretto.stage.context import StageContext
 from stretto.stage.links import Arrival, Inlet, Outlet
 from stretto.stage.node import Node
-from stretto.stage.payload.schema import joined, named, within
+from stretto.stage.payload.schema import named, within
 from stretto.stage.report import Journal, failed
 from stretto.stage.request import Reason
 from stretto.types import Mark, RequestId, Span
@@ -44,13 +44,6 @@ class Numbers:
     def part(self, span: Span) -> Numbers:
         start, stop = within(self.span, span)
         return Numbers(span, self.numbers[start:stop])
-
-    @classmethod
-    def join(cls, parts: Sequence[Numbers]) -> Numbers:
-        return cls(joined([p.span for p in parts]), torch.cat([p.numbers for p in parts]))
-
-    def copied(self) -> Numbers:
-        return Numbers(self.span, self.numbers.clone())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"numbers": self.numbers}
