@@ -202,3 +202,10 @@ def _turn(devices: str | None, number: int) -> str | None:
         return None
     each = devices.split("|")
     return each[number % len(each)]
+
+
+def check_stages(config: EngineConfig, stages: Sequence[str]) -> None:
+    """Refuse settings that name other stages than a model has. Called as soon as it is known which ones these are."""
+    places(config.placement, stages)
+    if unknown := sorted(set(config.host.blocks) - set(stages)):
+        raise Invalid(f"kv_blocks names {', '.join(unknown)}, but there are {', '.join(stages)}", "kv_blocks")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import __version__
 from stretto.connector import looking
+from stretto.control.settings import check_stages
 from stretto.errors import Invalid, StrettoError
 from stretto.prompt.settings import PoolSettings
 from stretto.server.config import ServerConfig
@@ -89,6 +90,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.settings_table:
         sys.stdout.write(settings_table())
         return 0
+    from stretto.registry import open_model
     from stretto.server.logs import set_up
     from stretto.server.origins import warning
     from stretto.server.run import run
@@ -101,6 +103,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if words := warning(config):
         _say(f"stretto: warning: {words}")
     with checkpoint(model) as directory:
+        check_stages(engine_config, open_model(directory).pipeline.names)  # before anything starts
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 
