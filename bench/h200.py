@@ -36,7 +36,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ from stretto.client.report import client, table
 from stretto.client.workload import poisson
 from stretto.control.settings import HostSettings
 from stretto.prompt.template import Tokenizer
-from stretto.server.command import ModelConfig, find_device
-from stretto.server.settings import add_flags
+from stretto.server.engine import TITLES, find_device
+from stretto.server.settings import add_flags, name_of, settings_of
 
 PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
 PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")
@@ -198,9 +198,11 @@ def brief(extra: dict[str, Any]) -> str:
 def model_flags(serve: list[str]) -> list[str]:
     """What `stretto serve` is told about its model, as bench/host.py is told: both should measure the same one."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser, ModelConfig, {"model": "the model"})
-    given, names = vars(parser.parse_known_args(serve)[0]), {f.name for f in fields(HostSettings)} - {"device"}
-    return [word for n, value in given.items() if n in names for word in ("--host", f"{n}={json.dumps(value)}")]
+    add_flags(parser, (HostSettings,), TITLES)
+    given = vars(parser.parse_known_args(serve)[0])
+    told = {f.name: (f.metadata["parse"] or (lambda v: v))(given[name_of(f)]) for f in settings_of(HostSettings)
+            if name_of(f) in given}  # fmt: skip
+    return [word for n, value in told.items() for word in ("--host", f"{n}={json.dumps(value)}")]
 
 
 def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:

@@ -52,7 +52,7 @@ from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import pack_prompt
-from stretto.server.command import find_device
+from stretto.server.engine import find_device
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
 from stretto.stage.runner.lane import Captured

@@ -27,7 +27,7 @@ from stretto.models.qwen3_omni.tiny import released_config, tiny_config, write_t
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.prompt.template import Tokenizer
-from stretto.server.command import find_device
+from stretto.server.engine import find_device
 
 PREBUFFERS = (0.0, 0.2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import Invalid, StrettoError
+from stretto.server.engine import RECORDS, TITLES, engine_config
+from stretto.server.settings import add_flags
+
+LEFT_OUT = ("min_pace", "share_prefix_cache")
+"""Settings of an engine that are for servers: nobody listens while a file is made, and all prompts are one owner's."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +29,12 @@ if TYPE_CHECKING:
 
 
 def add_generate_parser(jobs: Any) -> None:
-    gen = jobs.add_parser("generate", help="answer a conversation, aloud")
+    gen = jobs.add_parser(
+        "generate",
+        help="answer a conversation, aloud",
+        description="Answer one conversation, or a file of them. The engine's flags can also be set in the environment "
+        "(STRETTO_DEVICE=cpu).",
+    )
     gen.add_argument("model", type=Path, help="checkpoint directory")
     what = gen.add_argument_group("what to answer (one of)").add_mutually_exclusive_group(required=True)
     what.add_argument("--text", help="a user's message")
@@ -34,7 +45,7 @@ def add_generate_parser(jobs: Any) -> None:
     out = gen.add_argument_group("where the answer goes")
     out.add_argument("--out", type=Path, metavar="A.wav", help="the speech, 16 bit, 24 kHz")
     out.add_argument("--samples", type=Path, metavar="A.npy", help="float32 samples before any conversion")
-    out.add_argument("--codes", type=Path, metavar="CODES.npy", help="codec frames [frames, 16]")
+    out.add_argument("--codes", type=Path, metavar="CODES.npy", help="codec frames [frames, codes]")
     out.add_argument("--json", type=Path, metavar="OUT.json", help="ids, text, counts, finish reasons, timings")
     out.add_argument("--trace", type=Path, metavar="T.json", help="the stages' timeline, for ui.perfetto.dev")
     out.add_argument("--out-dir", type=Path, metavar="DIR", help="for --batch: answers as 0.wav, 0.json, ...")
@@ -50,16 +61,8 @@ def add_generate_parser(jobs: Any) -> None:
     how.add_argument("--max-frames", type=int, default=4095, metavar="N", help="12.5 frames are a second")
     how.add_argument("--first-frames", type=int, default=1, metavar="N", help="frames in the first packet")
     how.add_argument("--each-frames", type=int, default=None, metavar="N", help="frames in the others")
-    run = gen.add_argument_group("running")
-    run.add_argument("--device", default=None, help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-    run.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU")
-    run.add_argument("--load-format", choices=["safetensors", "dummy"], default="safetensors")
-    run.add_argument(
-        "--expert-weights", choices=["full", "float8"], default="full", help="of a mixture; float8: half the bytes"
-    )
-    run.add_argument("--placement", default="one", help="one, two, processes, or stages such as a,b+c")
-    run.add_argument("--connector", default="shm", help="between processes: shm, tcp, mooncake")
-    run.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
+    how.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
+    add_flags(gen, RECORDS, TITLES, LEFT_OUT)
     gen.set_defaults(job=run_generate)
 
 
@@ -136,15 +139,8 @@ class Result:
 
 def settings(args: argparse.Namespace) -> tuple[EngineConfig, Params]:
     from stretto.control.request import ChunkSizes, Params
-    from stretto.control.settings import EngineConfig, HostSettings, parse_placement
-    from stretto.server.command import find_device
 
-    host = HostSettings(
-        device=args.device or find_device(),
-        dtype=args.dtype,
-        load_format=args.load_format,
-        expert_weights=args.expert_weights,
-    )
+    config = engine_config(vars(args), os.environ, max_requests=max(args.concurrency, 1))
     each = args.each_frames if args.each_frames is not None else args.first_frames
     params = Params(
         temperature=0.0 if args.greedy else args.temperature,
@@ -157,7 +153,7 @@ def settings(args: argparse.Namespace) -> tuple[EngineConfig, Params]:
         packets=ChunkSizes(args.first_frames, each, None),
         want_codes=args.codes is not None,
     )
-    return EngineConfig(parse_placement(args.placement), args.connector, host=host), params
+    return replace(config, min_pace=0.0), params
 
 
 def read_messages(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Switches that turn off one overlap each. Tests use them as oracles (the output is the same), benches as ablations.
 
-Read once at start from the configuration and the environment, which has precedence; then passed down as a value."""
+Read once at start from the configuration and, where that says nothing, the environment; then passed down as a value.
+(The command line has put its flags, the environment and its file into the configuration, in that order.)"""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from stretto.errors import Invalid
+from stretto.setting import setting
 
 _WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
@@ -16,15 +18,17 @@ _WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false":
 class OverlapSwitches:
     """All are on by default; `STRETTO_ASYNC_D2H=0` and so on switch one off."""
 
-    async_d2h: bool = True  # off: a step's payload is on the host before the loop goes on
-    async_h2d: bool = True  # off: a chunk is handed to the stage only when it is on the device
-    payload_stream: bool = True  # off: payload copies run on the stage's compute stream, behind its steps
-    zero_copy_encode: bool = True  # off: chunks are encoded into a bytes object, which is then copied
-    just_in_time: bool = True  # off: a step is launched as soon as there is room, though the device still has work
+    async_d2h: bool = setting(True, "overlap", "off: a step's payload is on the host before the loop goes on")
+    async_h2d: bool = setting(True, "overlap", "off: a stage is given a chunk only when it is on the device")
+    payload_stream: bool = setting(True, "overlap", "off: payloads are copied behind the step, on its stream")
+    zero_copy_encode: bool = setting(True, "overlap", "off: chunks are encoded into bytes, which are then copied")
+    just_in_time: bool = setting(
+        True, "overlap", "off: a step is launched as soon as there is room, though the device has work yet"
+    )
 
     @classmethod
     def read(cls, config: Mapping[str, object], environ: Mapping[str, str]) -> OverlapSwitches:
-        """From a configuration table and the environment; the environment wins. Unknown names are refused."""
+        """From a configuration table and the environment; the table wins. Unknown names are refused."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(config) - set(names))
         if unknown:
@@ -33,7 +37,7 @@ class OverlapSwitches:
         for name in names:
             if name in config:
                 values[name] = _parse(name, config[name])
-            if (variable := variable_of(name)) in environ:
+            elif (variable := variable_of(name)) in environ:
                 values[name] = _parse(variable, environ[variable])
         return cls(**values)
 

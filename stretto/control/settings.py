@@ -1,4 +1,7 @@
-"""How an engine is laid out and sized. Frozen, validated once; imports no torch."""
+"""How an engine is laid out and sized. Frozen, validated once; imports no torch.
+
+Fields made by `setting` are flags of `stretto serve` and `stretto generate`, with variables and YAML keys: see
+`server/settings.py` for the rule that gives their names, `docs/settings.md` for all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
-from stretto.prompt.pool import PoolSettings
+from stretto.prompt.settings import PoolSettings
+from stretto.setting import setting
 from stretto.types import ExpertWeights
 
 
@@ -16,12 +20,14 @@ class HostPlace:
     """One host of a placement: its stages in the order of the data's way, and where they run."""
 
     stages: tuple[str, ...]
-    device: str | None = None  # None: as the settings say
+    device: str | None = None  # None: as the settings say; with replicas, one for each of them in turn, joined by |
 
     @property
     def name(self) -> str:
         return "+".join(self.stages)
 
+
+DType = Literal["float32", "bfloat16", "float16"]
 
 Placement = Literal["one", "two", "processes"] | tuple[HostPlace, ...]
 """Which stages share a host: all of them, the first one and the rest, each alone, or as it is told."""
@@ -46,14 +52,20 @@ def places(placement: Placement, stages: Sequence[str]) -> tuple[HostPlace, ...]
 
 def parse_placement(text: str) -> Placement:
     """`one`, `two`, `processes`, or stages joined by + and hosts by comma, each with its device if it has its own:
-    `a@cuda:0, b+c@cuda:1`."""
+    `a@cuda:0, b+c@cuda:1`. A device for each of two replicas: `a@cuda:0|cuda:2, b+c@cuda:1|cuda:3`."""
     if text in ("one", "two", "processes"):
         return text  # type: ignore[return-value]
     hosts = []
     for part in text.split(","):
         stages, _, device = part.strip().partition("@")
-        hosts.append(HostPlace(tuple(s.strip() for s in stages.split("+")), device.strip() or None))
+        devices = "|".join(d.strip() for d in device.split("|"))
+        hosts.append(HostPlace(tuple(s.strip() for s in stages.split("+")), devices or None))
     return tuple(hosts)
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """`cuda:0, cuda:1`"""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 def parse_blocks(text: str) -> dict[str, int]:
@@ -72,29 +84,44 @@ class HostSettings:
     """What a host needs to know to build its stages."""
 
     device: str = "cpu"
-    dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
-    expert_weights: ExpertWeights = "full"  # of a mixture of experts; full: of `dtype`
-    threads: int = 1  # of arithmetic, on a CPU
-    graphs: bool = True  # on a GPU
-    vision_graphs: bool = True  # with them, for single images too
-    warm: bool = True  # there, compile kernels in several processes before the first start
-    overlap_depth: int = 2
-    launch_lead_ms: float = 1.5  # beyond its own time, a launch begins so long before the device runs out of work
-    prefix_cache: bool = True
-    block_size: int = 16
-    blocks: Mapping[str, int] = field(default_factory=dict)  # of a stage's KV cache; others get what is left
-    max_rows: int = 32
-    max_waiting: int = 256
-    max_context: int = 8192
-    max_step_tokens: int = 4096
-    prefill_chunk: int = 1024  # rows of prompts in a step while answers are being made: bounds how long they wait
-    lone_prefill_chunk: int = 2560
-    mixed_steps: bool = True  # prompts and answers in one step; else in turns
-    link_slots: int = 64
-    link_slot_bytes: int = 1 << 20
-    switches: Mapping[str, bool] = field(default_factory=dict)
-    trace: bool = False  # record what runs when
+    dtype: DType | None = setting(  # noqa: RUF009 - a field, which ruff does not see behind an alias
+        None, "model", "of weights and arithmetic (default: float32 on a CPU, bfloat16 on a GPU)"
+    )
+    load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
+    expert_weights: ExpertWeights = setting(  # noqa: RUF009
+        "full", "model", "of a mixture; float8: half the bytes, so larger batches are faster; other answers than full"
+    )
+    threads: int = setting(1, "model", "of arithmetic on a CPU, for each process", "N")
+    graphs: bool = setting(True, "tuning", "capture CUDA graphs of the steps, on a GPU")
+    vision_graphs: bool = setting(True, "tuning", "with --graphs, for single images too")
+    warm: bool = setting(True, "tuning", "before the first start on a GPU, compile kernels in several processes")
+    overlap_depth: int = setting(2, "tuning", "steps of a stage in flight; 1: each waits for the one before", "N")
+    launch_lead_ms: float = setting(
+        1.5, "tuning", "beyond its own time, a launch begins so long before the device runs out of work", "MS"
+    )
+    prefix_cache: bool = setting(True, "memory", "a prompt that begins like an earlier one reuses its KV blocks")
+    block_size: int = setting(16, "memory", "tokens in a block of the KV caches", "N")
+    blocks: Mapping[str, int] = setting(
+        dict, "memory", "blocks of stages' KV caches (default: on a GPU, they share what is free)", "STAGE=N,...",
+        name="kv_blocks", parse=parse_blocks,
+    )  # fmt: skip
+    max_rows: int = setting(32, "memory", "requests in a stage's batch", "N")
+    max_waiting: int = setting(
+        256, "limits", "requests that wait for a place in a stage's batch; more are refused", "N"
+    )
+    max_context: int = setting(8192, "memory", "longest context, in tokens", "TOKENS", name="max_model_len")
+    max_step_tokens: int = setting(4096, "tuning", "tokens in one step of a stage", "TOKENS")
+    prefill_chunk: int = setting(
+        1024, "tuning", "tokens of prompts in a step while answers are being made: bounds how long they wait", "TOKENS"
+    )
+    lone_prefill_chunk: int = setting(
+        2560, "tuning", "the same while none is: the next stage can follow a long prompt", "TOKENS"
+    )
+    mixed_steps: bool = setting(True, "tuning", "prompts and answers in one step; else in turns")
+    link_slots: int = setting(64, "tuning", "chunks that a link between processes holds", "N")
+    link_slot_bytes: int = setting(1 << 20, "tuning", "largest chunk of such a link", "BYTES")
+    switches: Mapping[str, bool] = field(default_factory=dict)  # of `OverlapSwitches`, which have flags of their own
+    trace: bool = False  # record what runs when; see `EngineConfig.trace_dir`
 
     def __post_init__(self) -> None:
         if self.expert_weights not in get_args(ExpertWeights):
@@ -104,27 +131,85 @@ class HostSettings:
             raise Invalid("float8 expert weights need dtype bfloat16 or float32", "expert_weights")
         if not self.launch_lead_ms >= 0:
             raise Invalid(f"launch_lead_ms must not be negative, got {self.launch_lead_ms}", "launch_lead_ms")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise Invalid(f"{name} must be at least {least}, got {getattr(self, name)}", name)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "switches": dict(self.switches), "blocks": dict(self.blocks)}
 
 
+LEAST = {
+    "threads": 1, "overlap_depth": 1, "block_size": 1, "max_rows": 1, "max_waiting": 1, "max_context": 1,
+    "max_step_tokens": 2, "prefill_chunk": 1, "lone_prefill_chunk": 1, "link_slots": 1, "link_slot_bytes": 1,
+}  # fmt: skip
+"""The smallest values of `HostSettings`. A step holds a token of an answer and one of a prompt, so that neither waits
+for ever."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    placement: Placement = "one"
-    connector: str = "shm"  # between hosts
-    replicas: int = 1  # pipelines side by side
+    placement: Placement = setting(  # noqa: RUF009
+        "one", "model", "stages by process: one, two (the first and the rest), processes (each alone), or their names: "
+        "a,b+c or a@cuda:0,b+c@cuda:1", "HOSTS", parse=parse_placement,
+    )  # fmt: skip
+    connector: str = setting("shm", "model", "between processes: shm, tcp, mooncake", "NAME")
+    replicas: int = setting(1, "model", "pipelines side by side", "N")
     max_requests: int = 64  # running at once, over all replicas; more are refused with Busy
-    stall_s: float = 30.0  # a request that makes no progress for so long fails
-    start_timeout_s: float = 600.0
-    restart: bool = True  # dead hosts come back
-    min_pace: float = 0.0  # refuse new speech while a running stream is made slower than this times real time
-    share_prefix_cache: bool = False  # between owners of requests, who could then guess each other's prompts
-    max_buffered_s: float = 20.0  # sound that a slow listener may leave waiting before its request is throttled
+    stall_s: float = setting(30.0, "limits", "a request that makes no progress for so long fails", "SECONDS")
+    start_timeout_s: float = setting(600.0, "limits", "the model must be loaded within so long", "SECONDS")
+    restart: bool = setting(True, "limits", "start processes again that died")
+    min_pace: float = setting(
+        0.0, "limits", "refuse new speech (429) while running speech is made slower than this times real time; 0: "
+        "never", "TIMES", served=1.0,
+    )  # fmt: skip
+    share_prefix_cache: bool = setting(
+        False, "memory", "prompts of one API key speed up those of others, who can then guess at them"
+    )
+    max_buffered_s: float = setting(
+        20.0, "limits", "sound that a slow listener may leave waiting before its request is throttled", "SECONDS"
+    )
     prompts: PoolSettings | None = None  # None: no prompt worker; prompts are built in threads of this process
-    trace_dir: str | None = None  # where a trace of all steps and link hops is written
+    trace_dir: str | None = setting(
+        None, "logging", "write a trace of all steps and link hops there, for Perfetto", "DIR"
+    )
     host: HostSettings = field(default_factory=HostSettings)
+    devices: tuple[str, ...] = setting(  # none: that of `host`
+        (), "model", "cpu, cuda, cuda:1 ...; several, by comma: for each of the --replicas in turn "
+        "(default: cuda if there is one)", "DEVICE,...", name="device", parse=parse_devices,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.max_requests < 1 or self.stall_s <= 0:
             raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
+        if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
+            raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
+        hosts = self.placement if isinstance(self.placement, tuple) else ()
+        most = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
+        if most > self.replicas:
+            raise Invalid(
+                f"{most} devices are named, one for each replica, but replicas is {self.replicas}", "replicas"
+            )
+
+    def replica(self, number: int) -> EngineConfig:
+        """The same for one pipeline alone: lists of devices are gone round, a device for each replica."""
+        host, placement = self.host, self.placement
+        if self.devices:
+            host = replace(host, device=self.devices[number % len(self.devices)])
+        if isinstance(placement, tuple):
+            placement = tuple(replace(h, device=_turn(h.device, number)) for h in placement)
+        return replace(self, placement=placement, replicas=1, devices=(), host=host)
+
+
+def _turn(devices: str | None, number: int) -> str | None:
+    if devices is None:
+        return None
+    each = devices.split("|")
+    return each[number % len(each)]
+
+
+def check_stages(config: EngineConfig, stages: Sequence[str]) -> None:
+    """Refuse settings that name other stages than a model has. Called as soon as it is known which ones these are."""
+    places(config.placement, stages)
+    if unknown := sorted(set(config.host.blocks) - set(stages)):
+        raise Invalid(f"kv_blocks names {', '.join(unknown)}, but there are {', '.join(stages)}", "kv_blocks")

@@ -23,7 +23,7 @@ import numpy as np
 from stretto import errors
 from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Text, Working
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig
+from stretto.control.settings import EngineConfig, check_stages
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo, load
 from stretto.observe.recorder import labelled
@@ -56,13 +56,14 @@ class PipelineEngine:
     def __init__(self, model: Path, config: EngineConfig) -> None:
         self.config = config
         self.model = m = open_model(model)
+        check_stages(config, m.pipeline.names)
         self._builder: Builder = load(m.builder)(model)
         self._threads = InThreads(self._builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
         self._info = replace(m.info, max_positions=min(m.info.max_positions, config.host.max_context))
         self._trace = TraceWriter(Path(config.trace_dir)) if config.trace_dir is not None else None
         self._pipelines = [
-            Pipeline(f"p{i}", str(model), m.pipeline, config, self._message, self._loss, self._trace)
+            Pipeline(f"p{i}", str(model), m.pipeline, config.replica(i), self._message, self._loss, self._trace)
             for i in range(config.replicas)
         ]
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet

@@ -93,7 +93,13 @@ class Pipeline:
         while not self.ready(self.spec.names):  # again, if a host died between its start and its links
             await self._wait(lambda: all(h.state == "ready" for h in self._hosts))
             await self._join()
+        await self._ask_numbers()
         self._started = True
+
+    async def _ask_numbers(self) -> None:
+        """Have each host tell its numbers once, so that they are there from the first look at them."""
+        self.ping(0)
+        await self._wait(lambda: all(h.stats or h.state != "ready" for h in self._hosts))
 
     async def close(self) -> None:
         self._closing = True
@@ -191,6 +197,8 @@ class Pipeline:
                 host.stats = values
                 if self.trace is not None and spans:
                     self.trace.write(host.name, spans)
+                if not self._started:
+                    self._notify()
             case _:
                 self._on_message(message, blob)
 
@@ -224,6 +232,7 @@ class Pipeline:
             await self._launch(host, index)
             await self._wait(lambda: host.state != "starting")
             await self._join()
+            host.ping(0)
         except OSError as e:  # no process to be had
             host.state, host.reason = "dead", str(e)
             self._died(host, index)

@@ -26,9 +26,10 @@ class Router:
         if not up:
             raise StageDead("no pipeline is up; it is being restarted")
         if speak and self._min_pace > 0:
-            up = [p for p in up if slowest(p, running) >= self._min_pace]
+            paces = {p: slowest(p, running) for p in up}
+            up = [p for p in up if paces[p] >= self._min_pace]
             if not up:
-                raise Busy("the running streams take all there is")
+                raise Busy(f"running speech is made at {max(paces.values()):.2f} times real time; no more is taken")
         known = self._sessions.get(session) if session is not None else None
         chosen = known if known in up else min(up, key=lambda p: p.active)
         if session is not None:

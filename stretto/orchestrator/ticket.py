@@ -24,7 +24,7 @@ from stretto.prompt.template import TextStream
 from stretto.types import RequestId
 
 OUTPUTS: tuple[Output, Output] = ("text", "audio")
-SETTLED_S = 0.5  # of a stream, before its pace says anything
+SETTLED_S = 1.0  # of a stream, before its pace says anything: the first packets are small, and wait for one another
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Ticket:
     frames: int = 0
     samples: int = 0
     taken: int = 0  # samples that the consumer has taken
-    first_pcm: float | None = None
+    paced: tuple[float, int] | None = None  # when its pace began to count, and how many samples there were
     packets: list[float] = field(default_factory=list)
     progressed: float = 0.0
     throttled: bool = False
@@ -69,10 +69,14 @@ class Ticket:
         return (self.samples - self.taken) / self.model.info.sample_rate
 
     def pace(self, now: float) -> float:
-        """How fast its sound is made, in times of real time; infinite where that does not say anything."""
-        if self.first_pcm is None or self.throttled or now - self.first_pcm <= SETTLED_S:
+        """How fast its sound is made, in times of real time. Infinite where that does not say anything: at its start,
+        while its listener has enough, and when all is made, though the listener may take a while to fetch it."""
+        if self.paced is None or self.throttled or not self.unfinished:
             return float("inf")
-        return self.samples / self.model.info.sample_rate / (now - self.first_pcm)
+        since, before = self.paced
+        if now - since <= SETTLED_S:
+            return float("inf")
+        return (self.samples - before) / self.model.info.sample_rate / (now - since)
 
     # -- text
 
@@ -125,7 +129,7 @@ class Ticket:
         if start != self.samples:
             self.fail(Bug(f"{self.id}: sound from sample {start} after {self.samples}"))
             return
-        self.first_pcm = now if self.first_pcm is None else self.first_pcm
+        self.paced = (now, 0) if self.paced is None else self.paced
         self.packets.append(now)
         self.samples += len(samples)
         self.frames = frames
@@ -139,6 +143,7 @@ class Ticket:
         self.taken += samples
         if self.throttled and self.buffered_s < max_buffered_s / 2:
             self.throttled, self.progressed = False, time.monotonic()
+            self.paced = (self.progressed, self.samples)
             self.pipeline.send(self.stages, Throttle(self.id, False))
 
     # -- the end

@@ -48,6 +48,7 @@ from stretto.prompt.jobs import (
 )
 from stretto.prompt.lane import Lane
 from stretto.prompt.packed import Packed
+from stretto.prompt.settings import PoolSettings
 from stretto.prompt.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -59,21 +60,6 @@ RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
 YOUNG_S = 10.0
 
 Work = Build | Read | Outline
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """How prompts are built beside the server."""
-
-    workers: int = 2  # processes at a time for what takes long
-    cpu_s: int = 60  # of CPU time for one request
-    memory_mb: int = 2048  # of memory for one request
-    start_timeout_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "cpu_s", "memory_mb"):
-            if getattr(self, name) < 1:
-                raise Invalid(f"prompt {name} must be at least 1, got {getattr(self, name)}", f"prompt_{name}")
 
 
 @dataclass(slots=True, eq=False)

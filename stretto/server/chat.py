@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
-from stretto.control.request import Params
+from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
@@ -145,7 +145,7 @@ async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> Non
         asked.talk,
         modalities=("text", "audio") if spoken else ("text",),
         voice=find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice"),
-        params=to_params(request),
+        params=to_params(request, service.config.packets),
         request_id=visit.request_id,
         owner=visit.owner,
     )
@@ -187,7 +187,7 @@ def audio_format(request: ChatRequest, stream: bool) -> str:
     return format
 
 
-def to_params(request: ChatRequest) -> Params:
+def to_params(request: ChatRequest, packets: ChunkSizes) -> Params:
     r = request
     longest = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
     stop = (r.stop,) if isinstance(r.stop, str) else tuple(r.stop or ())
@@ -208,7 +208,7 @@ def to_params(request: ChatRequest) -> Params:
     }
     check_lengths(r.min_tokens, longest or Params().max_text_tokens, "min_tokens")
     check_lengths(r.min_audio_frames, r.max_audio_frames or Params().max_frames, "min_audio_frames")
-    return Params(**drop_none(given))
+    return Params(**drop_none(given), packets=packets)
 
 
 def check_lengths(least: int | None, most: int, param: str) -> None:

@@ -1,9 +1,9 @@
 """Speech as bytes of a format: 16-bit samples in, pieces of a file out, while the speech is being made.
 
 An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from libsndfile and
-are run on worker threads by the routes (`slow`). A stream cannot have its header corrected at the end. An open
-length is fine in wav and needs no word in opus; mp3 has a constant bit rate, from which readers work it out; but
-common readers of flac give up without one, so flac is held back and comes whole at the end."""
+are run on worker threads by the routes (`slow`). A stream cannot have its header corrected at the end: wav and flac
+say that their length is open, opus needs no word about it, and mp3 has a constant bit rate, from which readers work
+it out. A file that is encoded whole says how long it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import io
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import soundfile
@@ -28,6 +28,10 @@ CONTENT_TYPES = {
     "opus": "audio/ogg",
 }
 _LIBSNDFILE = {"mp3": ("MP3", "MPEG_LAYER_III"), "flac": ("FLAC", "PCM_16"), "opus": ("OGG", "OPUS")}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "mp3": {"bitrate_mode": "CONSTANT", "compression_level": 0.5},
+    "flac": {"compression_level": 0.25},  # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
+}
 _OPEN = 0xFFFFFFFF  # a length nobody knows yet
 _SET_OGG_PAGE_LATENCY_MS = 0x1302  # of libsndfile's sf_command
 # Threads of its own: decoding what clients send takes the default ones, for seconds at a time.
@@ -76,19 +80,17 @@ def wav_header(rate: int, num_bytes: int | None) -> bytes:
 
 
 class _Sink(io.RawIOBase):
-    """Where libsndfile writes: keeps what was not taken yet. `whole` keeps all, so that headers can be corrected."""
+    """Where libsndfile writes: keeps what was not taken yet."""
 
-    def __init__(self, whole: bool) -> None:
-        self._whole = whole
+    def __init__(self) -> None:
         self._kept = bytearray()
         self._base = 0  # position in the file of the first byte kept
         self._at = 0
 
     def take(self) -> bytes:
         out = bytes(self._kept)
-        if not self._whole:
-            self._base += len(out)
-            self._kept.clear()
+        self._base += len(out)
+        self._kept.clear()
         return out
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
@@ -126,25 +128,28 @@ class Compressed:
 
     def __init__(self, format: str, rate: int) -> None:
         major, minor = _LIBSNDFILE[format]
-        self._empty, self._whole = True, format == "flac"
-        self._sink = _Sink(self._whole)
-        steady = {"bitrate_mode": "CONSTANT", "compression_level": 0.5} if format == "mp3" else {}
-        self._file = soundfile.SoundFile(self._sink, "w", rate, 1, minor, format=major, **steady)
+        self._empty = True
+        self._sink = _Sink()
+        self._file = soundfile.SoundFile(self._sink, "w", rate, 1, minor, format=major, **_OPTIONS.get(format, {}))
         if format == "opus":
             # The one thing the Python package has no name for.
             value = soundfile._ffi.new("double *", _PAGE_MS)
             soundfile._snd.sf_command(self._file._file, _SET_OGG_PAGE_LATENCY_MS, value, 8)
 
     def feed(self, pcm: bytes) -> bytes:
-        self._empty = self._empty and not pcm
-        self._file.write(np.frombuffer(pcm, "<i2"))
-        return b"" if self._whole else self._sink.take()
+        self.write(pcm)
+        return self._sink.take()
 
     def finish(self) -> bytes:
         if self._empty:  # libsndfile writes no file at all for no samples
             self._file.write(np.zeros(1, np.int16))
         self._file.close()
         return self._sink.take()
+
+    def write(self, pcm: bytes) -> None:
+        """Without taking what comes of it: what is not taken yet can still be corrected."""
+        self._empty = self._empty and not pcm
+        self._file.write(np.frombuffer(pcm, "<i2"))
 
 
 def streamed(format: str, rate: int) -> Encoder:
@@ -160,7 +165,8 @@ def encode(format: str, pcm: bytes, rate: int) -> bytes:
     if format == "wav":
         return wav_header(rate, len(pcm)) + pcm
     encoder = Compressed(format, rate)
-    return encoder.feed(pcm) + encoder.finish()
+    encoder.write(pcm)
+    return encoder.finish()
 
 
 async def encode_elsewhere(format: str, pcm: bytes, rate: int) -> bytes:

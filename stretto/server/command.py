@@ -15,17 +15,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from stretto import __version__
 from stretto.connector import spinwait
-from stretto.connector.switches import OverlapSwitches, variable_of
+from stretto.control.settings import check_stages
 from stretto.errors import Invalid, StrettoError
-from stretto.server.config import ServerConfig, setting
-from stretto.server.settings import add_flags, read, read_yaml, unknown_variables
-from stretto.types import ExpertWeights
+from stretto.prompt.settings import PoolSettings
+from stretto.server.config import ServerConfig
+from stretto.server.engine import RECORDS as ENGINE_RECORDS
+from stretto.server.engine import TITLES as ENGINE_TITLES
+from stretto.server.engine import serving_config
+from stretto.server.settings import add_flags, read, read_yaml, table, unknown_variables
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.control.settings import EngineConfig
@@ -38,81 +40,27 @@ log = logging.getLogger("stretto.server")
 POLL_SECONDS = 0.2
 SWITCH_S = 0.001  # prompts are built in a thread, which should not wait for the event loop's pauses, nor it for them
 TITLES = {
-    "model": "the model",
+    **{group: ENGINE_TITLES[group] for group in ("model", "memory")},
     "address": "where to listen",
     "clients": "who may call",
-    "limits": "limits",
-    "logging": "what to see",
+    "limits": ENGINE_TITLES["limits"],
+    "speech": "packets of speech",
+    "prompts": "preparing requests",
+    "logging": ENGINE_TITLES["logging"],
+    **{group: ENGINE_TITLES[group] for group in ("tuning", "overlap")},
 }
+RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings)
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "starlette", "uvicorn", "msgspec", "soundfile", "triton")
-OTHER_VARIABLES = (
-    "STRETTO_MODEL",
-    "STRETTO_CONFIG",
-    "STRETTO_KERNELS",
-    "STRETTO_TUNING",
-    spinwait.VARIABLE,
-    *(variable_of(f.name) for f in fields(OverlapSwitches)),
-    "STRETTO_TEST_DEVICE",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """How the model is run: what of the engine's configuration people change. None leaves it to the engine."""
-
-    device: str | None = setting(None, "model", "cpu, cuda, cuda:1 ... (default: cuda if there is one)", "DEVICE")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        None, "model", "of weights and arithmetic (default: bfloat16 on a GPU)"
-    )
-    load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
-    expert_weights: ExpertWeights = setting(  # noqa: RUF009 - a field, which ruff does not see behind an alias
-        "full", "model", "of a mixture; float8: half the bytes, so larger batches are faster; other answers than full"
-    )
-    max_model_len: int | None = setting(None, "model", "longest context, in tokens", "TOKENS")
-    placement: str = setting(
-        "one", "model", "stages by process: one, two, processes, or their names: a,b+c or a@cuda:0,b+c@cuda:1", "HOSTS"
-    )
-    replicas: int = setting(1, "model", "pipelines side by side", "N")
-    max_rows: int | None = setting(None, "model", "requests in a stage's batch", "N")
-    kv_blocks: str = setting("", "model", "size of stages' KV caches, in blocks of 16 rows", "STAGE=N,...")
-    threads: int | None = setting(None, "model", "of arithmetic on a CPU, for each process", "N")
-    prompt_workers: int = setting(2, "model", "processes that prepare large requests and media, at most", "N")
-    prompt_cpu_s: int = setting(60, "model", "CPU time that preparing one request may take", "SECONDS")
-    prompt_memory_mb: int = setting(2048, "model", "memory that preparing one request may take, in MiB", "MIB")
-    share_prefix_cache: bool = setting(
-        False, "model", "prompts of one API key speed up those of others, who can then guess at them"
-    )
-
-    def engine(self, max_requests: int) -> EngineConfig:
-        from stretto.control.settings import EngineConfig, HostSettings, parse_blocks, parse_placement
-        from stretto.prompt.pool import PoolSettings
-
-        host = HostSettings()
-        host = replace(
-            host,
-            device=self.device or find_device(),
-            dtype=self.dtype,
-            load_format=self.load_format,
-            expert_weights=self.expert_weights,
-            max_context=self.max_model_len or host.max_context,
-            max_rows=self.max_rows or host.max_rows,
-            blocks=parse_blocks(self.kv_blocks),
-            threads=self.threads or host.threads,
-        )
-        return EngineConfig(
-            parse_placement(self.placement),
-            replicas=self.replicas,
-            max_requests=max_requests,
-            share_prefix_cache=self.share_prefix_cache,
-            prompts=PoolSettings(self.prompt_workers, self.prompt_cpu_s, self.prompt_memory_mb),
-            host=host,
-        )
-
-
-def find_device() -> str:
-    """Whether there is a GPU, without the seconds that asking torch takes."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return "cuda" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+OTHER_VARIABLES = {
+    "STRETTO_MODEL": "the checkpoint directory, as MODEL",
+    "STRETTO_CONFIG": "a YAML file, as `--config`",
+    spinwait.VARIABLE: "microseconds that a receiver of the shm connector looks for its next chunk before it sleeps",
+    "STRETTO_KERNELS": "`off`: no kernels of our own; `force`: for float32 too",
+    "STRETTO_TUNING": "a file of tuned kernel settings",
+    "STRETTO_LOG": "how much the processes of the stages log, such as `INFO`",
+    "STRETTO_TEST_DEVICE": "where tests run",
+}
+"""Variables without a flag, and what they hold."""
 
 
 def add_serve_parser(jobs: Any) -> None:
@@ -124,8 +72,8 @@ def add_serve_parser(jobs: Any) -> None:
     )
     serve.add_argument("model", nargs="?", help="checkpoint directory (default: a tiny built-in model, to try things)")
     serve.add_argument("--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names")
-    add_flags(serve, ModelConfig, {"model": TITLES["model"]})
-    add_flags(serve, ServerConfig, {k: v for k, v in TITLES.items() if k != "model"})
+    serve.add_argument("--settings-table", action="store_true", help="print all settings as Markdown, and end")
+    add_flags(serve, RECORDS, TITLES)
     serve.set_defaults(job=run_serve)
 
 
@@ -139,19 +87,23 @@ def add_env_parser(jobs: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    if args.settings_table:
+        sys.stdout.write(settings_table())
+        return 0
+    from stretto.registry import open_model
     from stretto.server.logs import set_up
     from stretto.server.origins import warning
     from stretto.server.run import run
 
-    model, model_config, config = settle(vars(args), os.environ)
+    model, engine_config, config = settle(vars(args), os.environ)
     set_up(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
-    for name in unknown_variables(os.environ, (ModelConfig, ServerConfig), OTHER_VARIABLES):
+    for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
     if words := warning(config):
         _say(f"stretto: warning: {words}")
-    engine_config = model_config.engine(config.max_concurrent)
     with checkpoint(model) as directory:
+        check_stages(engine_config, open_model(directory).pipeline.names)  # before anything starts
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 
@@ -171,12 +123,19 @@ async def announce(server: Server) -> None:
         _say(greeting(server.config, server.service))
 
 
-def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | None, ModelConfig, ServerConfig]:
+def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | None, EngineConfig, ServerConfig]:
     """Model and configuration from all the places they can be stated in."""
     path = flags.get("config") or environ.get("STRETTO_CONFIG")
-    file = read_yaml(path, (ModelConfig, ServerConfig), ("model",)) if path else {}
+    file = read_yaml(path, RECORDS, ("model",)) if path else {}
     model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
-    return model, read(ModelConfig, flags, environ, file), read(ServerConfig, flags, environ, file)
+    config = read(ServerConfig, flags, environ, file)
+    return model, serving_config(flags, environ, file, config.max_concurrent), config
+
+
+def settings_table() -> str:
+    """Everything that can be set, for `docs/settings.md`."""
+    others = "\n".join(f"| `{name}` | {what} |" for name, what in OTHER_VARIABLES.items())
+    return f"{table(RECORDS, TITLES)}\n## Variables without a flag\n\n| variable | what |\n|---|---|\n{others}\n"
 
 
 async def load_engine(directory: Path, config: EngineConfig) -> Engine:

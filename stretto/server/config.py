@@ -1,15 +1,17 @@
 """How the server is run: one frozen record, checked when made. Imports nothing heavy.
 
 Each field is also a flag of `stretto serve`, a key of its YAML file and, in capitals after STRETTO_, a variable of
-the environment; `settings.py` reads them. The metadata holds what the help says."""
+the environment; `settings.py` reads them."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+from stretto.control.request import ChunkSizes
 from stretto.errors import Invalid
+from stretto.setting import setting
 
 # A Host header and an Origin header, in small letters. Browsers write both in this form and no other.
 _NAME = r"(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])"
@@ -20,9 +22,8 @@ ORIGIN = re.compile(rf"(https?)://(({_NAME})(?::\d{{1,5}})?)")
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-
-def setting(default: Any, group: str, help: str, metavar: str | None = None) -> Any:
-    return field(default=default, metadata={"group": group, "help": help, "metavar": metavar})
+WHOLE = 8192
+"""Frames in a packet that holds a whole answer: more than ten minutes, and still one chunk of a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class ServerConfig:
     audio_lifetime: float = setting(3600.0, "limits", "how long an answer can be referred to by its id", "SECONDS")
     audio_kept: int = setting(4096, "limits", "how many answers can be referred to", "N")
 
+    streaming: bool = setting(True, "speech", "make sound while speech is being made; off: when all of it is there")
+    first_frames: int = setting(1, "speech", "codec frames in the first packet of sound", "N")
+    each_frames: int = setting(8, "speech", "frames in the others, at most", "N")
+    packet_ramp: int = setting(2, "speech", "packets grow from the first by this factor; 0: at once", "N")
+
     log_format: LogFormat = setting("text", "logging", "one line a request, as text or as JSON")  # noqa: RUF009
     log_level: LogLevel = setting("info", "logging", "how much to log")  # noqa: RUF009
     metrics: bool = setting(True, "logging", "serve Prometheus metrics at /metrics")
@@ -86,6 +92,8 @@ class ServerConfig:
             "drain_timeout": self.drain_timeout >= 0,
             "audio_lifetime": self.audio_lifetime > 0,
             "audio_kept": self.audio_kept >= 0,
+            "first_frames": 1 <= self.first_frames <= self.each_frames,
+            "packet_ramp": self.packet_ramp == 0 or self.packet_ramp >= 2,
             "api_key": all(k.isascii() and k.strip() == k and k for k in self.api_key),
             "allowed_origins": all(o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins),
             "allowed_hosts": all(h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts),
@@ -98,6 +106,13 @@ class ServerConfig:
                 raise Invalid(f"{name} is out of range: {self._shown(name)}", name)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise Invalid("TLS needs both ssl_certfile and ssl_keyfile", "ssl_certfile")
+
+    @property
+    def packets(self) -> ChunkSizes:
+        """Of the sound of each answer."""
+        if not self.streaming:
+            return ChunkSizes(WHOLE, WHOLE, None)
+        return ChunkSizes(self.first_frames, self.each_frames, self.packet_ramp or None)
 
     def _shown(self, name: str) -> str:
         return "(not shown)" if name == "api_key" else repr(getattr(self, name))

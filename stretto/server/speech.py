@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech: the talker reads a text aloud. The sound is sent as it is made, as bytes of a format or,
+"""POST /v1/audio/speech: a text is read aloud. The sound is sent as it is made, as bytes of a format or,
 with stream_format "sse", as events."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
     events = engine.speak(
         request.input,
         voice=find_voice(request.voice, engine.info, "voice"),
-        params=Params(**drop_none(given)),
+        params=Params(**drop_none(given), packets=service.config.packets),
         request_id=visit.request_id,
         owner=visit.owner,
         sender=visit.sender,

@@ -35,8 +35,8 @@ class StagePlan:
     weights: int
     state: int  # KV pool, or slots of streams
     passing: int = 0  # needed while it loads, and given back
-    knobs: str = ""  # the settings that `state` follows
-    lighter: str = ""  # what would make the weights smaller
+    knobs: str = ""  # the flags that `state` follows
+    lighter: str = ""  # what would make the weights smaller, with its flag
 
     @property
     def kept(self) -> int:
@@ -64,10 +64,11 @@ def check(plans: Sequence[StagePlan], free: int, reserve: int, where: str) -> No
         for p in plans
     ]
     largest = max(plans, key=lambda p: p.state)
+    advice = [f"lower {largest.knobs} (now {size(largest.state)})"] if largest.knobs else []
+    advice += [p.lighter for p in plans if p.lighter]
     raise DoesNotFit(
         f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has {size(free)} free; "
-        f"lower {largest.knobs} (now {size(largest.state)}), {''.join(f'{p.lighter}, ' for p in plans if p.lighter)}"
-        "or place stages on different devices (placement)"
+        + ", ".join([*advice, "or place stages on different devices (--placement)"])
     )
 
 

@@ -171,8 +171,8 @@ def test_counters_are_told_as_what_they_grew_by() -> None:
 
 
 def test_the_host_alone_runs_the_model_that_is_served() -> None:
-    serve = ["--expert-weights", "float8", "--log-level", "debug", "--thinker-blocks", "99", "--placement", "two"]
+    serve = ["--expert-weights", "float8", "--log-level", "debug", "--kv-blocks", "a=99", "--placement", "two"]
     found = model_flags(serve)
-    assert found == ["--host", 'expert_weights="float8"', "--host", "thinker_blocks=99"]
-    assert host_fields(found[1::2]) == {"expert_weights": "float8", "thinker_blocks": 99}
+    assert found == ["--host", 'expert_weights="float8"', "--host", 'blocks={"a": 99}']
+    assert host_fields(found[1::2]) == {"expert_weights": "float8", "blocks": {"a": 99}}
     assert model_flags([]) == []

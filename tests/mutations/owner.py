@@ -74,16 +74,16 @@ OWNERS = [
     ),
     (
         "the flag has no effect",
-        "stretto/server/command.py",
-        "            share_prefix_cache=self.share_prefix_cache,\n",
-        "",
+        "stretto/server/engine.py",
+        "    config = read(EngineConfig, flags, environ, file, **fixed)\n",
+        "    config = EngineConfig(**fixed)\n",
         [FLAG],
     ),
     (
         "shared by default",
-        "stretto/server/command.py",
-        '        False, "model", "prompts of one API key',
-        '        True, "model", "prompts of one API key',
+        "stretto/control/settings.py",
+        '        False, "memory", "prompts of one API key',
+        '        True, "memory", "prompts of one API key',
         [FLAG],
     ),
 ]

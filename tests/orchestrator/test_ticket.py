@@ -164,12 +164,31 @@ def test_it_is_over_when_the_last_stage_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("began", "throttled", "now", "pace"), [(None, False, 9.0, None), (1.0, True, 9.0, None), (1.0, False, 1.5, None),
+    ("began", "throttled", "now", "pace"), [(None, False, 9.0, None), (1.0, True, 9.0, None), (1.0, False, 2.0, None),
     (1.0, False, 3.0, 0.5)],
 )  # fmt: skip
 def test_pace_is_told_by_streams_that_are_under_way(
     began: float | None, throttled: bool, now: float, pace: float | None
 ) -> None:
     t, _ = ticket()
-    t.first_pcm, t.throttled, t.samples = began, throttled, SAMPLE_RATE_OUT
+    t.paced = None if began is None else (began, 0)
+    t.throttled, t.samples = throttled, SAMPLE_RATE_OUT
     assert t.pace(now) == (float("inf") if pace is None else pace)
+
+
+def test_a_slow_listener_does_not_slow_the_pace() -> None:
+    """Neither while it leaves sound waiting, nor when it comes back, nor when all is made and waits to be fetched."""
+    t, line = ticket()
+    t.add_sound(0, 1, np.zeros(3 * SAMPLE_RATE_OUT, np.float32), ROOM_S)
+    assert line.sent == [Throttle(ID, True)]
+    assert t.paced is not None
+    began = t.paced[0]
+    assert t.pace(began + 100) == float("inf")
+    t.take(3 * SAMPLE_RATE_OUT, ROOM_S)
+    since, before = t.paced
+    assert before == 3 * SAMPLE_RATE_OUT
+    t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT, np.float32), ROOM_S)
+    assert t.pace(since + 2) == 0.5
+    for stage in STAGES:
+        end(t, stage)
+    assert t.pace(since + 2) == float("inf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import io
 import json
 import socket
 import threading
@@ -14,8 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import av
+import numpy as np
+import numpy.typing as npt
 import openai
 import pytest
+import soundfile
 
 from stretto.orchestrator.api import Engine
 from stretto.server.config import ServerConfig
@@ -124,6 +129,19 @@ def read_until(s: socket.socket, wanted: bytes) -> bytes:
         assert part, f"the connection ended before {wanted!r} came: {got!r}"
         got += part
     return got
+
+
+def read_file(data: bytes) -> tuple[npt.NDArray[np.int16], int]:
+    """Samples and rate of a sound file, by libsndfile."""
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    return samples, rate
+
+
+def read_open(data: bytes) -> tuple[npt.NDArray[np.int16], int]:
+    """The same by FFmpeg, which takes files that do not say how long they are."""
+    with av.open(io.BytesIO(data)) as file:
+        rate = file.streams.audio[0].rate
+        return np.concatenate([frame.to_ndarray()[0] for frame in file.decode(audio=0)]), rate
 
 
 def serve(engine: Engine, **settings: Any) -> Running:

@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 
+from stretto.control.request import ChunkSizes
 from stretto.errors import Bug, Busy, Invalid, StageDead, WireError
 from stretto.orchestrator.api import Engine, TimelineSpan
 from stretto.server.app import make_app
@@ -84,6 +85,37 @@ def test_speech_fields(running: Running, engine: ScriptedEngine) -> None:
     assert (params.seed, params.min_frames, params.max_frames) == (5, 2, 6)
     assert engine.calls[-1]["text"] == "Hi"
     assert engine.calls[-1]["sender"] == "127.0.0.1", "without keys, addresses take turns"
+
+
+def test_packets_are_the_servers() -> None:
+    engine = ScriptedEngine(packets=SOUND)
+    with serve(engine, first_frames=2, each_frames=4, packet_ramp=0) as running:
+        assert running.ask(CHAT, ALOUD).status == 200
+        assert running.ask(SPEECH, {"input": "Hi", "response_format": "pcm"}).status == 200
+    assert [call["params"].packets for call in engine.calls] == [ChunkSizes(2, 4, None)] * 2
+
+
+@pytest.mark.parametrize("format", ["pcm", "wav", "flac", "mp3", "opus"])
+def test_speech_is_sent_as_it_is_made(format: str) -> None:
+    """Before the last packet is made, more has come than a header."""
+    rest = asyncio.Event()
+    noise = np.random.default_rng(0).uniform(-0.3, 0.3, (9, 1920)).astype(np.float32)
+
+    async def gate(event: int) -> None:
+        if event == len(noise) - 1:
+            await rest.wait()
+
+    engine = ScriptedEngine(pieces=(), packets=list(noise), gate=gate)
+    with serve(engine) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+        body = json.dumps({"input": "Hi", "response_format": format})
+        connection.request("POST", SPEECH, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert len(answer.read(1000)) == 1000
+        assert engine.ledger.running, "it is still being made"
+        running.loop.call_soon_threadsafe(rest.set)
+        assert answer.read()
+        connection.close()
 
 
 @pytest.mark.parametrize(

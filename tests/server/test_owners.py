@@ -98,8 +98,8 @@ def test_caches_are_shared_on_purpose(together: Served, builder: PromptBuilder) 
 def settled(flags: list[str], environ: dict[str, str]) -> bool:
     parser = argparse.ArgumentParser()
     add_serve_parser(parser.add_subparsers())
-    _, model, _ = settle(vars(parser.parse_args(["serve", *flags])), environ)
-    return model.engine(1).share_prefix_cache
+    _, config, _ = settle(vars(parser.parse_args(["serve", *flags])), environ)
+    return config.share_prefix_cache
 
 
 def test_nobody_shares_unless_told_to() -> None:

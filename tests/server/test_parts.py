@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import io
 import json
 import logging
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
@@ -24,7 +22,7 @@ from stretto.errors import Invalid
 from stretto.prompt.work import recall
 from stretto.server import codecs
 from stretto.server.access import NOBODY, Admission, Keys
-from stretto.server.command import OTHER_VARIABLES, ModelConfig, add_env_parser, add_serve_parser, describe, settle
+from stretto.server.command import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
 from stretto.server.config import ServerConfig
 from stretto.server.exchange import Broken, Visit
 from stretto.server.failures import Refused
@@ -33,6 +31,7 @@ from stretto.server.memory import AudioMemory
 from stretto.server.settings import read_yaml, unknown_variables
 from stretto.server.tools import Call, ToolParser
 from stretto.types import RequestId
+from tests.server.conftest import read_file, read_open
 
 
 def test_the_server_needs_no_torch() -> None:
@@ -63,7 +62,7 @@ def test_streamed_files_can_be_read(format: str, sizes: list[int]) -> None:
     if format == "pcm":
         assert data == samples.tobytes()
         return
-    got, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    got, rate = (read_open if format == "flac" else read_file)(data)
     assert rate == 24_000
     if format in ("wav", "flac"):
         np.testing.assert_array_equal(got, samples)
@@ -71,7 +70,23 @@ def test_streamed_files_can_be_read(format: str, sizes: list[int]) -> None:
         assert n <= len(got) + (1 if n < 100 else 0) <= n + 4 * 1152
 
 
-@pytest.mark.parametrize("format", ["mp3", "opus"])
+def test_streamed_flac_is_whole_but_for_its_length() -> None:
+    """A reader that wants a length, such as libsndfile, finds the rest in order once it is written in."""
+    samples = (9000 * np.sin(np.arange(50_000) * 0.07)).astype("<i2")
+    encoder = codecs.streamed("flac", 24_000)
+    data = bytearray(encoder.feed(samples.tobytes()) + encoder.finish())
+    length = int.from_bytes(data[21:26], "big")  # the last 36 bits, in the header of the stream
+    assert length & ((1 << 36) - 1) == 0, "unknown"
+    data[21:26] = (length | len(samples)).to_bytes(5, "big")
+    np.testing.assert_array_equal(read_file(bytes(data))[0], samples)
+
+
+def test_a_whole_flac_file_says_how_long_it_is() -> None:
+    samples = (9000 * np.sin(np.arange(50_000) * 0.07)).astype("<i2")
+    np.testing.assert_array_equal(read_file(codecs.encode("flac", samples.tobytes(), 24_000))[0], samples)
+
+
+@pytest.mark.parametrize("format", ["flac", "mp3", "opus"])
 def test_compressed_sound_is_not_held_back(format: str) -> None:
     """After half a second of sound, some of it is on its way."""
     encoder = codecs.streamed(format, 24_000)
@@ -225,13 +240,13 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("port: 1\nhost: file\nmax-body-mb: 3\napi_key: [a, b]\nmodel: from-file\nmetrics: no\n")
     environ = {"STRETTO_PORT": "2", "STRETTO_HOST": "environment", "STRETTO_DEVICE": "cpu", "STRETTO_CONFIG": str(file)}
-    model, model_config, config = settle(flags("--port", "3"), environ)
+    model, engine, config = settle(flags("--port", "3"), environ)
     assert (config.port, config.host, config.max_body_mb) == (3, "environment", 3.0)
     assert config.api_key == ("a", "b")
     assert not config.metrics
     assert config.drain_timeout == ServerConfig().drain_timeout
     assert model == "from-file"
-    assert model_config == ModelConfig(device="cpu")
+    assert (engine.host, engine.max_requests) == (HostSettings(device="cpu"), config.max_concurrent)
     model, _, config = settle(flags("here", "--api-key", "x", "--api-key", "y", "--metrics"), environ)
     assert (model, config.api_key, config.metrics) == ("here", ("x", "y"), True)
     _, _, config = settle(flags(), {"STRETTO_API_KEY": "k1, k2", "STRETTO_METRICS": "false"})
@@ -269,7 +284,7 @@ def test_bad_environment() -> None:
         "STRETTO_PROT"
     ]
     engines = dict.fromkeys(("STRETTO_KERNELS", "STRETTO_TUNING", "STRETTO_JUST_IN_TIME", "STRETTO_ASYNC_D2H"), "1")
-    assert unknown_variables(engines, (ModelConfig, ServerConfig), OTHER_VARIABLES) == []
+    assert unknown_variables(engines, RECORDS, OTHER_VARIABLES) == []
 
 
 def test_expert_weights_come_from_all_places_and_reach_the_hosts(tmp_path: Path) -> None:
@@ -277,7 +292,7 @@ def test_expert_weights_come_from_all_places_and_reach_the_hosts(tmp_path: Path)
     file.write_text("expert-weights: float8\n")
 
     def found(words: tuple[str, ...], environ: dict[str, str]) -> str:
-        return settle(flags(*words), environ)[1].engine(4).host.expert_weights
+        return settle(flags(*words), environ)[1].host.expert_weights
 
     assert found((), {}) == "full"
     assert found(("--config", str(file)), {}) == "float8"

@@ -27,7 +27,10 @@ from stretto.stage.plan import (
 )
 from tests.pipeline import STAGES, configure
 
-PLANS = [StagePlan("thinker", 60 * GIB, 10 * GIB, 0, "thinker_blocks"), StagePlan("talker", 6 * GIB, 4 * GIB, 2 * GIB)]
+PLANS = [
+    StagePlan("thinker", 60 * GIB, 10 * GIB, 0, "--kv-blocks thinker=N"),
+    StagePlan("talker", 6 * GIB, 4 * GIB, 2 * GIB),
+]
 
 
 def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> None:
@@ -57,9 +60,9 @@ def test_float8_experts_are_planned_as_they_are_built(tiny_dir: Path, tiny_confi
     assert full.weights - p.weights == 3 * experts - scales > 0
     # Where it is not chosen, and would help, it is named.
     assert [(q.lighter, q.state) for q in (p, full)] == [
-        ("", p.state), ("load experts as float8 (expert_weights)", p.state)
+        ("", p.state), ("load experts as float8 (--expert-weights float8)", p.state)
     ]  # fmt: skip
-    with pytest.raises(DoesNotFit, match=r"MiB\), load experts as float8 \(expert_weights\), or place"):
+    with pytest.raises(DoesNotFit, match=r"MiB\), load experts as float8 \(--expert-weights float8\), or place"):
         check([full], 1 << 20, 0, "cuda:0")
 
 
@@ -103,8 +106,8 @@ def test_a_refusal_names_every_number_and_what_to_lower() -> None:
         check(PLANS, 79 * GIB, 2 * GIB, "cuda:0")
     assert str(e.value) == (
         "thinker 70.0 GiB (weights 60.0 GiB, state 10.0 GiB), talker 12.0 GiB (weights 6.0 GiB, state 4.0 GiB, while "
-        "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower thinker_blocks "
-        "(now 10.0 GiB), or place stages on different devices (placement)"
+        "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower --kv-blocks "
+        "thinker=N (now 10.0 GiB), or place stages on different devices (--placement)"
     )
     assert [size(n) for n in (1024, 5 << 20, 3 * GIB)] == ["1 KiB", "5.0 MiB", "3.0 GiB"]
 

@@ -60,8 +60,9 @@ def _weights(module: nn.Module) -> int:
 def _thinker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dtype) -> StagePlan:
     model = build(lambda: Thinker(config), "meta", dtype)
     pool = model.cache(blocks["thinker"] + 1, s.block_size).data.nbytes
-    lighter = "" if s.expert_weights == "float8" else "load experts as float8 (expert_weights)"
-    return StagePlan("thinker", _weights(model), pool, knobs="kv_blocks of the thinker", lighter=lighter)
+    lighter = "" if s.expert_weights == "float8" else "load experts as float8 (--expert-weights float8)"
+    knobs = "--kv-blocks thinker=N or --max-model-len"
+    return StagePlan("thinker", _weights(model), pool, knobs=knobs, lighter=lighter)
 
 
 def _talker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dtype, alone: bool) -> StagePlan:
@@ -71,7 +72,7 @@ def _talker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dt
     table = text.vocab_size * config.talker.text.hidden_size * dtype.itemsize
     # Both the table and its pieces are there while they are joined; alone, so is the thinker's word embedding.
     words = text.vocab_size * text.hidden_size * dtype.itemsize if alone else 0
-    return StagePlan("talker", _weights(model) + table, pool, table + words, "kv_blocks of the talker")
+    return StagePlan("talker", _weights(model) + table, pool, table + words, "--kv-blocks talker=N or --max-model-len")
 
 
 def _code2wav(config: OmniConfig, s: HostSettings, dtype: torch.dtype) -> StagePlan:
@@ -79,4 +80,4 @@ def _code2wav(config: OmniConfig, s: HostSettings, dtype: torch.dtype) -> StageP
     # Not by `prepare`: its constants are a few KiB, and arithmetic on the meta device costs seconds of imports.
     model.ready = True
     state = model.state(s.max_rows, max(CodecConfig().frame_sizes))
-    return StagePlan("code2wav", _weights(model), state.window.nbytes + state.tails.nbytes, knobs="max_rows")
+    return StagePlan("code2wav", _weights(model), state.window.nbytes + state.tails.nbytes, knobs="--max-rows")

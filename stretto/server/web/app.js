@@ -95,6 +95,7 @@ function onConnection(found) {
   server = found;
   showState();
   const { state, stages, error, model } = found;
+  timeline.setStages(Object.keys(stages));
   if (state === "ready") {
     lastTold = "";
     if (OURS.includes(notice.about)) notice.hide();

@@ -1,20 +1,23 @@
-// Draws a turn as a score: one lane per stage and link, time to the right. While the answer is made, what the stages
-// do is inferred from what arrives; the server's own timeline replaces that when it comes.
+// Draws a turn as a score: one lane per stage and link, time to the right. Which stages there are, the server says: in
+// its health while it is asked nothing, in its timeline of an answer. While the answer is made, what they do is inferred
+// from what arrives; the timeline replaces that when it comes.
 
 import { duration } from "./turn.js";
 
-const ORDER = ["thinker", "thinker>talker", "talker", "talker>code2wav", "code2wav", "packets", "playback"];
-const NAMES = { thinker: "Thinker", talker: "Talker", code2wav: "Code2wav", packets: "Packets", playback: "Playback" };
+const OURS = ["packets", "playback"]; // lanes of what arrives and is heard here
+const TONES = 6; // colours of stages in the style; after the last comes the first
 const SLOW_MS = 250; // between pictures when the reader asked for less motion
 const AXIS = 22; // pixels
 
 const READING = /^(prompt|prefill|first)/; // spans before a stage's first output
 const isLink = (lane) => lane.includes(">");
+const named = (lane) => lane.charAt(0).toUpperCase() + lane.slice(1).replaceAll("_", " ");
 
 export class Timeline {
   constructor({ canvas, lanes, source }) {
     Object.assign(this, { canvas, list: lanes, source });
     this.turn = null;
+    this.stages = []; // names, in the order of the data's way
     this.zoom = "making";
     this.shown = []; // lane names, top to bottom
     this.boxes = []; // {x, y, w, h, words}: what the pointer can ask about
@@ -25,7 +28,15 @@ export class Timeline {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     canvas.addEventListener("pointermove", (e) => this.point(e.offsetX, e.offsetY));
     canvas.addEventListener("pointerleave", () => this.describe());
-    this.setLanes(ORDER.filter((lane) => !isLink(lane)));
+    this.setLanes(OURS);
+  }
+
+  /** As the server's health names them: with replicas, each stage of each, such as "p0.writer". */
+  setStages(names) {
+    const stages = [...new Set(names.map((name) => name.replace(/^p\d+\./, "")))];
+    if (!stages.length || stages.join() === this.stages.join()) return;
+    this.stages = stages;
+    this.refresh();
   }
 
   show(turn) {
@@ -50,12 +61,16 @@ export class Timeline {
   setLanes(lanes) {
     if (lanes.join() === this.shown.join()) return;
     this.shown = lanes;
+    let tone = 0;
     this.list.replaceChildren(
       ...lanes.map((lane) => {
         const item = document.createElement("li");
-        item.dataset.lane = isLink(lane) ? "link" : (NAMES[lane] ? lane : "other");
-        item.dataset.name = lane;
-        item.textContent = isLink(lane) ? `→ ${lane.split(">")[1]}` : (NAMES[lane] ?? lane);
+        const kind = isLink(lane) ? "link" : OURS.includes(lane) ? lane : "stage";
+        Object.assign(item.dataset, { name: lane, lane: kind, ...(kind === "stage" && { tone: tone++ % TONES }) });
+        const label = document.createElement("span");
+        label.textContent = kind === "link" ? `→ ${lane.split(">")[1]}` : named(lane);
+        item.title = lane;
+        item.append(label);
         return item;
       }),
     );
@@ -63,12 +78,8 @@ export class Timeline {
 
   draw() {
     this.drawnAt = performance.now();
-    const spans = this.turn ? allSpans(this.turn) : [];
-    const named = new Set(spans.map((s) => s.lane));
-    const extra = [...named].filter((lane) => !ORDER.includes(lane));
-    this.setLanes([
-      ...ORDER.slice(0, 5).filter((lane) => !isLink(lane) || named.has(lane)), ...extra, ...ORDER.slice(5),
-    ]);
+    const spans = this.turn ? allSpans(this.turn, this.stages) : [];
+    this.setLanes([...lanesOf(this.stages, spans), ...OURS]);
 
     const ratio = devicePixelRatio || 1;
     const { clientWidth: width, clientHeight: height } = this.canvas;
@@ -87,7 +98,7 @@ export class Timeline {
     drawAxis(g, x, end, width, height, pen);
     for (const row of rows) drawStaff(g, row, width, pen);
     if (this.turn) {
-      const spanLanes = rows.filter((row) => row.lane !== "packets" && row.lane !== "playback");
+      const spanLanes = rows.filter((row) => !OURS.includes(row.lane));
       for (const row of spanLanes) this.drawSpans(g, x, row, spans);
       for (const row of rows) {
         if (row.lane === "packets") this.drawPackets(g, x, row);
@@ -129,9 +140,9 @@ export class Timeline {
       g.roundRect(box.x, box.y, box.w, box.h, Math.min(3, box.w / 2));
       g.fill();
       const took = span.stop > span.start ? `, ${duration(span.stop - span.start)}` : "";
-      this.boxes.push({ ...box, words: `${NAMES[lane] ?? lane}: ${span.name}, at ${duration(span.start)}${took}` });
+      this.boxes.push({ ...box, words: `${named(lane)}: ${span.name}, at ${duration(span.start)}${took}` });
     }
-    if (lane !== "thinker" || this.turn.spans) return;
+    if (lane !== this.stages[0] || this.turn.spans) return;
     g.globalAlpha = 1; // the words that arrived, over the inferred stage
     for (const word of this.turn.words) g.fillRect(x(word.t) - 0.75, y + h * 0.2, 1.5, h * 0.6);
   }
@@ -212,29 +223,48 @@ export class Timeline {
   }
 }
 
-/** The server's spans, and for lanes it said nothing about what can be inferred. */
-function allSpans(turn) {
-  const told = turn.spans ?? [];
-  const lanes = new Set(told.map((span) => span.lane));
-  return [...told, ...inferred(turn).filter((span) => !lanes.has(span.lane))];
+/** Stages in their order, those behind that only a timeline names; each link before the stage that it leads to. */
+function lanesOf(stages, spans) {
+  const seen = [...new Set(spans.map((span) => span.lane))].filter((lane) => !OURS.includes(lane));
+  const links = new Set(seen.filter(isLink));
+  const lanes = [];
+  for (const stage of new Set([...stages, ...seen.filter((lane) => !isLink(lane))])) {
+    for (const link of links) {
+      if (link.split(">")[1] !== stage) continue;
+      lanes.push(link);
+      links.delete(link);
+    }
+    lanes.push(stage);
+  }
+  return [...lanes, ...links];
 }
 
-/** What the stages must have been doing, judged by what has arrived. */
-function inferred(turn) {
+/** The server's spans, and for lanes it said nothing about what can be inferred. */
+function allSpans(turn, stages) {
+  const told = turn.spans ?? [];
+  const lanes = new Set(told.map((span) => span.lane));
+  return [...told, ...inferred(turn, stages).filter((span) => !lanes.has(span.lane))];
+}
+
+/** What the stages must have been doing, judged by what has arrived: the first writes, the last makes the packets. */
+function inferred(turn, stages) {
+  if (!stages.length) return [];
   const now = turn.endedAt ?? turn.clock();
   const { firstText, firstAudio, packets, words } = turn;
-  const spans = [{ lane: "thinker", name: "reads the question", start: 0, stop: firstText ?? firstAudio ?? now, guess: true }];
+  const [first, ...later] = stages;
+  const spans = [{ lane: first, name: "reads the question", start: 0, stop: firstText ?? firstAudio ?? now, guess: true }];
   const lastText = words.at(-1)?.t ?? null;
   if (firstText !== null && lastText > firstText) {
-    spans.push({ lane: "thinker", name: "writes", start: firstText, stop: lastText, guess: true });
+    spans.push({ lane: first, name: "writes", start: firstText, stop: lastText, guess: true });
   }
-  if (!packets.length) return spans;
+  if (!packets.length || !later.length) return spans;
   const lastAudio = packets.at(-1).t;
   const opened = Math.min(firstText ?? firstAudio, firstAudio);
-  spans.push({ lane: "talker", name: "speaks", start: opened, stop: lastAudio, guess: true });
+  const last = later.pop();
+  for (const lane of later) spans.push({ lane, name: "speaks", start: opened, stop: lastAudio, guess: true });
   let before = opened;
   packets.forEach((packet, i) => {
-    spans.push({ lane: "code2wav", name: `packet ${i + 1}`, start: before, stop: packet.t, guess: true });
+    spans.push({ lane: last, name: `packet ${i + 1}`, start: before, stop: packet.t, guess: true });
     before = packet.t;
   });
   return spans;

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import stretto.server
 
+READY = {"status": "ready", "stages": {"thinker": "ready", "talker": "ready", "code2wav": "ready"}}
 WEB = Path(stretto.server.__file__).parent / "web"
 POLICY = (
     "default-src 'self'; script-src 'self'; style-src 'self'; connect-src 'self'; media-src 'self' blob:; "
@@ -45,7 +46,7 @@ ANSWER = (
 class Script:
     """What the server does next. Packets are sizes in frames of 80 ms; the first frame gives 1365 samples."""
 
-    health: dict[str, Any] = field(default_factory=lambda: {"status": "ready"})
+    health: dict[str, Any] = field(default_factory=lambda: dict(READY))
     text: str = ANSWER
     packets: tuple[int, ...] = (1, 2, 4, 4)
     pace: float = 0.0  # seconds between events of the stream
@@ -57,6 +58,7 @@ class Script:
     hold: tuple[str, ...] = ()  # where it waits for `go_on`: "words 0" and "packet 0" (before them), ..., "end"
     key: str | None = None
     timeline: bool = True
+    spans: list[dict[str, Any]] | None = None  # of the timeline; else those of three stages
 
 
 def spoken(start: int, samples: int) -> bytes:
@@ -198,7 +200,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             yield chunk({"audio": {"expires_at": 2_000_000_000}})
         last = chunk({}, "stop")
         if script.timeline and body.get("timeline"):
-            last["stretto"] = {"seed": 0, "timeline": spans(len(words), sizes)}
+            last["stretto"] = {"seed": 0, "timeline": script.spans or spans(len(words), sizes)}
         yield last
         details = {"text_tokens": len(words), "audio_tokens": sum(sizes)}
         yield {"choices": [], "usage": {"completion_tokens": 99, "completion_tokens_details": details}}

@@ -55,7 +55,7 @@ def test_words_stand_out_from_their_ground(browser: Browser, server: FakeServer,
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    inks = ["ink", "muted", "alarm", "thinker", "talker", "code2wav", "packets", "playback", "link"]
+    inks = ["ink", "muted", "alarm", *(f"stage-{i}" for i in range(6)), "packets", "playback", "link"]
     grounds = {"surface": inks, "paper": ["ink", "muted"], "accent": ["on-accent"], "alarm-soft": ["ink", "muted"]}
     for ground, words in grounds.items():
         for ink in words:
@@ -106,14 +106,16 @@ FONTS = {
     "spaced": "* { letter-spacing: 0.12em !important; word-spacing: 0.16em !important; }",
 }
 
-# What is to be seen and reaches over the window's edge, or whose words reach out of their own box.
+# What is to be seen and reaches over the window's edge, or whose words reach out of their own box (cut off with an
+# ellipsis, they do not).
 OUTSIDE = """((width) => [...document.querySelectorAll("body *")]
   .filter((e) => e.checkVisibility() && !e.closest(".hidden, .skip"))
   .filter((e) => {
     const box = e.getBoundingClientRect();
     const out = box.width && (box.right > width + 0.5 || box.left < -0.5);
     const words = [...e.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
-    const spilt = words && getComputedStyle(e).display !== "inline" && e.scrollWidth > e.clientWidth + 1;
+    const { display, textOverflow } = getComputedStyle(e);
+    const spilt = words && display !== "inline" && textOverflow !== "ellipsis" && e.scrollWidth > e.clientWidth + 1;
     return out || spilt;
   })
   .map((e) => `${e.localName}#${e.id}.${e.className}: ${e.textContent.trim().slice(0, 30)}`))"""

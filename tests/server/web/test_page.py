@@ -18,6 +18,7 @@ from PIL import Image
 
 from tests.server.web.conftest import MICROPHONE_HZ
 from tests.server.web.fake_server import ANSWER, RATE, FakeServer, Script
+from tests.server.web.fake_server import READY as HEALTHY
 from tests.server.web.tab import PATIENCE_S, SOUND, Browser, Tab
 
 READY = "strettoStats().server === 'ready'"
@@ -141,6 +142,48 @@ def test_timeline_without_the_servers_help(tab: Tab, server: FakeServer) -> None
     (turn,) = tab.stats()["turns"]
     assert not turn["measured"]
     tab.until("strettoStats().lanes.join() === 'thinker,talker,code2wav,packets,playback'")
+
+
+def lanes(tab: Tab) -> list[tuple[str, str | None, str]]:
+    """What is written on each lane, the number of its colour if it is a stage's, and the colour."""
+    return [
+        tuple(row)
+        for row in tab.eval(
+            "[...document.querySelectorAll('#lanes li')]"
+            ".map((lane) => [lane.textContent, lane.dataset.tone ?? null, getComputedStyle(lane).color])"
+        )
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_lanes_are_the_servers_stages(browser: Browser, server: FakeServer, replicas: int) -> None:
+    """Whatever they are called and however many there are, with a colour for each of the first six."""
+    stages = [f"stage_{i}" for i in range(7)]
+    copies = [f"p{r}.{s}" for r in range(replicas) for s in stages] if replicas > 1 else stages
+    server.script = Script(timeline=False, health={"status": "ready", "stages": dict.fromkeys(copies, "ready")})
+    tab = browser.open(server.url, before=SOUND)
+    tab.until(f"strettoStats().lanes.length === {len(stages) + 2}")
+    named = lanes(tab)
+    assert [name for name, _, _ in named] == [f"Stage {i}" for i in range(7)] + ["Packets", "Playback"]
+    assert [tone for _, tone, _ in named] == ["0", "1", "2", "3", "4", "5", "0", None, None]
+    colours = [colour for _, _, colour in named]
+    assert len(set(colours)) == 8
+    assert colours[6] == colours[0]
+    tab.close()
+
+
+def test_lanes_follow_the_timeline(tab: Tab, server: FakeServer) -> None:
+    """Stages and links that only the answer names have lanes too; a link stands before the stage that it leads to."""
+    server.script.health = {"status": "ready", "stages": {"reader": "ready", "singer": "ready"}}
+    server.script.spans = [
+        {"lane": lane, "name": "step", "start": i / 100, "stop": (i + 1) / 100}
+        for i, lane in enumerate(["reader", "reader>singer", "singer", "singer>echo", "echo"])
+    ]
+    tab.eval("dispatchEvent(new Event('online'))")  # it looks at once
+    tab.until("strettoStats().lanes.join() === 'reader,singer,packets,playback'")
+    tab.ask("Show me.")
+    tab.until(DONE)
+    tab.until("strettoStats().lanes.join() === 'reader,reader>singer,singer,singer>echo,echo,packets,playback'")
 
 
 @pytest.mark.parametrize("way", ["click", "hold", "space"])
@@ -327,7 +370,7 @@ def test_loading_shows_progress_until_ready(browser: Browser, server: FakeServer
     tab.until(shows("The model is loading."))
     assert tab.eval("[...document.querySelectorAll('#notice progress')].map((bar) => bar.value)") == [43, 100]
     assert tab.text("state") == "Loading"
-    server.script.health = {"status": "ready"}
+    server.script.health = dict(HEALTHY)
     tab.until(READY)
     assert not tab.visible("notice")
     assert tab.eval("document.querySelector('#voice').value") == "ethan"
@@ -341,7 +384,7 @@ def test_question_waits_for_the_model(browser: Browser, server: FakeServer) -> N
     tab.until(shows("You can ask already."))
     tab.ask("Early?")
     tab.until(shows("Your question is asked as soon as it is ready."))
-    server.script.health = {"status": "ready"}
+    server.script.health = dict(HEALTHY)
     tab.until(DONE)
     assert len(server.requests) == 2
     assert tab.text("answer") == ANSWER
@@ -432,7 +475,7 @@ def test_servers_that_do_not_serve(browser: Browser, server: FakeServer, health:
     tab = browser.open(server.url)
     tab.until(shows(words))
     tab.click("dismiss")
-    server.script.health = {"status": "ready"}
+    server.script.health = dict(HEALTHY)
     tab.until(READY)
     assert not tab.visible("notice")
     tab.close()

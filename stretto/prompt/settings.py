@@ -1,0 +1,32 @@
+"""How prompts are built beside the server. Light, since the command line reads it; `pool.py` goes by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.errors import Invalid
+from stretto.setting import setting
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    workers: int = setting(
+        2, "prompts", "processes that prepare large requests and media, at most", "N", name="prompt_workers"
+    )
+    cpu_s: int = setting(60, "prompts", "CPU time that preparing one request may take", "SECONDS", name="prompt_cpu_s")
+    memory_mb: int = setting(
+        2048, "prompts", "memory that preparing one request may take, in MiB", "MIB", name="prompt_memory_mb"
+    )
+    start_timeout_s: float = setting(
+        120.0, "prompts", "the process that prepares requests must be up within so long", "SECONDS",
+        name="prompt_start_timeout_s",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "cpu_s", "memory_mb"):
+            if getattr(self, name) < 1:
+                raise Invalid(f"prompt {name} must be at least 1, got {getattr(self, name)}", f"prompt_{name}")
+        if not self.start_timeout_s > 0:
+            raise Invalid(
+                f"prompt start_timeout_s must be positive, got {self.start_timeout_s}", "prompt_start_timeout_s"
+            )
