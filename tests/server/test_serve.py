@@ -63,7 +63,11 @@ def check(url: str, model: str) -> None:
             )  # type: ignore[call-overload]
             if c.choices[0].delta.audio and c.choices[0].delta.audio.data
         ]
-        assert base64.b64decode("".join(pieces)) == whole
+        # Packets may be grouped otherwise, and sums in another order round a sample to its neighbour.
+        streamed, at_once = (
+            np.frombuffer(data, "<i2").astype(int) for data in (base64.b64decode("".join(pieces)), whole)
+        )
+        np.testing.assert_allclose(streamed, at_once, atol=1)
         assert len(whole) == 2 * (4 * 1920 - 555)
         lanes = {s["lane"] for s in answer.to_dict()["stretto"]["timeline"]}
         assert {"thinker", "talker", "code2wav"} <= lanes
