@@ -31,7 +31,9 @@ def by_hand(state: str) -> list[str]:
 
 
 ENGINE, ADMISSION, TICKET = (f"stretto/orchestrator/{f}.py" for f in ("engine", "admission", "ticket"))
-THINKER, TALKER, CODE2WAV, PREFIX = (f"stretto/stage/nodes/{f}.py" for f in ("thinker", "talker", "code2wav", "prefix"))
+THINKER, TALKER, CODE2WAV, PREFIX = (
+    f"stretto/models/qwen3_omni/nodes/{f}.py" for f in ("thinker", "talker", "code2wav", "prefix")
+)
 CHAT = "stretto/server/chat.py"
 
 OWNERS = [
@@ -45,7 +47,7 @@ OWNERS = [
         'else _root(b"")',
         [ROOTS],
     ),
-    ("stages are not told the root", ADMISSION, "            cache_root=root,\n", "", [NAMELESS]),
+    ("stages are not told the root", ADMISSION, "t.prompt.media, root)", "t.prompt.media)", [NAMELESS]),
     ("all share", ADMISSION, 'b"" if shared else cache_root(ask.owner)', 'b""', [NAMELESS]),
     ("none can share", ADMISSION, 'b"" if shared else cache_root(ask.owner)', "cache_root(ask.owner)", [NAMELESS]),
     (
@@ -140,14 +142,14 @@ LEAVING = [
     (
         "the thinker goes on",
         THINKER,
-        "        self.stage.cancel(id)\n        self.link.close",
-        "        self.link.close",
+        "        self.stage.cancel(id)\n        self.outlet.close",
+        "        self.outlet.close",
         by_hand("prefill"),
     ),
     (
         "the thinker keeps its box",
         THINKER,
-        "        self.link.close(id, purge=True)\n        self.tellings.pop(id, None)\n",
+        "        self.outlet.close(id, purge=True)\n        self.tellings.pop(id, None)\n",
         "        self.tellings.pop(id, None)\n",
         by_hand("throttled"),
     ),
@@ -166,10 +168,10 @@ LEAVING = [
         "        self.stage.cancel(id)\n",
         by_hand("announced"),
     ),
-    ("the talker keeps its inbox", TALKER, "        self.intake.close(id, purge)\n", "", by_hand("announced")),
-    ("the talker keeps its outbox", TALKER, "        self.link.close(id, purge)\n", "", by_hand("decode")),
+    ("the talker keeps its inbox", TALKER, "        self.inlet.close(id, purge)\n", "", by_hand("announced")),
+    ("the talker keeps its outbox", TALKER, "        self.outlet.close(id, purge)\n", "", by_hand("decode")),
     ("the vocoder goes on", CODE2WAV, "        self.stage.cancel(id)\n", "", by_hand("last packet")),
-    ("the vocoder keeps its inbox", CODE2WAV, "        self.intake.close(id, purge)\n", "", by_hand("decode")),
+    ("the vocoder keeps its inbox", CODE2WAV, "        self.inlet.close(id, purge)\n", "", by_hand("decode")),
     ("the vocoder keeps its record", CODE2WAV, "        self.journals.pop(id, None)\n", "", by_hand("decode")),
 ]
 
@@ -196,7 +198,7 @@ LENGTH = [
     ("min_tokens not read", CHAT, '        "min_text_tokens": r.min_tokens,\n', "", [LEAST]),
     (
         "ignore_eos not heeded",
-        ADMISSION,
+        "stretto/models/qwen3_omni/params.py",
         "p.max_text_tokens if p.ignore_eos else p.min_text_tokens",
         "p.min_text_tokens",
         [ALL],
@@ -231,10 +233,9 @@ USAGE = [
         "frames=self.frames - 1,\n            samples",
         [ENDED],
     ),
-    ("cached_tokens", TICKET, "thinker.cached if thinker is not None else 0", "0", [ENDED]),
-    ("audio in the prompt", TICKET, "ids.count(tokens.audio_pad)", "len(self.prompt.audios)", [ENDED]),
-    ("video in the prompt", TICKET, " + ids.count(tokens.video_pad)", "", [ENDED]),
-    ("images in the prompt", TICKET, "ids.count(tokens.image_pad) + ", "", [ENDED]),
+    ("cached_tokens", TICKET, "text.cached if text is not None else 0", "0", [ENDED]),
+    ("audio in the prompt", TICKET, "ids.count(i) for i in media.audio", "1 for i in media.audio", [ENDED]),
+    ("images in the prompt", TICKET, "ids.count(i) for i in media.image", "1 for i in media.image", [ENDED]),
     (
         "prompt text with media in it",
         CHAT,

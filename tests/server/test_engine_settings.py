@@ -41,7 +41,7 @@ def strict(tiny_dir: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
 def test_numbers_are_there_from_the_first_look(strict: Served) -> None:
     told = strict.running.ask("/metrics").body.decode()
     for stage in STAGES:
-        assert f'stretto_stage_steps_total{{stage="{stage}"}}' in told
+        assert f'stretto_stage_steps_total{{stage="{stage}",kind="decode"}}' in told
     [between] = [name for name, (sender, _) in LINKS.items() if sender == STAGES[0]]
     for end in ("in", "out"):
         assert f'stretto_link_chunks_total{{link="{between}",end="{end}"}}' in told

@@ -4,6 +4,7 @@ The engine is scripted but builds every prompt for real, with the tiny checkpoin
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.metadata
 import io
@@ -45,8 +46,14 @@ def running(tiny_dir: Path) -> Iterator[Running]:
 
     with Running(open_engine, max_body_mb=2.0) as running:
         yield running
-        assert isinstance(engine.prompts, PromptPool)
-        assert not engine.prompts.lane.running
+        pool = engine.prompts
+        assert isinstance(pool, PromptPool)
+
+        async def idle() -> None:
+            while pool.lane.running:  # clients have left a moment ago, and their jobs are on their way out
+                await asyncio.sleep(0.001)
+
+        running.do(asyncio.wait_for(idle(), 30))
         assert not engine.ledger.running
         assert engine.ledger.opened == engine.ledger.closed
 

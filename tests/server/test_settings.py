@@ -32,6 +32,7 @@ from tests.pipeline import STAGES
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
 ELSEWHERE = {
+    "HostSettings.trace": "trace_dir",
     "EngineConfig.max_requests": "max_concurrent",
     "EngineConfig.prompts": "prompt_workers",  # and the other fields of PoolSettings
     "EngineConfig.host": "max_rows",  # and the others of HostSettings
