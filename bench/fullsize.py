@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.env import describe
+from bench.harness.env import describe
 from stretto.models.qwen3_omni.config import audio_tokens, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.solo import Audio, Frame, Options, Solo, TextToken
