@@ -5,11 +5,12 @@ A program is a module of this package with a docstring, whose first line is show
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from bench.harness.results import first_line
 
 PROGRAMS = (
     "serve", "engine", "ablation", "host", "http", "steps", "kernels", "copies", "connectors", "fullsize",
@@ -22,7 +23,7 @@ def summary(name: str) -> str:
     """The first line of a program's docstring."""
     here = Path(__file__).parent
     path = next(p for p in (here / f"{name}.py", here / name / "__init__.py") if p.exists())
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    return first_line(path)
 
 
 def listing() -> str:

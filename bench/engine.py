@@ -164,31 +164,24 @@ def failures(found: dict[str, Any]) -> int:
 
 
 def levels(args: argparse.Namespace) -> list[tuple[Load, Limits]]:
-    if args.rate is not None:
-        return [
-            (
-                Open(r, args.seed),
-                Limits(requests=args.requests or max(1, round(r * args.duration)), warmup=args.warmup or 4),
-            )
-            for r in args.rate
+    if args.rate is None:
+        given = [
+            (n, args.requests or max(16, 4 * n), n if args.warmup is None else args.warmup) for n in args.concurrency
         ]
-    return [
-        (Closed(n), Limits(requests=args.requests or max(16, 4 * n), warmup=n if args.warmup is None else args.warmup))
-        for n in args.concurrency
-    ]
+        return [(Closed(n), Limits(requests=requests, warmup=warmup)) for n, requests, warmup in given]
+    warmup = 4 if args.warmup is None else args.warmup
+    counts = [(rate, args.requests or max(1, round(rate * args.duration))) for rate in args.rate]
+    return [(Open(rate, args.seed), Limits(requests=requests, warmup=warmup)) for rate, requests in counts]
 
 
 def main(given: Sequence[str]) -> int:
     p = parser("engine", __doc__)
-    p.add_argument(
-        "--workload", nargs="+", choices=WORKLOADS, default=["text-100"], metavar="NAME", help=", ".join(WORKLOADS)
-    )
+    known = ", ".join(WORKLOADS)
+    p.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["text-100"], metavar="NAME", help=known)
     p.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 4], metavar="N", help="closed loop: streams")
     p.add_argument("-r", "--rate", type=float, nargs="+", metavar="R", help="open loop: requests a second")
     p.add_argument("-n", "--requests", type=int, metavar="N", help="per level (default: 4 per stream, at least 16)")
-    p.add_argument(
-        "-d", "--duration", type=float, default=20.0, metavar="S", help="open loop: of arrivals (default: 20)"
-    )
+    p.add_argument("-d", "--duration", type=float, default=20.0, metavar="S", help="open loop: so long (default: 20)")
     p.add_argument("--warmup", type=int, metavar="N", help="before each level (default: one per stream, or 4)")
     p.add_argument("--seed", type=int, default=0, help="of the arrivals")
     add_engine_arguments(p)

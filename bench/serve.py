@@ -2,7 +2,7 @@
 
     python -m bench serve --out bench/results/h200.json                                     # everything
     python -m bench serve --parts latency --last-first --out bench/results/h200_again.json  # a second run
-    python -m bench serve --parts host --add --out bench/results/h200.json                  # one more part for that file
+    python -m bench serve --parts host --add --out bench/results/h200.json                  # one part more
     python -m bench serve --model tiny --device cpu --quick                                 # tries the program itself
 
 Parts, in this order (one that fails is reported, and the others go on):

@@ -133,9 +133,8 @@ async def soak(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     placement = parse_placement(args.placement)
     config = EngineConfig(placement=placement, max_buffered_s=BUFFERED_S, host=HostSettings(max_rows=ROWS))
     tally, every = Tally(), max(1, args.requests // SAMPLES)
-    memory = Memory.of(
-        ["orchestrator", *(place.name for place in places(placement, STAGES))], 2 + args.requests // every
-    )
+    names = ["orchestrator", *(place.name for place in places(placement, STAGES))]
+    memory = Memory.of(names, 2 + args.requests // every)
     before = Census.take()
     async with PipelineEngine.open(model, config) as engine:
         await warm(engine, pool, args.deadline)

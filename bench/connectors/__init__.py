@@ -1,11 +1,11 @@
 """What a hop costs between two processes: our connectors beside plain means of the system, in one run.
 
-    python bench/connectors.py                     # all lanes and sizes, then the hops of 4 KiB; about four minutes
-    python bench/connectors.py --quick shm unix    # some lanes, few rounds
-    python bench/connectors.py --placement each    # the table with one core for each of the two processes
-    python bench/connectors.py --hops              # only the hops of 4 KiB, in every placement
+    python -m bench connectors --out bench/results/connectors.json    # all lanes and sizes, hops of 4 KiB; four minutes
+    python -m bench connectors --quick shm unix                       # some lanes, few rounds
+    python -m bench connectors --placement each                       # the table with a core for each of two processes
+    python -m bench connectors --hops                                 # only the hops of 4 KiB, in every placement
 
-A *lane* is a way to get a payload to another process (`bench/lanes.py`). The `bytes` lanes move bare bytes, the `chunk`
+A *lane* is a way to get a payload to another process (lanes.py). The `bytes` lanes move bare bytes, the `chunk`
 lanes move a chunk (typed header, checks, a tensor on both sides); `unix chunk` is the plain socket with our wire format
 on it, so each of ours has a peer that does the same work; `unix tensor` is the least that brings a tensor over one.
 A hop is one way, by the machine's one clock: from the call that sends to the return of the call that receives.
@@ -22,27 +22,24 @@ alike, and ratios are of the same round. Page faults per message tell whether me
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import random
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-import zmq
 
 from bench.connectors.lanes import LANES, LOOK_US, Lane, make_lane
 from bench.harness.env import describe
-from bench.harness.results import quantile
-from stretto.connector.registry import connectors
+from bench.harness.results import parser, quantile, write
+from bench.harness.rounds import Ratio, turns
+from stretto.connector.registry import Registry
 from stretto.errors import Invalid
 
 SIZES = (64, 4 << 10, 256 << 10, 8 << 20)
@@ -218,26 +215,25 @@ def _words(size: int) -> str:
 
 
 PAIRS = (
-    ("shm bytes", "unix bytes"),
     ("shm chunk", "unix chunk"),
     ("shm chunk", "unix tensor"),
     ("shm chunk, looking", "unix chunk"),
 )
 
 
-def ratios(tracks: list[Track], part: float = 0.5) -> dict[str, float]:
-    """What is claimed: ours against the plain socket, of the same round each, and then the middle one of the rounds
-    (or another part of them). `shm chunk / unix tensor` is a typed, checked chunk against bytes that nobody checks."""
+def ratios(tracks: list[Track]) -> dict[str, Ratio]:
+    """What is claimed: ours against the plain socket of the same round. `shm chunk / unix tensor` is a typed, checked
+    chunk against bytes that nobody checks."""
     by_name = {track.name: track for track in tracks}
     found = {}
     for ours, plain in PAIRS:
         if ours in by_name and plain in by_name:
             a, b = by_name[ours], by_name[plain]
             for size in SIZES:
-                hops = [quantile(x, 0.5) / quantile(y, 0.5) for x, y in zip(a.bursts_us[size], b.bursts_us[size])]
-                found[f"{ours} / {plain}: hop p50 at {_words(size)}"] = round(quantile(hops, part), 3)
-            rates = [x / y for x, y in zip(a.stream_gb_s[8 << 20], b.stream_gb_s[8 << 20])]
-            found[f"{ours} / {plain}: throughput at 8 MiB"] = round(quantile(rates, part), 3)
+                hops = ([quantile(burst, 0.5) for burst in track.bursts_us[size]] for track in (a, b))
+                found[f"{ours} / {plain}: hop p50 at {_words(size)}"] = Ratio.of(*hops)
+            rates = (track.stream_gb_s[8 << 20] for track in (a, b))
+            found[f"{ours} / {plain}: throughput at 8 MiB"] = Ratio.of(*rates)
     return found
 
 
@@ -265,11 +261,9 @@ class Placed:
 
 def measure_table(names: list[str], placement: str, rounds: int) -> list[Track]:
     with Placed(names, placement) as tracks:
-        for index in range(rounds + 1):
-            for size in SIZES:
-                for step in range(len(tracks)):
-                    # Each round starts with another lane, so that none always follows the same neighbour.
-                    tracks[(index + step) % len(tracks)].round(size, kept=index > 0)
+        for size in SIZES:
+            for index, track in turns(tracks, rounds + 1):
+                track.round(size, kept=index > 0)
     return tracks
 
 
@@ -303,7 +297,7 @@ def paced(tracks: list[Track], size: int, count: int, chance: random.Random) -> 
 def measure_hops(placement: str, rounds: int, chance: random.Random) -> dict[str, Any]:
     """Hops of 4 KiB, back to back and paced, against the plain socket of the same round."""
     bursts: dict[str, dict[str, list[list[float]]]] = {}
-    turns: dict[str, dict[str, list[float]]] = {}
+    per_s: dict[str, dict[str, list[float]]] = {}
     with Placed(list(HOP_LANES), placement) as tracks:
         for index in range(rounds + 1):
             order = chance.sample(tracks, len(tracks))
@@ -318,29 +312,28 @@ def measure_hops(placement: str, rounds: int, chance: random.Random) -> dict[str
                     bursts.setdefault(way, {}).setdefault(name, []).append(hops)
             for way, rates in beside.items():
                 for name, rate in rates.items():
-                    turns.setdefault(way, {}).setdefault(name, []).append(rate)
+                    per_s.setdefault(way, {}).setdefault(name, []).append(rate)
     result: dict[str, Any] = {way: {name: _against(of, name) for name in HOP_LANES} for way, of in bursts.items()}
-    result["beside"] = {way: {name: _part(of, name) for name in HOP_LANES} for way, of in turns.items()}
+    result["beside"] = {way: {name: _part(of, name) for name in HOP_LANES} for way, of in per_s.items()}
     return result
 
 
 def _against(bursts: dict[str, list[list[float]]], name: str) -> dict[str, Any]:
     hops = [hop for burst in bursts[name] for hop in burst]
     middles = [quantile(burst, 0.5) for burst in bursts[name]]
-    parts = [x / quantile(y, 0.5) for x, y in zip(middles, bursts["unix chunk"])]
+    ratio = Ratio.of(middles, [quantile(burst, 0.5) for burst in bursts["unix chunk"]])
     return {
         "p50_us": quantile(hops, 0.5),
         "p99_us": quantile(hops, 0.99),
-        "ratio": round(quantile(parts, 0.5), 3),
-        "ratio_quartiles": [round(quantile(parts, 0.25), 3), round(quantile(parts, 0.75), 3)],
+        "ratio": ratio.middle,
+        "ratio_quartiles": [ratio.low, ratio.high],
         "p50_us_by_round": middles,
     }
 
 
-def _part(turns: dict[str, list[float]], name: str) -> dict[str, Any]:
+def _part(per_s: dict[str, list[float]], name: str) -> dict[str, Any]:
     """Against the plain socket's receiver, beside which a thread has to give way as well."""
-    parts = [x / y for x, y in zip(turns[name], turns["unix chunk"])]
-    return {"ratio": round(quantile(parts, 0.5), 3), "turns_per_s": round(quantile(turns[name], 0.5))}
+    return {"ratio": Ratio.of(per_s[name], per_s["unix chunk"]).middle, "turns_per_s": quantile(per_s[name], 0.5)}
 
 
 def hop_table(placement: str, result: dict[str, Any]) -> str:
@@ -356,48 +349,44 @@ def hop_table(placement: str, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
-    parser.add_argument("--quick", action="store_true", help="three rounds instead of 12 (hops: 8 instead of 24)")
-    parser.add_argument("--placement", choices=list(PLACEMENTS), default="free", help="of the table")
-    parser.add_argument("--hops", action="store_true", help="only the hops of 4 KiB, in every placement")
-    parser.add_argument("--no-hops", action="store_true", help="only the table")
-    parser.add_argument("--out", type=Path, help="file for the JSON result")
-    args = parser.parse_args()
+def main(given: Sequence[str]) -> int:
+    p = parser("connectors", __doc__)
+    p.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
+    p.add_argument("--quick", action="store_true", help="three rounds instead of 12 (hops: 8 instead of 24)")
+    p.add_argument("--placement", choices=list(PLACEMENTS), default="free", help="of the table")
+    p.add_argument("--hops", action="store_true", help="only the hops of 4 KiB, in every placement")
+    p.add_argument("--no-hops", action="store_true", help="only the table")
+    args = p.parse_args(given)
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"env": describe() | _versions(), "look_us": LOOK_US}
+    result: dict[str, Any] = {"env": describe(), "look_us": LOOK_US}
     if not args.hops:
         result |= run_table(args.lanes, args.placement, 3 if args.quick else 12)
+        write(args.out, result)
     if not args.no_hops:
         chance = random.Random(0)
         result["hops"] = {}
         for placement in PLACEMENTS:
             result["hops"][placement] = found = measure_hops(placement, 8 if args.quick else 24, chance)
             print(hop_table(placement, found), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result) + "\n")
+            write(args.out, result)
+    return 0
 
 
 def run_table(wanted: list[str], placement: str, rounds: int) -> dict[str, Any]:
     names = [name for name in LANES if not wanted or any(part in name for part in wanted)]
     try:
-        connectors.get("mooncake")
+        Registry().get("mooncake")
     except Invalid as error:
         print(error)
         names = [name for name in names if "mooncake" not in name]
     tracks = measure_table(names, placement, rounds)
     print(f"{PLACEMENTS[placement]}\n{table(tracks)}")
-    low, high = ratios(tracks, 0.25), ratios(tracks, 0.75)
-    for claim, value in ratios(tracks).items():
-        print(f"{claim}: {value} ({low[claim]} to {high[claim]})")
-    quartiles = {claim: [low[claim], high[claim]] for claim in low}
-    return {"placement": placement, "ratios": ratios(tracks), "quartiles": quartiles, "lanes": _lanes(tracks)}
-
-
-def _versions() -> dict[str, Any]:
-    return {"zmq": zmq.zmq_version(), "pyzmq": zmq.pyzmq_version(), "msgspec": msgspec.__version__}
+    claims = ratios(tracks)
+    for claim, ratio in claims.items():
+        print(f"{claim}: {ratio}")
+    middles = {claim: ratio.middle for claim, ratio in claims.items()}
+    quartiles = {claim: [ratio.low, ratio.high] for claim, ratio in claims.items()}
+    return {"placement": placement, "ratios": middles, "quartiles": quartiles, "lanes": _lanes(tracks)}
 
 
 def _lanes(tracks: list[Track]) -> dict[str, Any]:
@@ -414,7 +403,3 @@ def _lanes(tracks: list[Track]) -> dict[str, Any]:
         }
         for track in tracks
     }
-
-
-if __name__ == "__main__":
-    main()

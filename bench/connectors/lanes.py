@@ -1,4 +1,4 @@
-"""The lanes of `bench/connectors.py`: ways to get a payload to another process, ours and plain means of the system."""
+"""Ways to get a payload to another process, ours and plain means of the system. Used by the program `connectors`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import zmq
 
 from stretto.connector import wire
 from stretto.connector.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
-from stretto.connector.notes import Kind, Note
-from stretto.connector.registry import connectors
-from stretto.connector.shm import ShmInward, ShmOutward
+from stretto.connector.registry import Registry
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 SLOT_BYTES = (8 << 20) + (1 << 16)
@@ -187,46 +185,6 @@ class QueueBytes:
         pass
 
 
-class ShmBytes:
-    """The shm connector's slots and notes, without the wire format."""
-
-    def listen(self) -> str:
-        receiver = connectors.get("shm").listen("bench.0", OPTIONS)
-        self._in: ShmInward = receiver._carrier  # type: ignore[attr-defined]
-        return msgspec.json.encode(receiver.endpoint).decode()
-
-    def connect(self, address: str) -> None:
-        sender = connectors.get("shm").connect(msgspec.json.decode(address, type=Endpoint), OPTIONS)
-        self._out: ShmOutward = sender._carrier  # type: ignore[attr-defined]
-        self._source = memoryview(bytearray(SLOT_BYTES))
-        self._free = list(range(OPTIONS.slots))
-        self._sent = 0
-        self._arrived: list[tuple[Note, wire.Page]] = []
-
-    def send(self, size: int) -> None:
-        while not self._free:
-            self._take_back(WAIT_S)
-        slot = self._free.pop()
-        self._out.pages[slot].memory[:size] = self._source[:size]
-        self._out.returns.flight[slot] = (self._sent, RequestId("bench"))
-        self._out.ship(slot, self._sent, size)
-        self._sent += 1
-
-    def _take_back(self, timeout: float) -> None:
-        for _kind, slot, *_ in self._out.notes(timeout):
-            del self._out.returns.flight[slot]
-            self._free.append(slot)
-
-    def receive(self) -> None:
-        while not self._arrived:
-            self._arrived = self._in.arrivals(WAIT_S)
-        self._taken, _page = self._arrived.pop(0)
-
-    def done(self) -> None:
-        _kind, slot, seq, *_ = self._taken
-        self._in.reply(Kind.RELEASE, slot, seq)
-
-
 @dataclass(slots=True)
 class Chunks:
     """Chunks of one tensor each; headers are made once per size."""
@@ -244,7 +202,7 @@ class Chunks:
 
 class ConnectorChunk:
     def __init__(self, name: str, **details: str) -> None:
-        self._connector = connectors.get(name)
+        self._connector = Registry().get(name)
         self._options = replace(OPTIONS, details=details)
         self._chunks = Chunks()
 
@@ -270,7 +228,6 @@ class ConnectorChunk:
 LANES = (
     "unix bytes",
     "unix tensor",
-    "shm bytes",
     "zmq ipc bytes",
     "zmq tcp bytes",
     "mp.Queue",
@@ -290,8 +247,6 @@ def make_lane(name: str, queues: tuple[Any, Any]) -> Lane:
             return UnixTensor()
         case ["unix", "chunk"]:
             return UnixChunk()
-        case ["shm", "bytes"]:
-            return ShmBytes()
         case ["zmq", transport, "bytes"]:
             return ZmqBytes(transport)
         case ["mp.Queue"]:

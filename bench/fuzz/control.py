@@ -1,9 +1,10 @@
 """Fuzzes what the orchestrator and its hosts say to each other, and what each does with a message that looks right and
-means nonsense. Run by `fuzz_wire.py`.
+means nonsense. Part of the program `fuzz`.
 
 The corpus is what a real host is told and says while it answers one request. Half of the mutants are blind (bytes),
 half are changed in their meaning: a value somewhere in the message becomes another one, mostly of its type. What can
-still be read goes to a whole host with real stages, driven in this thread, or to an engine whose hosts are played here.
+still be read goes to a whole host with real stages, driven in this thread (messages about links also to one that has
+the talker alone, and so ends of links), or to an engine whose hosts are played here.
 Nothing may escape but our own errors where the process is to end; no request may stay; and the host must still answer
 exactly, the engine still serve."""
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,8 +23,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from pool import ROOT, held
 
+from bench.harness.host import STAGES, configure
+from bench.harness.leaks import CHATS, held
+from stretto.connector.contract import LinkOptions
+from stretto.connector.registry import Registry
 from stretto.control.messages import (
     PREFIX,
     Admit,
@@ -36,6 +39,7 @@ from stretto.control.messages import (
     Ended,
     Failed,
     Features,
+    Finish,
     FromHost,
     LinkDown,
     Linked,
@@ -47,7 +51,6 @@ from stretto.control.messages import (
     Quit,
     Ready,
     Stats,
-    StopText,
     Text,
     Throttle,
     ToHost,
@@ -58,24 +61,22 @@ from stretto.control.messages import (
     lengths,
 )
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.control.settings import EngineConfig, HostSettings, Placement
 from stretto.errors import StageDead, StrettoError, WireError
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.orchestrator import pipeline as pipelines
 from stretto.orchestrator.admission import Ask, announce
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
-from stretto.prompt.packed import Packed, pack
+from stretto.prompt.packed import Bytes, Packed, pack
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
-from stretto.types import RequestId
-from tests.pipeline import LINKS, PROCESSES, STAGES, configure
+from stretto.types import SECRET_BYTES, RequestId
 
-sys.path.insert(0, str(ROOT))
-from tests.orchestrator.common import CHATS, HandDriven
-
+LINKS = [link.name for link in PIPELINE.links]
 NUMBERS = [0, 1, 2, 3, 7, 15, 16, 100, 255, 4096, 2**15, 2**31, 2**32, 2**40, 2**53, 2**63 - 1]
 FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, 1e308, float("nan"), float("inf"), -float("inf")]
 WORDS = [
@@ -87,7 +88,7 @@ WORDS = [
     *LINKS,
     "a>b",
     ">",
-    "local",
+    "shm",
     "none",
     "stop",
     "length",
@@ -100,8 +101,9 @@ ROUND = 0.03  # how often a host has a round after a message: a round is a step 
 PARAMS = Params(max_text_tokens=3, max_frames=3, seed=1, temperature=0.0, greedy_speech=True, want_codes=True)
 SETTINGS = HostSettings(max_rows=4, max_waiting=8, max_context=512, blocks={"thinker": 64, "talker": 64})
 
-DEEP = encode(configure("", (), {"": None}))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
+DEEP = encode(Configure("", "", (), (), {"": None}))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
 
+SECRET = bytes(SECRET_BYTES)
 SAID = Text | Codes | Pcm
 
 Frame = tuple[bytes, bytes]  # header, blob
@@ -237,12 +239,13 @@ class Fed:
 
 @dataclass(slots=True)
 class Told:
-    """A real host with all stages, and what it was told to come so far."""
+    """A real host with all stages, one with the talker alone, and what they were told so far."""
 
     host: Host
-    reports: list[tuple[FromHost, bytes]]
-    links: list[tuple[ToHost, bytes]]  # how its links were laid
+    half: Host
+    reports: list[tuple[FromHost, bytes]]  # of the first
     admits: list[Frame]
+    peer: bytes  # where a link may be connected to
     right: Said = field(default_factory=list)
     seen: set[RequestId] = field(default_factory=set)
     asked: int = 0
@@ -254,18 +257,24 @@ class Told:
 
     @classmethod
     def make(cls, model: Path) -> Told:
-        with overheard() as links:
-            driven = HandDriven(model, SETTINGS)
-        told = cls(driven.host, driven.reports, links, admissions(model))
+        reports: list[tuple[FromHost, bytes]] = []
+        host = Host(configure(str(model), STAGES, SETTINGS), SETTINGS, lambda m, blob: reports.append((m, blob)))
+        half = Host(configure(str(model), ["talker"], SETTINGS), SETTINGS, lambda m, blob: None)
+        for each in (host, half):
+            each.load()
+        receiver = Registry().get("shm").listen("fuzz", LinkOptions(secret=SECRET))
+        told = cls(host, half, reports, admissions(model), msgspec.msgpack.encode(receiver.endpoint))
         told.right = told.answer()
         return told
 
     def corpus(self) -> list[Frame]:
         r = IDS[0]
-        plain: list[ToHost] = [Cancel(r), StopText(r), Throttle(r, True), Throttle(r, False), Ping(1), Quit()]
+        plain: list[ToHost] = [Cancel(r), Throttle(r, True), Throttle(r, False), Ping(1), Quit()]
+        plain += [Finish(r, stage) for stage in STAGES]
         plain += [Unlink(link) for link in LINKS]
-        plain += [message for message, _ in self.links]
-        plain.append(configure("", STAGES, {"max_rows": 4}))
+        plain += [Listen(link, "shm", 1, SECRET) for link in LINKS]
+        plain += [Connect(link, "shm", self.peer, 1, SECRET) for link in LINKS]
+        plain.append(configure("", STAGES, SETTINGS))
         pieces = [(encode(Features(r, 64))[PREFIX.size :], bytes(size)) for size in (16, 64)]
         return self.admits * 3 + pieces + [(encode(m)[PREFIX.size :], b"") for m in plain]
 
@@ -283,8 +292,14 @@ class Told:
             return "gathered"
         if isinstance(message, Admit):
             self.seen.add(message.request)
+        if isinstance(message, Listen | Connect | Unlink):
+            said = [self.handled(host, message, b"") for host in (self.half, self.host)]
+            return said[0]
+        return self.handled(self.host, message, blob)
+
+    def handled(self, host: Host, message: ToHost, blob: Bytes) -> str:
         try:
-            self.host.handle(message, blob)
+            host.handle(message, blob)
             if self.reports and isinstance(failed := self.reports[-1][0], Failed):
                 assert "emory" not in failed.message, f"it asked for too much: {failed.message}"
         except StrettoError as error:
@@ -296,17 +311,9 @@ class Told:
         return "taken"
 
     def answer(self) -> Said:
-        """Lay the links anew and ask."""
         header, blob = self.admits[0]
         self.asked += 1
         id = RequestId(f"asked-{self.asked}")  # links remember those that are over
-        for link in LINKS:
-            self.host.handle(Unlink(link), b"")
-        for message, part in self.links:
-            if isinstance(message, Connect):  # to where the host listens now
-                listens = [m for m, _ in self.reports if isinstance(m, Listening) and m.link == message.link]
-                message = msgspec.structs.replace(message, endpoint=listens[-1].endpoint)
-            self.host.handle(message, part)
         self.reports.clear()
         admit = decode_to_host(header)
         assert isinstance(admit, Admit)
@@ -322,16 +329,17 @@ class Told:
         raise AssertionError("the host does not come to rest")
 
     def look(self) -> None:
-        """All requests are cancelled: nothing may be held, and the next answer is the right one."""
+        """All requests are cancelled and all links are taken up: nothing may be held, and the next answer is right."""
         for id in self.seen:
             self.take(encode(Cancel(id))[PREFIX.size :], b"")
         self.seen.clear()
+        for name in (*self.half.links.ends, *self.host.links.ends):
+            self.take(encode(Unlink(name))[PREFIX.size :], b"")
+        assert not self.half.links.ends, self.half.links.ends
         assert not self.channel._features._parts, "features of requests that are over"
         self.run()
         for message, _ in self.reports:
             decode_from_host(encode(message)[PREFIX.size :])
-        left = [what for what in held(self.host.stats()) if not what.startswith("credits")]
-        assert not left, left
         assert same(self.answer(), self.right), "the answer is another one"
         assert not held(self.host.stats()), held(self.host.stats())
         self.reports.clear()
@@ -353,26 +361,9 @@ def same(ours: Said, theirs: Said) -> bool:
     )
 
 
-@contextmanager
-def overheard() -> Iterator[list[tuple[ToHost, bytes]]]:
-    """What hosts are told meanwhile."""
-    told: list[tuple[ToHost, bytes]] = []
-    handle = Host.handle
-
-    def hear(self: Host, message: ToHost, blob: bytes) -> None:
-        told.append((message, blob))
-        handle(self, message, blob)
-
-    Host.handle = hear  # type: ignore[method-assign]
-    try:
-        yield told
-    finally:
-        Host.handle = handle  # type: ignore[method-assign]
-
-
 def admissions(model: Path) -> list[Frame]:
     """Requests of several kinds, as the engine announces them to a host that has all stages."""
-    played = Played(model, [[*STAGES]])
+    played = Played(model, "one")
     sent: list[Frame] = []
     played.engine._pipelines[0]._hosts[0].send = lambda m, b=b"": sent.append((encode(m)[PREFIX.size :], b))  # type: ignore[method-assign]
     for name, speak, spoken in (
@@ -445,15 +436,15 @@ class Wire:
 class Played:
     """An engine whose hosts are played here, and some requests that wait for them."""
 
-    def __init__(self, model: Path, placement: Any = PROCESSES) -> None:
-        config = EngineConfig(placement=tuple(map(tuple, placement)), restart=False, max_buffered_s=0.1)
+    def __init__(self, model: Path, placement: Placement = "processes") -> None:
+        config = EngineConfig(placement=placement, restart=False, max_buffered_s=0.1)
         self.engine = PipelineEngine(model, config)
         self.builder = PromptBuilder.open(model, OmniConfig.read(model))
         self.prompt = pack(self.builder.build(CHATS["text"]))
         self.pipeline = self.engine._pipelines[0]
         self.engine._up = self.pipeline._started = True
-        self.pipeline._links = dict.fromkeys(LINKS, True)
-        self.pipeline._hosts = [self.host(i) for i in range(len(placement))]
+        self.pipeline._links = dict.fromkeys(self.pipeline._links, True)
+        self.pipeline._hosts = [self.host(i) for i in range(1 if placement == "one" else len(STAGES))]
         self.deaths = 0
 
     def host(self, index: int) -> HostProcess:
@@ -474,7 +465,7 @@ class Played:
             if host.state == "dead":
                 self.deaths += 1
                 self.pipeline._hosts[i] = self.host(i)
-        while not self.pipeline.ready(speak=True):
+        while not self.pipeline.ready(STAGES):
             await self.pipeline._join()
         for t in self.tickets:
             while not t.events.empty():
@@ -498,7 +489,7 @@ class Played:
 
     def check_death(self, host: HostProcess, index: int) -> None:
         """A host that talked nonsense is dead, and so are the requests that need it."""
-        stages = set(PROCESSES[index])
+        stages = {STAGES[index]}
         for t in self.tickets:
             assert t.failed or not stages & t.unfinished, f"{t.id} waits for a dead host"
         assert isinstance(host.death(), StageDead)
@@ -529,7 +520,7 @@ async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Ca
     for index in range(inputs):
         await played.fill()
         header, blob = changed(rng, corpus, [t.id for t in played.tickets])
-        which = rng.randrange(len(PROCESSES))
+        which = rng.randrange(len(STAGES))
         host = played.pipeline._hosts[which]
         with named(index, "from a host", header, blob):
             message = readable(decode_from_host, header)

@@ -1,18 +1,17 @@
 """All tests that need a GPU, in one command, with a record of what ran where and from which commit.
 
-    python -m bench.gpu_tests                             # writes bench/results/gpu_tests_h200.txt
-    python -m bench.gpu_tests --out FILE --limit 470      # elsewhere, cut after so many seconds
+    python -m bench gpu_tests                             # writes bench/results/gpu_tests_h200.txt
+    python -m bench gpu_tests --out FILE --limit 470      # elsewhere, cut after so many seconds
 
 Three parts: the GPU's own tests and the kernels'; the parity suite through the kernels (float32, sizes that they take,
 the same oracles as on a CPU); and what needs the GPU to itself, one test after another (marker `alone`). The first two
 run in several processes that share the GPU and Triton's cache. The record is written anew every few seconds, so a
 run that is cut (by its own limit, SIGTERM or SIGINT) leaves one that says so. Exits with 1 unless every part ran to its
 end and no test failed. Where there is no git repository, the file COMMIT says what git would (see
-bench/env.py)."""
+bench/harness/env.py)."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -22,12 +21,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.env import ROOT, describe
+from bench.harness.env import describe
+from bench.harness.results import RESULTS, ROOT, parser
 
 FORCED = {"STRETTO_KERNELS": "force", "STRETTO_TEST_SIZES": "even", "STRETTO_TEST_DEVICE": "cuda"}
 WRITE_EVERY = 5.0  # seconds between two records of a running part
@@ -91,7 +91,7 @@ def run(ran: Ran, until: float, write: Callable[[], None]) -> None:
     part = ran.part
     command = [
         sys.executable, "-m", "pytest", *part.paths, "-m", part.marked, "-q", "--tb=short", "-p", "no:cacheprovider",
-        "-p", "bench.gpu_report", "--notes", str(ran.notes), "-o", "faulthandler_timeout=100",
+        "-p", "bench.gpu_tests.notes", "--notes", str(ran.notes), "-o", "faulthandler_timeout=100",
     ]  # fmt: skip
     if ran.workers > 1:
         command += ["-n", str(ran.workers), "--dist", "worksteal"]
@@ -178,12 +178,12 @@ def row(name: str, ends: Counter[str], seconds: float) -> str:
     return f"{name:24} {counts} {seconds:8.1f}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "bench/results/gpu_tests_h200.txt")
-    parser.add_argument("--limit", type=float, default=470.0, help="seconds for all of it")
-    parser.add_argument("--workers", type=int, default=max(1, min(12, 3 * (os.cpu_count() or 1) // 4)))
-    args = parser.parse_args()
+def main(given: Sequence[str]) -> int:
+    p = parser("gpu_tests", __doc__, out=False)
+    p.add_argument("--out", type=Path, default=RESULTS / "gpu_tests_h200.txt", help="file for the record, as text")
+    p.add_argument("--limit", type=float, default=470.0, help="seconds for all of it")
+    p.add_argument("--workers", type=int, default=max(1, min(12, 3 * (os.cpu_count() or 1) // 4)))
+    args = p.parse_args(given)
     if importlib.util.find_spec("xdist") is None:
         print("no pytest-xdist here: one process, which will not do in the time", flush=True)
         args.workers = 1
@@ -214,7 +214,3 @@ def main() -> int:
         write()
         print(args.out.read_text(encoding="utf-8"))
         return int(failed(ran))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """One process of listeners: asks a server questions over HTTP and notes when each piece of each answer came.
 
-Started by the programs `serve` and `hostile`, several at once, so that reading many streams disturbs neither the server nor each other.
-A job comes as one JSON line on stdin; `ready` is printed; a second line holds the moment to begin (CLOCK_MONOTONIC,
-which all processes of a machine share); the samples go to the job's file. Sockets are read bare: a client library
-would cost more than what is measured. Imports no torch."""
+Started by the programs `serve` and `hostile`, several at once, so that reading many streams disturbs neither the server
+nor each other. A job comes as one JSON line on stdin; `ready` is printed; a second line holds the moment to begin
+(CLOCK_MONOTONIC, which all processes of a machine share); the samples go to the job's file. Sockets are read bare: a
+client library would cost more than what is measured. Imports no torch."""
 
 from __future__ import annotations
 

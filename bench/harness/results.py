@@ -6,6 +6,7 @@ the short ones can be read and a change of one shows as such."""
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +25,11 @@ def parser(name: str, doc: str | None, *, out: bool = True) -> argparse.Argument
     if out:
         p.add_argument("--out", type=Path, help="file for the result, every sample included, as JSON")
     return p
+
+
+def first_line(path: Path) -> str:
+    """Of a module's docstring, without importing it."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def arguments(args: argparse.Namespace) -> dict[str, Any]:

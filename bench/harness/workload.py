@@ -70,30 +70,26 @@ class Workload:
         return [*head, {"role": "user", "content": parts}]
 
 
-def _workload(
-    name: str, about: str, prompt: Question, text_tokens: int = 64, frames: int = 125, **packets: int
-) -> Workload:
-    return Workload(name, about, prompt, text_tokens, frames, ChunkSizes(**packets))
-
+TEN_S, SHORT = {"text_tokens": 64, "frames": 125}, {"text_tokens": 24, "frames": 38}
+EACH = ChunkSizes(first=1, each=1)
 
 WORKLOADS = {
     w.name: w
     for w in (
-        _workload("text-20", "a short question in text, 64 tokens of answer, 10 s of speech", Question(20)),
-        _workload("text-100", "a question of 100 tokens, 64 tokens of answer, 10 s of speech", Question(100)),
-        _workload("text-2000", "a question of 2,000 tokens, 64 tokens of answer, 10 s of speech", Question(2000)),
-        _workload("long-60s", "a question of 100 tokens, 300 tokens of answer, 60 s of speech", Question(100), 300, 750),
-        _workload("audio-2s", "two seconds of sound with a short question, else as text-20", Question(20, audio_s=2.0)),
-        _workload("audio-10s", "ten seconds of sound with a short question, else as text-20", Question(20, audio_s=10.0)),
-        _workload("image", "a picture with a short question, else as text-20", Question(20, image=(640, 480))),
-        _workload("shared-500", "a system prompt of 500 tokens that all requests share, and a short question: what the "
-                  "prefix caches are for", Question(20, system_tokens=500)),
-        _workload("frames", "as text-100, but a packet for each frame: the most that a listener can ask of a server",
-                  Question(100), first=1, each=1),
-        _workload("small", "for the tiny model on a CPU: a question of 20 tokens, 24 tokens of answer, 3 s of speech",
-                  Question(20), 24, 38, first=1, each=1),
-        _workload("small-audio", "for the tiny model on a CPU: two seconds of sound, else as small",
-                  Question(20, audio_s=2.0), 24, 38, first=1, each=1),
+        Workload("text-20", "a short question, 64 tokens of answer, 10 s of speech", Question(20), **TEN_S),
+        Workload("text-100", "a question of 100 tokens, else as text-20", Question(100), **TEN_S),
+        Workload("text-2000", "a question of 2,000 tokens, else as text-20", Question(2000), **TEN_S),
+        Workload("long-60s", "as text-100, 300 tokens of answer, 60 s of speech", Question(100), 300, 750),
+        Workload("audio-2s", "as text-20 with two seconds of sound", Question(20, audio_s=2.0), **TEN_S),
+        Workload("audio-10s", "as text-20 with ten seconds of sound", Question(20, audio_s=10.0), **TEN_S),
+        Workload("image", "as text-20 with a picture", Question(20, image=(640, 480)), **TEN_S),
+        Workload("shared-500", "as text-20 behind a system prompt of 500 tokens that all requests share: what the "
+                 "prefix caches are for", Question(20, system_tokens=500), **TEN_S),
+        Workload("frames", "as text-100, a packet for each frame: the most that a client can ask of a server",
+                 Question(100), **TEN_S, packets=EACH),
+        Workload("small", "for the tiny model on a CPU: a short question, 24 tokens of answer, 3 s of speech",
+                 Question(20), **SHORT, packets=EACH),
+        Workload("small-audio", "as small with two seconds of sound", Question(20, audio_s=2.0), **SHORT, packets=EACH),
     )
 }  # fmt: skip
 

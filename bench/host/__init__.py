@@ -149,15 +149,13 @@ def table(result: dict[str, Any]) -> str:
     for streams in result["samples"]["before"]:
         before, after = ([s["cpu_us_per_frame"] for s in result["samples"][t][streams]] for t in ("before", "after"))
         middle = [quantile(values, 0.5) for values in (before, after)]
-        ratio = Ratio.of(after, before)
-        lines.append(
-            (streams, *(f"{us:.0f} µs" for us in middle), *(f"{us / int(streams):.1f} µs" for us in middle), str(ratio))
-        )
+        each = (f"{us / int(streams):.1f} µs" for us in middle)
+        lines.append((streams, *(f"{us:.0f} µs" for us in middle), *each, str(Ratio.of(after, before))))
     head = (
         "streams",
-        "before, a frame of all streams",
+        "a frame of all of them: before",
         "after",
-        "before, a frame of one",
+        "of one of them: before",
         "after",
         "ratio (quartiles)",
     )

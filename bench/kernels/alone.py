@@ -1,20 +1,19 @@
-"""Finds launch parameters for the decode kernels on this machine's GPU and keeps them on disk.
+"""Each decode kernel by itself: finds launch parameters on this machine's GPU and keeps them on disk.
 
-    python -m bench.tune [--out FILE] [--only vector,matrix,...] [--jobs 12]
+    python -m bench kernels alone --out bench/results/tune_h200.json      # 3 to 6 min
 
 Each candidate runs as a chain over several copies of its weights (more than the cache holds), captured in a graph, as
 it runs in a decode step; the time is the median over replays. Candidates are compiled by several processes first.
-Without --out the results go to the file that `stretto.kernels.fast.tuning` reads."""
+Without `--tuned` the parameters go to the file that `stretto.kernels.fast.tuning` reads. The result has
+for each kernel and shape the best candidate, its time, how many were tried and what the slowest took."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness.env import describe
+from bench.harness.results import parser, write
 from stretto.kernels.fast import attention, experts, experts_many, grouped
 from stretto.kernels.fast.experts_choice import choose, route
 from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, matrix_defaults, project, project_onto, tile_rows
@@ -229,7 +229,7 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
 
 
 def prompt_case(model: str, rows: int, part: str) -> Case:
-    """Products of a prompt pass with float8 weights. (Those with wide ones: `bench/kernels/prefill.py`.)"""
+    """Products of a prompt pass with float8 weights. (Those with wide ones: prompts.py.)"""
     hidden, num, size, top_k, _ = MIXTURES[model]
     distinct = num * (1 - (1 - top_k / num) ** rows)
 
@@ -378,16 +378,43 @@ def time_one(run: Callable[[Tuned, int], Any], c: Tuned, replays: int = 12) -> f
     return statistics.median(times[2:])
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, help="where the tuned parameters go")
-    p.add_argument("--report", type=Path, help="all times as JSON")
+def best_of(case: Case, deadline: float) -> dict[str, Any] | None:
+    """The fastest candidate. None: nothing ran."""
+    run = case.make()
+    times: list[tuple[float, Tuned]] = []
+    failed = 0
+    for c in case.candidates:
+        if time.perf_counter() > deadline and times:
+            break
+        try:
+            times.append((time_one(run, c), c))
+        except Exception:  # noqa: BLE001 - too much shared memory, for one: not a candidate here
+            failed += 1
+    del run
+    torch.cuda.empty_cache()
+    if not times:
+        print(f"{name_of(case.kernel, case.key)}: nothing ran", flush=True)
+        return None
+    us, config = min(times, key=lambda t: t[0])
+    worst = max(us for us, _ in times)
+    print(
+        f"{name_of(case.kernel, case.key):34} {us:7.2f} us {case.bytes / us / 1e6:5.2f} TB/s  {config}"
+        f"   (worst {worst:.1f}, of {len(times)})",
+        flush=True,
+    )
+    found = {"kernel": case.kernel, "key": case.key, "config": config, "us": us, "bytes": case.bytes}
+    return found | {"worst_us": worst, "tried": len(times), "failed": failed}
+
+
+def main(given: Sequence[str]) -> int:
+    p = parser("kernels alone", __doc__)
+    p.add_argument("--tuned", type=Path, help="where the tuned parameters go")
     p.add_argument("--only", default="vector,matrix,split,float8")
     p.add_argument("--kernels", default="", help="only those whose names (kernel/key) begin with one of these")
     p.add_argument("--batches", default="8,32", help="rows for the matrix kernels")
     p.add_argument("--jobs", type=int, default=12, help="processes that compile")
     p.add_argument("--limit", type=float, default=400.0, help="seconds after which no further case is timed")
-    args = p.parse_args()
+    args = p.parse_args(given)
     only, batches = args.only.split(","), [int(b) for b in args.batches.split(",")]
     kernels = tuple(args.kernels.split(","))
     begin = time.perf_counter()
@@ -401,38 +428,14 @@ def main() -> None:
         for w in workers:
             w.join()
         print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    best: dict[str, Tuned] = {}
-    report: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"env": describe(), "times": []}
     with torch.inference_mode():
         for case in cases(only, batches, kernels):
             if time.perf_counter() - begin > args.limit:
                 print("out of time", flush=True)
                 break
-            run = case.make()
-            times = []
-            for c in case.candidates:
-                try:
-                    times.append((time_one(run, c), c))
-                except Exception as e:  # noqa: BLE001 - too much shared memory, for one: not a candidate here
-                    report.append({"kernel": case.kernel, "key": case.key, "config": c, "error": str(e)[:200]})
-            times.sort(key=lambda t: t[0])
-            del run
-            torch.cuda.empty_cache()
-            if not times:
-                print(f"{name_of(case.kernel, case.key)}: nothing ran", flush=True)
-                continue
-            best[name_of(case.kernel, case.key)] = times[0][1]
-            report += [{"kernel": case.kernel, "key": case.key, "config": c, "us": t} for t, c in times]
-            rate = case.bytes / times[0][0] / 1e6
-            print(
-                f"{name_of(case.kernel, case.key):34} {times[0][0]:7.2f} us {rate:5.2f} TB/s  {times[0][1]}"
-                f"   (worst {times[-1][0]:.1f}, of {len(times)})",
-                flush=True,
-            )
-    save(args.out or own_file(), best)
-    if args.report is not None:
-        args.report.write_text(json.dumps({"about": describe(), "times": report}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+            if (found := best_of(case, begin + args.limit)) is not None:
+                result["times"].append(found)
+                write(args.out, result)
+    save(args.tuned or own_file(), {name_of(t["kernel"], t["key"]): t["config"] for t in result["times"]})
+    return 0

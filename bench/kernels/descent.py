@@ -1,6 +1,6 @@
 """Coordinate descent over launch parameters: one kernel after the other, everything else as it stands.
 
-What is timed is someone else's (a `Step`; `bench/tune_steps.py` has the real one), so this is arithmetic alone."""
+What is timed is someone else's (a `Step`; in_step.py has the real one), so this is arithmetic alone."""
 
 from __future__ import annotations
 

@@ -1,20 +1,18 @@
-"""Finds launch parameters for decode kernels inside a whole step, where kernels overlap their neighbours.
+"""Decode kernels inside a whole step, where they overlap their neighbours: finds launch parameters there.
 
-    python -m bench.tune_steps --stage thinker --batch 8 [--expert-weights float8] [--layers 12] [--kernels decode,up]
-        [--per-kernel 12] [--limit 300] [--out FILE] [--report FILE]
+    python -m bench kernels in_step --stage thinker --batch 8 --tuned tuned.json      # 2 min
 
-`bench/tune.py` times each kernel alone; its candidates are tried here one kernel at a time in a captured step of a
+The part `alone` times each kernel by itself; its candidates are tried here one kernel at a time in a captured step of a
 model with fewer layers (random weights), against the step as it stands: both in turns, on the same inputs. A candidate
 stays if the step is faster by 0.3 % in two measurements, and if its output is the same but for rounding. Processes
-with a model of two layers compile (and try) candidates first. Without --out nothing is saved.
+with a model of two layers compile (and try) candidates first. Without `--tuned` nothing is saved.
 
-`--tiny` tries the script itself: on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where a step is timed without a
-graph and times mean nothing."""
+`--tiny` tries the program itself: on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where a step is timed without
+a graph and times mean nothing."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
@@ -30,8 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import tune
 from bench.harness.env import describe
+from bench.harness.results import parser, write
+from bench.kernels import alone
 from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen
 from bench.steps import seated
 from stretto.kernels.fast import sampling, tuning
@@ -52,7 +51,7 @@ INPUTS = 16  # different ones, so that steps choose different experts
 CHECKED = 5  # of them, for the output: a single row may choose another expert or code by rounding alone
 WARM = 4  # replays before those that count
 SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1
-BESIDE = {"decode": "soon", "split": "fetch"}  # of these, what only shows beside other kernels; `tune` leaves it alone
+BESIDE = {"decode": "soon", "split": "fetch"}  # of these, what only shows beside other kernels; `alone` leaves it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,13 +324,13 @@ class Compilers:
 
 
 class Candidates:
-    """What to try for a kernel: as `bench/tune.py` does, with a few more."""
+    """What to try for a kernel: as `alone` does, with a few more."""
 
     def __init__(self, what: What, most: int) -> None:
         self.what, self.most = what, most
         batches = [n for n in (what.batch, 2 * what.batch) if n > 1]  # a frame begins with two positions per row
-        self.cases: dict[str, tune.Case] = {}
-        for case in tune.cases(["vector", "matrix", "split", "float8"], batches):
+        self.cases: dict[str, alone.Case] = {}
+        for case in alone.cases(["vector", "matrix", "split", "float8"], batches):
             self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)
 
     def __call__(self, asked: tuning.Asked) -> list[Tuned]:
@@ -376,8 +375,8 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
     print(end="", flush=True)
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(given: Sequence[str]) -> argparse.Namespace:
+    p = parser("kernels in_step", __doc__)
     p.add_argument("--stage", choices=["thinker", "talker"], default="thinker")
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--context", type=int, default=1024)
@@ -389,16 +388,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--replays", type=int, default=30)
     p.add_argument("--jobs", type=int, default=14, help="processes that compile")
     p.add_argument("--limit", type=float, default=400.0, help="seconds after which nothing more is tried")
-    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
-    p.add_argument("--out", type=Path, help="where better parameters go, as `tuning.save` keeps them")
-    p.add_argument("--report", type=Path, help="all times as JSON")
+    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
+    p.add_argument("--tuned", type=Path, help="where better parameters go, as `tuning.save` keeps them")
     return p.parse_args(given)
 
 
 @torch.inference_mode()
-def main(given: Sequence[str] | None = None) -> Descent:
-    args = arguments(given)
-    begin = time.perf_counter()
+def tuned(given: Sequence[str]) -> Descent:
+    args = options(given)
+    begin, env = time.perf_counter(), describe()
     what = What(args.stage, args.batch, args.context, args.layers, args.expert_weights, args.tiny)
     compilers = Compilers(what, args.jobs) if args.jobs else None
     try:
@@ -417,12 +415,10 @@ def main(given: Sequence[str] | None = None) -> Descent:
 
         def after(name: str, rows: list[dict[str, Any]]) -> None:
             show(name, rows)
-            if descent.changes and args.out is not None:
-                tuning.save(args.out, descent.changes)
-            if args.report is not None:
-                about = describe() | {"seconds": time.perf_counter() - begin}
-                found = {"about": about, "changes": descent.changes, "rows": descent.rows}
-                args.report.write_text(json.dumps(found, indent=1) + "\n")
+            if descent.changes and args.tuned is not None:
+                tuning.save(args.tuned, descent.changes)
+            found = {"env": env, "seconds": time.perf_counter() - begin, "changes": descent.changes}
+            write(args.out, found | {"rows": descent.rows})
             if step.stream is not None:
                 torch.cuda.empty_cache()  # of graphs that are gone
 
@@ -440,5 +436,6 @@ def main(given: Sequence[str] | None = None) -> Descent:
     return descent
 
 
-if __name__ == "__main__":
-    main()
+def main(given: Sequence[str]) -> int:
+    tuned(given)
+    return 0

@@ -1,6 +1,6 @@
-"""Encoding images at the size of the released model, launched kernel by kernel and as captured graphs.
+"""Encoding pictures at the size of the released model, launched kernel by kernel and as captured graphs.
 
-    python -m bench.kernels.vision [--images 224x224,448x448,2x448x448] [--dtype bfloat16] [--repeats 30] [--out FILE]
+    python -m bench kernels pictures --out bench/results/vision_h200.json      # 1 min
 
 Weights and pixels are random. Three times for each way, medians printed, in milliseconds:
 
@@ -14,18 +14,15 @@ that. An image that no graph is large enough for has no times by graph."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.harness.env import describe
-from bench.harness.results import quantile
+from bench.harness.results import parser, quantile, write
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.patches import fit
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
@@ -154,15 +151,14 @@ def make(config_of: dict[str, Any], dtype: torch.dtype) -> VisionEncoder:
 
 
 @torch.inference_mode()
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> int:
+    p = parser("kernels pictures", __doc__)
     p.add_argument("--images", default=IMAGES, help="[N x] width x height, by commas")
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="of the graphs, in patches")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     p.add_argument("--repeats", type=int, default=30)
-    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
-    p.add_argument("--out", type=Path, help="everything, every sample included, as JSON")
-    args = p.parse_args()
+    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
+    args = p.parse_args(given)
     encoder = make(tiny_config() if args.tiny else released_config(), getattr(torch, args.dtype))
     c = encoder.config
     cases = [Case.read(text, c.patch_size, c.merge) for text in args.images.split(",")]
@@ -173,7 +169,7 @@ def main() -> None:
     graphs.capture(stream)
     torch.cuda.synchronize()
     result: dict[str, Any] = {
-        "about": describe(),
+        "env": describe(),
         "dtype": args.dtype,
         "tiny": args.tiny,
         "sizes": graphs.sizes,
@@ -190,9 +186,5 @@ def main() -> None:
             found = bench.case(case)
             result["cases"].append(found)
             say(found)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write(args.out, result)
+    return 0

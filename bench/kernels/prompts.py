@@ -1,22 +1,25 @@
-"""Times of the prompt path at the sizes of the real model: whole passes (as a graph, and launched one by one), each
-kernel of a layer, and the variants of the experts' products side by side.
+"""Passes over prompts at the sizes of the real model: whole passes, each kernel of a layer, variants of the products.
 
-Kernels are captured in a graph that goes through all layers, so that neither the launch nor a warm cache decides the
-number. A variant that fails is reported as such (a negative time, the reason printed), and the rest goes on. The order
-is by importance: what comes after the time limit is left out."""
+    python -m bench kernels prompts --out bench/results/prefill_h200.json      # 1 to 2 min
+
+Passes are timed as a graph and launched one by one. Kernels are captured in a graph that goes through all layers, so
+that neither the launch nor a warm cache decides the number. A variant that fails is reported as such (a negative time,
+the reason printed), and the rest goes on. The order is by importance: what comes after the time limit is left out."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench.harness.env import describe
+from bench.harness.results import parser, write
 from stretto.kernels.fast import grouped
 from stretto.kernels.fast.attention_prefill import attend
 from stretto.kernels.fast.prefill import add_norm, combine, qkv_write
@@ -318,5 +321,14 @@ def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
     return {key: config for key, (_, config) in best.items()}
 
 
-if __name__ == "__main__":
-    run(lambda name, us: print(f"{name:90} {us:12.1f} us", flush=True))
+def main(given: Sequence[str]) -> int:
+    args = parser("kernels prompts", __doc__).parse_args(given)
+    result: dict[str, Any] = {"env": describe(), "times_us": {}}
+
+    def report(name: str, us: float) -> None:
+        print(f"{name:90} {us:12.1f} us", flush=True)
+        result["times_us"][name] = us
+        write(args.out, result)
+
+    run(report)
+    return 0

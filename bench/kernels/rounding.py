@@ -1,16 +1,16 @@
 """What 8 and 4 bits cost in accuracy: relative error of weights (Frobenius norm) by format, for rows of several kinds.
 
-    python bench/rounding.py
+    python -m bench kernels rounding
 
 Real checkpoints lie between the kinds: most rows nearly Gaussian, some with heavy tails or outliers. Needs no GPU."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from bench.harness.results import parser
 from stretto.kernels.quantized import FLOAT8, LARGEST, dequantize, quantize
 
 ROWS, INPUTS, GROUP = 1024, 2048, 128
@@ -59,13 +59,10 @@ def error(w: torch.Tensor, rounded: torch.Tensor) -> float:
     return float(((rounded - w).norm(dim=-1) / w.norm(dim=-1)).mean())
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> int:
+    parser("kernels rounding", __doc__, out=False).parse_args(given)
     weights = kinds()
-    out = [f"{'':24}" + "".join(f"{kind:>20}" for kind in weights)]
+    print(f"{'':24}" + "".join(f"{kind:>20}" for kind in weights))
     for name, rounded in FORMATS.items():
-        out.append(f"{name:24}" + "".join(f"{100 * error(w, rounded(w)):18.1f} %" for w in weights.values()))
-    sys.stdout.write("\n".join(out) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"{name:24}" + "".join(f"{100 * error(w, rounded(w)):18.1f} %" for w in weights.values()))
+    return 0

@@ -1,16 +1,19 @@
-"""Times of the sampling kernels at the sizes of the real model, inside CUDA graphs.
+"""The sampling kernels at the sizes of the real model, inside CUDA graphs.
 
 A graph holds the kernel some times in a row, on inputs that rotate, so that neither the launch nor a warm cache line
 decides the number; the time reported is that of one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from bench.harness.env import describe
+from bench.harness.results import parser, write
 from stretto.kernels.fast import sampling
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.types import GREEDY, SamplingParams
@@ -113,5 +116,14 @@ def _per_call(call: Callable[[int], object]) -> float:
     return times[REPLAYS // 2] * 1000 / INPUTS
 
 
-if __name__ == "__main__":
-    run(lambda name, us: print(f"{name:60s} {us:8.2f} µs"))
+def main(given: Sequence[str]) -> int:
+    args = parser("kernels sampling", __doc__).parse_args(given)
+    result: dict[str, Any] = {"env": describe(), "times_us": {}}
+
+    def report(name: str, us: float) -> None:
+        print(f"{name:60s} {us:8.2f} µs", flush=True)
+        result["times_us"][name] = us
+
+    run(report)
+    write(args.out, result)
+    return 0

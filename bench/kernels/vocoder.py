@@ -1,31 +1,27 @@
-"""Speed of the code2wav step: frames per second for combinations of slots and frames per step.
+"""A step of the vocoder: frames per second for combinations of slots and frames per step.
 
-    python bench/code2wav.py
-    python bench/code2wav.py --config released --device cuda --dtype bfloat16 --slots 1,8 --frames 1,4 --graph
+    python -m bench kernels vocoder --config released --device cuda --dtype bfloat16 --slots 1,8,32 --frames 1,4 \\
+        --steps 100 --graph --cudnn-benchmark --out bench/results/code2wav_h200.json      # 1 min; with --plain too
+    python -m bench kernels vocoder                                                       # the tiny model, anywhere
 
-Weights are random (speed does not depend on them). Every slot takes a full share of frames in every step. Prints
-one JSON object with the hardware, the versions and every step's time; one frame is 80 ms of audio.
+Weights are random (speed does not depend on them). Every slot takes a full share of frames in every step; one frame is
+80 ms of audio.
 
 On a GPU in bfloat16 the transformer, and what stands around the decoder's convolutions, are kernels of ours; with
 --plain everything is PyTorch, to compare."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from bench.harness.env import describe
+from bench.harness.results import parser, write
 from stretto.kernels.fast import usable
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
@@ -107,41 +103,25 @@ def measure(step: Step, steps: int, cuda: bool) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    cuda = device.type == "cuda"
-    root = Path(__file__).resolve().parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return {
-        "commit": commit.stdout.strip() or None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-
-
 def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="tiny", help="tiny, released, or a checkpoint directory")
-    parser.add_argument("--device", default="cpu", type=torch.device)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--slots", default=[1, 4], type=integers)
-    parser.add_argument("--frames", default=[1, 4], type=integers, help="frames per step and slot")
-    parser.add_argument("--steps", default=30, type=int, help="measured steps per combination")
-    parser.add_argument("--graph", action="store_true", help="also replay the step as a captured CUDA graph")
-    parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels for each shape")
-    parser.add_argument("--plain", action="store_true", help="as with STRETTO_KERNELS=off")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
-    args = parser.parse_args()
+def main(given: Sequence[str]) -> int:
+    p = parser("kernels vocoder", __doc__)
+    p.add_argument("--config", default="tiny", help="tiny, released, or a checkpoint directory")
+    p.add_argument("--device", default="cpu", type=torch.device)
+    p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    p.add_argument("--slots", default=[1, 4], type=integers)
+    p.add_argument("--frames", default=[1, 4], type=integers, help="frames per step and slot")
+    p.add_argument("--steps", default=30, type=int, help="measured steps per combination")
+    p.add_argument("--graph", action="store_true", help="also replay the step as a captured CUDA graph")
+    p.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels for each shape")
+    p.add_argument("--plain", action="store_true", help="as with STRETTO_KERNELS=off")
+    args = p.parse_args(given)
     cuda = args.device.type == "cuda"
     if args.graph and not cuda:
-        parser.error("--graph needs --device cuda")
+        p.error("--graph needs --device cuda")
     if args.plain:
         os.environ["STRETTO_KERNELS"] = "off"
 
@@ -167,23 +147,16 @@ def main() -> None:
                         "seconds": times,
                     }
                 )
-                line = {k: v for k, v in runs[-1].items() if k != "seconds"}
-                print(json.dumps(line), file=sys.stderr, flush=True)
+                print("  ".join(f"{k} {v}" for k, v in runs[-1].items() if k != "seconds"), flush=True)
     result = {
-        "bench": "code2wav",
+        "env": describe(),
         "config": args.config,
         "dtype": args.dtype,
         "kernels": cuda and usable(next(model.parameters())),
         "cudnn_benchmark": args.cudnn_benchmark,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "environment": environment(args.device),
+        "threads": torch.get_num_threads(),
         "runs": runs,
     }
-    text = json.dumps(result)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write(args.out, result)
+    return 0

@@ -1,26 +1,22 @@
 """What the rule for first packets (`stretto.stage.pace.Rhythm`) would have done in a recorded run.
 
-    python -m bench.first_packets [bench/results/h200.json ...]
-
-Replays the packets that listeners got in runs of `bench/h200.py`: with what the pace of all streams was just before,
-each first packet is held back as the rule says (or until the second came), and a player starts then. Printed for each
-number of streams: listeners that had to wait, for how long in all, and the median of the first sound, without and
-with it. A replay knows nothing of how later packets would have changed; it shows the size of the gain and of the
-price."""
+Run by `python -m bench report --first-packets`. Replays the packets of runs of `serve`: with what the pace of all
+streams was just before, each first packet is held back as the rule says (or until the second came), and a player starts
+then. Printed for each number of streams: players that had to wait, for how long in all, and the median of the first
+sound, without and with it. A replay knows nothing of how later packets would have changed; it shows the size of the
+gain and of the price."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness.results import read
 from stretto.client.player import Packet, play
 from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
 from stretto.stage.pace import Rhythm
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def paces(samples: list[Any]) -> list[tuple[float, float]]:
@@ -51,13 +47,10 @@ def replay(samples: list[Any]) -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("files", nargs="*", type=Path, default=[RESULTS / "h200.json", RESULTS / "h200_again.json"])
-    args = p.parse_args()
+def show(files: Sequence[Path]) -> None:
     print(f"{'':28} waited      in all ms         first sound p50 ms")
-    for file in args.files:
-        parts = json.loads(file.read_text(encoding="utf-8"))["parts"]
+    for file in files:
+        parts = read(file)["parts"]
         for level in [*parts["latency"]["found"], *parts.get("realtime", {"found": []})["found"]]:
             found = replay([s for s in level["samples"] if s["packets"]])
             waited = [sum(w > 1e-9 for w in found[name]) for name in ("wait", "wait, held")]
@@ -67,7 +60,3 @@ def main() -> None:
                 f"{file.stem} {level['workload']:>9} x {level['streams']:<4} {waited[0]:4} -> {waited[1]:<4}"
                 f" {total[0]:7.1f} -> {total[1]:<7.1f} {first[0]:7.1f} -> {first[1]:.1f}"
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,16 @@
 """The files in bench/results as the pictures and tables need them, and what a step has to read and to compute.
 
-Used by bench/plots.py and bench/tables.py. A file that is not there is None; what would come from it is left out."""
+A file that is not there is None; what would come from it is left out. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "results"
+from bench.harness.results import RESULTS, read
+
 PEAK_FLOPS = 790e12
 """bf16 products that an H200 does in practice (its data sheet says 989e12)."""
 BANDWIDTH = 4.28e12
@@ -78,11 +77,11 @@ def step_flops(what: str, batch: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    folder: Path = FOLDER
+    folder: Path = RESULTS
 
     def file(self, name: str) -> Any:
         path = self.folder / f"{name}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return read(path) if path.exists() else None
 
     def serving(self) -> list[Any]:
         """The run over HTTP, and its repetition if there is one."""
@@ -111,20 +110,13 @@ class Results:
 
     def tuned(self) -> dict[tuple[str, tuple[int, ...]], float]:
         """Best time of each kernel by itself, µs."""
-        best: dict[tuple[str, tuple[int, ...]], float] = {}
-        for t in (self.file("tune_h200") or {}).get("times", []):
-            if t.get("us"):
-                key = t["kernel"], tuple(t["key"])
-                best[key] = min(t["us"], best.get(key, t["us"]))
-        return best
+        times = (self.file("tune_h200") or {}).get("times", [])
+        return {(t["kernel"], tuple(t["key"])): t["us"] for t in times}
 
     def prompts(self) -> dict[str, float]:
-        """Lines of bench/kernels/prefill.py: what, µs."""
-        path = self.folder / "prefill_h200.txt"
-        if not path.exists():
-            return {}
-        found = re.findall(r"^(\S.*?)\s+(\d+\.\d+)(?: us)?\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        return {name: float(us) for name, us in found}
+        """Passes and kernels of prompts: what, µs."""
+        times: dict[str, float] = (self.file("prefill_h200") or {}).get("times_us", {})
+        return times
 
 
 def found_in(serving: Any, part: str) -> list[Any]:
@@ -154,26 +146,14 @@ class Ran:
         return self.start + self.took
 
 
-def second(timeline: list[Any]) -> list[Any]:
-    """The second of the recorded steps (the first may have begun cold), from its `_begin` on."""
+def second(timeline: Sequence[Any]) -> list[Any]:
+    """Of several recorded steps the second (the first may have begun cold), from its `_begin` on; of one, that one."""
     begins = [i for i, e in enumerate(timeline) if e[0].startswith("_begin")]
     if not begins:
         return []
     first = begins[1] if len(begins) > 1 else begins[0]
     after = next((b for b in begins if b > first), len(timeline))
-    return timeline[first:after]
-
-
-def slim(steps: Any) -> Any:
-    """The file of bench/steps.py with one step in each timeline, and none where another says the same."""
-    kept = []
-    for s in steps["steps"]:
-        drop = s.get("timeline") is None or "sampled" in s["what"]
-        events = [] if drop else [(n, round(a, 2), round(t, 2)) for n, a, t in second(s["timeline"])]
-        kept.append(s | {"timeline": events or None})
-    about = steps.get("about", {})
-    command = re.sub(r"\S*/", "", about.get("command", ""))  # files by their names alone
-    return steps | {"about": about | {"command": command}, "steps": kept}
+    return [(name, round(start, 2), round(took, 2)) for name, start, took in timeline[first:after]]
 
 
 def one_step(timeline: list[Any]) -> list[Ran]:

@@ -1,5 +1,5 @@
 """Tables of docs/performance.md about a server: listeners, start-up, memory, its host; and where all of them come from.
-Used by bench/tables.py."""
+They stand in tables.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PROVENANCE = (  # file, what it holds
     ("vision_h200", "pictures"),
     ("tune_h200", "kernels by themselves"),
     ("together_h200", "thinker and talker at once"),
-    ("overlap_h200_kernels", "one stage, the pauses between its steps"),
+    ("prefill_h200", "prompts as passes by themselves"),
+    ("copies_h200", "copies of links beside decode steps"),
     ("ablation_h200", "overlaps switched off"),
 )
 
@@ -27,23 +28,21 @@ def sources(results: Results) -> str:
     for name in ("h200", "h200_again"):
         file = results.file(name)
         for part, held in (file or {"parts": {}})["parts"].items():
-            inner = next((f["env"] for f in held["found"] if "env" in f), None)  # bench/host.py tells its own
+            inner = next((f["env"] for f in held["found"] if "env" in f), None)  # the program `host` tells its own
             lines.append(
                 source(f"over HTTP: {part}" if part != "host" else part, name, inner or held.get("env") or file["env"])
             )
     for name, what in PROVENANCE:
         if (file := results.file(name)) is not None:
-            lines.append(source(what, name, file.get("env") or file.get("about") or file.get("environment")))
-    if results.prompts():
-        lines.append(source("prompts as passes by themselves", "prefill_h200", None, "txt"))
+            lines.append(source(what, name, file["env"]))
     return markdown(("what", "file", "date", "commit", "tree"), lines)
 
 
-def source(what: str, name: str, env: Any, kind: str = "json") -> Line:
+def source(what: str, name: str, env: Any) -> Line:
     env = env if isinstance(env, dict) else {}
     tree = {True: "clean", False: "changed", None: "not recorded"}[env.get("clean")]
     date, commit = str(env.get("date") or "not recorded")[:10], str(env.get("commit") or "not recorded")
-    return what, f"`{name}.{kind}`", date if env.get("date") else "not recorded", commit, tree
+    return what, f"`{name}.json`", date if env.get("date") else "not recorded", commit, tree
 
 
 def latency(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md as Markdown, from the files in bench/results. Used by bench/plots.py.
+"""The tables of docs/performance.md as Markdown, from the files in bench/results.
 
 A table without any file behind it is empty; a line without one says "not measured"."""
 
@@ -23,7 +23,6 @@ from bench.report.measured import (
     one_step,
 )
 from bench.report.serving import host, latency, memory, open_loop, phases, realtime, sources, start
-from bench.tables_parts import pictures, vocoder
 
 
 def verdict(values: Sequence[float], target: float, least: bool = False) -> str:
@@ -172,7 +171,7 @@ def steps(results: Results) -> str:
     )
 
 
-ALONE = {  # part of a thinker's layer -> kernels and key in bench/tune.py's report, for one row and for several
+ALONE = {  # part of a thinker's layer -> kernels and key in tune_h200.json, for one row and for several
     "qkv": ("vector", ("matrix", "split"), (5120, 2048)),
     "o": ("vector", ("matrix", "split"), (2048, 4096)),
     "router": ("vector", ("route",), (128, 2048)),
@@ -271,6 +270,33 @@ def prompt_table(results: Results) -> str:
         if any(cells):
             lines.append((str(rows), *(f"{c / 1e3:.1f} ms" if c else "" for c in cells)))
     return markdown(("rows", "thinker, graph", "launched", "talker, graph", "launched"), lines)
+
+
+# ---- vocoder, pictures
+
+
+def vocoder(results: Results) -> str:
+    """Steps as captured graphs, in plain PyTorch and with kernels."""
+    lines = []
+    plain, ours = (captured(results.file(name)) for name in ("code2wav_h200_plain", "code2wav_h200"))
+    for shape, run in ours.items():
+        before = f"{plain[shape]['median_ms']:.2f} ms" if shape in plain else ""
+        lines.append((*map(str, shape), before, f"{run['median_ms']:.2f} ms", f"{run['audio_s_per_s']:.0f} s"))
+    return markdown(("streams", "frames each", "plain PyTorch", "with kernels", "speech per second"), lines)
+
+
+def captured(found: Any) -> dict[tuple[int, int], Any]:
+    return {(r["slots"], r["frames"]): r for r in (found or {}).get("runs", []) if r["graph"]}
+
+
+def pictures(results: Results) -> str:
+    lines = []
+    for case in (results.file("vision_h200") or {}).get("cases", []):
+        plain, graph = case["plain"], case.get("graph")
+        cells = [f"{way['host_ms']:.1f} / {way['both_ms']:.1f} ms" if way else "" for way in (plain, graph)]
+        lines.append((case["images"], str(case["patches"]), *cells))
+    head = ("picture", "patches", "plain: host's time / until it is done", "as a graph: the same")
+    return markdown(head, lines)
 
 
 # ---- serving

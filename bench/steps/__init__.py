@@ -1,23 +1,26 @@
-"""How long one step takes on the device: a thinker's decode step and a talker's frame, from captured graphs.
+"""How long a decode step takes on a GPU: thinker steps and talker frames, alone and beside each other.
 
-    python -m bench.steps [--batches 1,8,32] [--context 1024] [--steps 150] [--out FILE]
+    python -m bench steps --trace --out bench/results/steps_h200.json                        # 1 min
+    python -m bench steps --stages thinker --expert-weights float8 --out bench/results/steps_h200_float8.json
+    python -m bench steps --together --out bench/results/together_h200.json                  # 1 min
 
-Full-size model with random weights; rows with different random words behind them, so that they choose different
-experts. Every step is timed by events around its graph, in two identical runs. Also counted: the experts that a layer
-reads per step, and with them the bytes that must be read, which give the floor at the copy bandwidth measured here."""
+Captured graphs of the full-size model with random weights; rows with different random words behind them, so that they
+choose different experts. Every step is timed by events around its graph, in two identical passes. Also counted: the
+experts that a layer reads per step, and with them the bytes that must be read, which give the floor at the copy
+bandwidth measured here. With `--trace`, when each kernel of a step ran. `--together` is about what thinker and talker
+cost each other (together.py)."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench.harness.env import describe
-from bench.harness.results import quantile
+from bench.harness.results import arguments, parser, quantile, write
+from bench.report.measured import second
 from stretto.kernels.paged import KVCache
 from stretto.layers.decoder import Decoder
 from stretto.layers.mlp import MoeMLP
@@ -185,7 +188,8 @@ def measure(
             stream.synchronize()
         events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         events.sort(key=lambda e: e.time_range.start)
-        timeline = [(e.name[:40], e.time_range.start - events[0].time_range.start, e.device_time) for e in events]
+        zero = events[0].time_range.start
+        timeline = second([(e.name[:40], e.time_range.start - zero, e.device_time) for e in events])
     return {
         "timeline": timeline,
         "what": ("thinker step" if thinker else "talker frame") + (" (sampled)" if sampled and thinker else ""),
@@ -200,44 +204,44 @@ def measure(
 
 
 @torch.inference_mode()
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--stages", default="thinker,talker")
-    p.add_argument("--batches", default="1,8,32")
+def main(given: Sequence[str]) -> int:
+    p = parser("steps", __doc__)
+    p.add_argument("--stages", nargs="+", choices=["thinker", "talker"], default=["thinker", "talker"])
+    p.add_argument("--batches", type=int, nargs="+", help="rows (default: 1 8 32; together 1 8 16 32)")
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--steps", type=int, default=150)
     p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
-    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
-    p.add_argument("--trace", action="store_true", help="also record when each kernel of three steps ran")
-    p.add_argument("--out", type=Path)
-    args = p.parse_args()
+    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
+    p.add_argument("--trace", action="store_true", help="also record when each kernel of a step ran")
+    p.add_argument("--together", action="store_true", help="thinker and talker at once, on two streams of the GPU")
+    p.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048], help="together: rows of a new prompt")
+    p.add_argument("--equal", action="store_true", help="together: also with equal priorities")
+    p.add_argument("--rounds", type=int, default=5, help="together (default: %(default)s)")
+    args = p.parse_args(given)
     config = parse(tiny_config() if args.tiny else released_config())
     source = Source.open(config, "cuda", torch.bfloat16, "dummy", False, args.expert_weights)
-    bandwidth = copy_bandwidth()
-    result: dict[str, Any] = {
-        "about": describe(),
-        "copy_bytes_per_s": bandwidth,
-        "expert_weights": args.expert_weights,
-        "steps": [],
-    }
-    print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for kind in args.stages.split(","):
+    result: dict[str, Any] = {"env": describe(), "arguments": arguments(args), "expert_weights": args.expert_weights}
+    if args.together:
+        from bench.steps.together import measure_both
+
+        measure_both(source, args.batches or [1, 8, 16, 32], args, result)
+        return 0
+    result |= {"copy_bytes_per_s": copy_bandwidth(), "steps": []}
+    print(f"copy: {result['copy_bytes_per_s'] / 1e12:.2f} TB/s", flush=True)
+    for kind in args.stages:
         model = source.thinker() if kind == "thinker" else source.talker()
-        for batch in map(int, args.batches.split(",")):
+        for batch in args.batches or (1, 8, 32):
             for sampled in (False, True) if kind == "thinker" else (True,):
-                run = measure(model, batch, args.context, args.steps, sampled, args.trace)
-                run["floor_ms"] = run["bytes"] / bandwidth * 1e3
+                traced = args.trace and not (sampled and kind == "thinker")  # it would say the same again
+                run = measure(model, batch, args.context, args.steps, sampled, traced)
+                run["floor_ms"] = run["bytes"] / result["copy_bytes_per_s"] * 1e3
                 result["steps"].append(run)
                 print(
                     f"{run['what']:24} batch {batch:3}: p50 {run['p50_ms'][0]:6.3f} / {run['p50_ms'][1]:6.3f} ms, "
                     f"floor {run['floor_ms']:6.3f} ms, distinct experts {run['distinct_experts']:.1f}",
                     flush=True,
                 )
+                write(args.out, result)
         del model
         torch.cuda.empty_cache()
-    if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,11 +1,10 @@
 """What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on two streams.
 
-    python -m bench.together [--batches 1,8,16,32] [--prompts 128,512,2048] [--equal] [--out FILE]
-
-One answer of the usual workload is 64 thinker steps and 125 talker frames. Both are put on the device behind one event,
-as captured graphs on streams with the priorities of the service, and run to their ends: first the thinker's by
-themselves, then the talker's, then both together. If the GPU did one after the other, together would take the sum; if
-they shared nothing, the longer of the two. `overlap` is where it lies between: 0 for the sum, 1 for the longer.
+Run by `python -m bench steps --together`. One answer of the usual workload is 64 thinker steps and 125 talker frames.
+Both are put on the device behind one event, as captured graphs on streams with the priorities of the service, and run
+to their ends: first the thinker's by themselves, then the talker's, then both together. If the GPU did one after the
+other, together would take the sum; if they shared nothing, the longer of the two. `overlap` is where it lies between: 0
+for the sum, 1 for the longer.
 
 Then the talker's frames one by one, while the thinker reads a new prompt (passes of so many rows, the largest being the
 largest that the scheduler makes): how much longer a frame takes beside it is what running streams notice of a newcomer;
@@ -15,24 +14,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.harness.env import describe
-from bench.harness.results import quantile
+from bench.harness.results import quantile, write
 from bench.steps import BLOCK, filled_cache, ready
 from stretto.kernels.paged import Paging
-from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
@@ -191,28 +185,10 @@ def tell(found: dict[str, Any]) -> None:
     )
 
 
-@torch.inference_mode()
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--batches", default="1,8,16,32")
-    p.add_argument("--prompts", default="128,512,2048", help="rows; none: leave it out")
-    p.add_argument("--equal", action="store_true", help="also with equal priorities")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
-    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
-    p.add_argument("--out", type=Path)
-    args = p.parse_args()
-    config = parse(tiny_config() if args.tiny else released_config())
-    source = Source.open(config, "cuda", torch.bfloat16, "dummy", False, args.expert_weights)
+def measure_both(source: Source, batches: Sequence[int], args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Into the result, and from there to the file."""
     thinker, talker = source.thinker(), source.talker()
-    result: dict[str, Any] = {
-        "about": describe(),
-        "expert_weights": args.expert_weights,
-        "steps": STEPS,
-        "runs": [],
-        "prompts": [],
-    }
-    batches, prompts = ([int(n) for n in text.split(",") if n] for text in (args.batches, args.prompts))
+    result |= {"steps": STEPS, "runs": [], "prompts": []}
     for how in PRIORITIES if args.equal else list(PRIORITIES)[:1]:
         streams = [torch.cuda.Stream(priority=priority) for priority in PRIORITIES[how]]
         for stream in streams:
@@ -226,13 +202,8 @@ def main() -> None:
             result["runs"].append({"how": how, "batch": batch, **run})
             say(f"{how}, batch {batch:3}", run)
             if batch > 1 and how == "service priorities":
-                for rows in prompts:
+                for rows in args.prompts:
                     found = interference(players[1], thinker, rows, streams[0])
                     result["prompts"].append(found)
                     tell(found)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+            write(args.out, result)
