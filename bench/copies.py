@@ -1,290 +1,315 @@
-"""A link between two processes with a GPU: device -> host -> shared memory -> host -> device, and what it costs.
+"""Copies of a link beside decode steps: two processes on one GPU, each overlap of the link switched off in turn.
 
-    python bench/link_gpu.py --out bench/results/link_gpu.json
+    python -m bench copies --out bench/results/copies_h200.json      # 2 min
+    python -m bench copies --tiny                                    # tries the program itself, on any GPU
 
-For payloads of 1, 64, 2,500 and 10,000 rows of 2048 bf16: bytes per second through the whole path, the time of one hop,
-where the time goes at both ends, and the gap between consecutive steps of a decode loop on the sending side (events
-around each graph launch), alone and with the link busy.
+The way is the one that serves between hosts: an outlet with its courier, shared memory, and a courier with an inlet in
+another process, which uploads to the same GPU. What is sent are rows of 2048 bf16 that lie on the device.
 
-What it is held against: `share_of_pinned` is the path's speed over that of a pinned copy of the same size, one way,
-the slower of the two ways. Beside it, for the same size, the speed of both ways at once on two streams (what a link
-that overlaps them perfectly on one GPU could reach) and of one after the other (what one without overlap could).
+**Steps**: captured thinker steps in steady decode, two in flight, as a stage launches them; with each step so many rows
+leave (as those of a prompt with media would). For each way: the time of a step and of the gap to the next one by the
+device's own events, the share of the time in which no step runs, and the loop thread's own time for a step. Ways take
+turns, and `times` is the ratio of whole runs to those of the same round in which nothing is sent.
 
-Three arrangements: the receiver as a process of its own with the same GPU (which two processes get by turns), with one,
-two, four and eight copies in flight; as a process that does not upload, which shows the sending half alone, as it would
-be with a GPU on each side; and as a thread of this process (one interpreter lock for four threads)."""
+**Path**: the same rows without steps, back to back. `of_pinned` is the speed over that of a pinned copy of the same
+size, one way, the slower of the two ways. A hop is one chunk and the answer that it is there. `sending half` is a
+receiver that does not upload, as with a GPU on each side. (Two processes get one GPU by turns.)"""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
+import itertools
 import multiprocessing
-import statistics
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
+from bench.harness.env import describe
+from bench.harness.results import arguments, parser, quantile, write
+from bench.harness.rounds import Ratio, turns
+from bench.steps import ready
 from stretto.connector.contract import Endpoint, LinkOptions
 from stretto.connector.courier import Incoming, Outgoing
-from stretto.connector.registry import connectors
+from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
+from stretto.errors import StrettoError
+from stretto.models.qwen3_omni.config import parse
+from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.payloads import ThinkerRows
-from stretto.stage.outbox import Outbox
-from stretto.stage.payload.chunker import ChunkPolicy, Confirmed
-from stretto.stage.payload.copies import DeviceToHost, HostToDevice, adopt
-from stretto.stage.payload.ring import Ring
-from stretto.stage.payload.schema import unpack
-from stretto.types import SECRET_BYTES, RequestId, Span
+from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.stage.links import Arrival, Inlet, Outlet
+from stretto.stage.payload.copies import HostToDevice
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.rows import How
+from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
-ROWS = (1, 64, 2500, 10000)
 HIDDEN = 2048
-SLOT_BYTES = 48 << 20
-SLOTS = 8
-MOST = 4000  # chunks in a run
-DEFAULT = LinkOptions(secret=bytes(SECRET_BYTES))  # the same in both processes
+OPTIONS = LinkOptions(slots=8, slot_bytes=48 << 20, secret=bytes(SECRET_BYTES))  # the same in both processes
+ON = OverlapSwitches()
+WAYS = {
+    "all on": ON,
+    "no async_d2h": replace(ON, async_d2h=False),
+    "no async_h2d": replace(ON, async_h2d=False),
+    "no payload_stream": replace(ON, payload_stream=False),
+    "no zero_copy_encode": replace(ON, zero_copy_encode=False),
+}
+NOTHING = "nothing sent"
+WARM = 10  # steps before those that count
+SENT = {1: 1500, 64: 1500, 2500: 400, 10000: 100}  # rows -> chunks back to back
+HOPS = 60
 
 
-class Report(msgspec.Struct):
-    """What the receiving side says after each run."""
-
-    total: float  # of the last elements, so that they are known to be there
-    cpu_s: float
-    take_s: float  # from arrival to hand-over, upload's launch included
-    queue_s: float  # from there to the loop
-    stalls: int
+# ---- the other process
 
 
-def receive(pipe: Connection, upload: bool) -> None:
-    """The other process: uploads chunks as they land (or leaves them) and says after each run what it got."""
-    device = torch.device("cuda" if upload else "cpu")
-    if upload:
-        torch.cuda.init()
-    receiver = connectors.get("shm").listen("bench", replace(DEFAULT, slots=SLOTS, slot_bytes=SLOT_BYTES))
-    pipe.send_bytes(msgspec.msgpack.encode(receiver.endpoint))
-    woken = threading.Semaphore(0)
-    uploader = HostToDevice(device, OverlapSwitches(), ThinkerRows.HOST) if upload else None
-    into = Incoming(receiver, "bench", woken.release, uploader=uploader)
-    into.start()
-    last = torch.zeros(MOST, dtype=torch.bfloat16, device=device)
-    while (count := msgspec.msgpack.decode(pipe.recv_bytes(), type=int)) > 0:
-        cpu, before = time.process_time(), copy.deepcopy(into.metrics)
-        last.zero_()
-        got = 0
-        while got < count:
-            woken.acquire()
-            while (chunk := into.poll()) is not None:
-                adopt(chunk)
-                rows = unpack(ThinkerRows, chunk)
-                assert rows is not None
-                last[got : got + 1].copy_(rows.hidden.view(-1)[-1:])
-                got += 1
-                chunk.release()
-        total = float(last.double().sum())
-        after = into.metrics
-        report = Report(
-            total,
-            time.process_time() - cpu,
-            after.take.total_s - before.take.total_s,
-            after.queue.total_s - before.queue.total_s,
-            after.stalls - before.stalls,
-        )
-        pipe.send_bytes(msgspec.msgpack.encode(report))
-    into.close()
+class Taker:
+    """Takes chunks as they land, and keeps the last element of each, so that it is known to be there."""
+
+    def __init__(self, pipe: Connection, switches: OverlapSwitches, upload: bool) -> None:
+        device = torch.device("cuda" if upload else "cpu")
+        receiver = Registry().get("shm").listen("bench", OPTIONS)
+        pipe.send_bytes(msgspec.msgpack.encode(receiver.endpoint))
+        self.woken = threading.Semaphore(0)
+        uploader = HostToDevice(device, switches, ThinkerRows.HOST) if upload else None
+        self.incoming = Incoming(receiver, "bench", self.woken.release, uploader=uploader)
+        self.inlet = Inlet("bench", ThinkerRows, self._read, self._fail)
+        self.inlet.attach(self.incoming)
+        self.incoming.start()
+        self.last = torch.zeros(max(SENT.values()), dtype=torch.bfloat16, device=device)
+        self.got, self.over = 0, False
+
+    def _read(self, id: RequestId, arrival: Arrival[ThinkerRows]) -> None:
+        self.over = arrival.mark is Mark.REQUEST_END
+        if arrival.payload is not None:
+            arrival.adopt()
+            self.last[self.got : self.got + 1].copy_(arrival.payload.hidden.view(-1)[-1:])
+            self.got += 1
+
+    def _fail(self, id: RequestId, error: StrettoError) -> None:
+        raise error
+
+    def take(self, id: RequestId) -> float:
+        """All chunks of a request; the sum of what was kept."""
+        self.got, self.over = 0, False
+        self.inlet.open(id)
+        while not self.over:
+            self.inlet.turn() or self.woken.acquire(timeout=1.0)
+        return float(self.last[: self.got].double().sum())
 
 
-class Sending:
-    """The sending side: an outbox, its courier, and the process at the other end."""
+def take_all(pipe: Connection, switches: OverlapSwitches, upload: bool) -> None:
+    taker = Taker(pipe, switches, upload)
+    while id := pipe.recv():
+        pipe.send("open")
+        pipe.send(taker.take(RequestId(id)))
+    taker.incoming.close()
 
-    def __init__(self, *, apart: bool, upload: bool, copies: int) -> None:
+
+# ---- this one
+
+
+class Link:
+    """The sending end, and the process at the other one."""
+
+    numbers = itertools.count()
+
+    def __init__(self, stream: torch.cuda.Stream | None, switches: OverlapSwitches, *, upload: bool = True) -> None:
+        """`stream` is where the steps run; without one, rows are on the host."""
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        make = context.Process if apart else threading.Thread
-        self.other = make(target=receive, args=(theirs, upload))
+        self.other = context.Process(target=take_all, args=(theirs, switches, upload), daemon=True)
         self.other.start()
         endpoint = msgspec.msgpack.decode(self.pipe.recv_bytes(), type=Endpoint)
-        sender = connectors.get("shm").connect(endpoint, replace(DEFAULT, copies=copies))
+        options = replace(OPTIONS, zero_copy=switches.zero_copy_encode)
+        sender = Registry().get("shm").connect(endpoint, options)
         self.woken = threading.Semaphore(0)
-        self.out = Outgoing(sender, "bench", self.woken.release, stream=torch.cuda.Stream(), capacity=SLOTS)
-        self.down = DeviceToHost(Ring(64, 1 << 20, pin=True), torch.device("cuda"), OverlapSwitches())
-        self.out.start()
+        own = torch.cuda.Stream() if stream is not None and switches.payload_stream else stream
+        self.outgoing = Outgoing(sender, "bench", self.woken.release, stream=own, async_d2h=switches.async_d2h)
+        self.outgoing.start()
+        self.outlet = Outlet("bench", ThinkerRows)
+        self.outlet.attach(self.outgoing)
+        self.id = RequestId("")
 
-    def send(self, payload: torch.Tensor, count: int) -> Report:
-        """`count` chunks of the same rows; returns when all are on the other device."""
-        rows = len(payload)
-        self.pipe.send_bytes(msgspec.msgpack.encode(count))
-        ids = torch.zeros(rows, dtype=torch.int32, device=payload.device)
-        box = Outbox(ThinkerRows, RequestId("r"), ChunkPolicy(rows, rows), self.out.offer)
-        for i in range(count):
-            while (placed := self.down.place({"ids": ids, "hidden": payload})) is None:
-                self.out.wake_when_sent()
-                box.flush()
-                self.woken.acquire(timeout=0.01)
-            span = Span(i * rows, (i + 1) * rows)
-            box.add(
-                ThinkerRows(span, placed.tensors["ids"], (span,), placed.tensors["hidden"]),
-                lease=placed.lease,
-                event=placed.event,
-            )
-            while not box.send(Confirmed(span.stop)):
-                self.woken.acquire(timeout=0.01)
-                if box.flush():
-                    break
-        while not box.flush():
+    def begin(self) -> None:
+        self.id = RequestId(f"r{next(self.numbers)}")
+        self.outlet.open(self.id)
+        self.pipe.send(self.id)
+        assert self.pipe.recv() == "open"
+
+    def send(self, rows: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        """Waits only where the link has no room."""
+        start = self.outlet.sent(self.id)
+        span = Span(start, start + len(rows))
+        ids = torch.zeros(len(rows), dtype=torch.int32)
+        sent = self.outlet.send(self.id, ThinkerRows(span, ids, (span,), rows), event=event)
+        while not sent:
             self.woken.acquire(timeout=0.01)
-        report = msgspec.msgpack.decode(self.pipe.recv_bytes(), type=Report)
-        assert report.total == count * float(payload[-1, -1]), "other rows arrived than were sent"
-        assert not self.out.faults()
-        return report
+            sent = bool(self.outlet.flush())
+
+    def end(self) -> float:
+        """Until all of it is on the other side; what that says it got."""
+        if not self.outlet.send(self.id, None, Mark.REQUEST_END):
+            while not self.outlet.flush():
+                self.woken.acquire(timeout=0.01)
+        total: float = self.pipe.recv()
+        assert not self.outgoing.faults()
+        return total
 
     def close(self) -> None:
-        self.pipe.send_bytes(msgspec.msgpack.encode(0))
-        self.out.close()
+        self.pipe.send(None)
+        self.outgoing.close()
         self.other.join()
 
 
-def pinned_copy(rows: int) -> dict[str, float]:
-    """What pinned copies of this size give, in GB/s of payload: each way, one after the other, both at once."""
-    down_from, up_to = (torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16) for _ in range(2))
-    down_to, up_from = (torch.empty_like(up_to, device="cpu", pin_memory=True) for _ in range(2))
-    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+@dataclass(frozen=True, slots=True, eq=False)
+class Steps:
+    """Captured thinker steps."""
 
-    def speed(*copies: tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]) -> float:
+    graphs: DecodeGraphs
+    how: How
+    stream: torch.cuda.Stream
+    batch: int
+    context: int
+
+    def run(self, count: int, link: Link | None, rows: torch.Tensor) -> dict[str, Any]:
+        """So many steps, two in flight; with each, rows leave if there is a link."""
+        marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARM + count)]
+        host = np.zeros((3, self.batch), np.int64)
+        host[0] = np.arange(self.batch)
+        spent = []
+        if link is not None:
+            link.begin()
+        with torch.cuda.stream(self.stream):
+            for i, (begin, end) in enumerate(marks):
+                start = time.perf_counter()
+                host[1] = self.context + i
+                begin.record()
+                self.graphs.replay(host, self.how)
+                end.record()
+                if link is not None:
+                    link.send(rows, end)
+                spent.append(1e6 * (time.perf_counter() - start))
+                if i:
+                    marks[i - 1][0].synchronize()
+            self.stream.synchronize()
+        if link is not None:
+            wanted = len(marks) * float(rows[-1, -1])
+            assert abs(link.end() - wanted) <= 1e-6 * abs(wanted), "other rows arrived than were sent"
+        kept = marks[WARM:]
+        return {
+            "whole_ms": kept[0][0].elapsed_time(kept[-1][1]),
+            "step_ms": [a.elapsed_time(b) for a, b in kept],
+            "gap_us": [1e3 * a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(kept)],
+            "loop_us": spent[WARM:],
+        }
+
+
+def told(name: str, rows: int, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
+    every = {key: [v for run in runs for v in run[key]] for key in ("step_ms", "gap_us", "loop_us")}
+    middle = {f"{key}_{q}": quantile(every[key], at) for key in every for q, at in (("p50", 0.5), ("p99", 0.99))}
+    ratio = Ratio.of([r["whole_ms"] for r in runs], [r["whole_ms"] for r in base])
+    idle = sum(every["gap_us"]) / 1e3 / sum(r["whole_ms"] for r in runs)
+    found = {"way": name, "rows": rows, "idle_share": idle, **middle}
+    return found | {"times": ratio.middle, "times_quartiles": [ratio.low, ratio.high], "runs": runs}
+
+
+def beside_steps(steps: Steps, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    links = {name: Link(steps.stream, switches) for name, switches in WAYS.items()}
+    payloads = {rows: torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16) for rows in args.rows}
+    ways: list[tuple[str, int]] = [(NOTHING, 0), *((name, rows) for rows in args.rows for name in WAYS)]
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {way: [] for way in ways}
+    for number, (name, rows) in turns(ways, args.rounds + 1):
+        run = steps.run(args.steps, links.get(name), payloads.get(rows, next(iter(payloads.values()))))
+        if number:
+            runs[name, rows].append(run)
+    for (name, rows), found in runs.items():
+        line = told(name, rows, found, runs[NOTHING, 0])
+        result["steps"].append(line)
+        print(
+            f"{name:22}{rows:6} rows a step: step p50 {line['step_ms_p50']:6.3f} ms, gap p50 {line['gap_us_p50']:6.1f} "
+            f"p99 {line['gap_us_p99']:7.1f} us, idle {100 * line['idle_share']:4.1f} %, "
+            f"loop {line['loop_us_p50']:5.0f} us; whole runs x {line['times']:.3f}",
+            flush=True,
+        )
+    for link in links.values():
+        link.close()
+
+
+def pinned(rows: int) -> dict[str, float]:
+    """GB/s of pinned copies of this size, each way."""
+    there = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
+    here = torch.empty_like(there, device="cpu", pin_memory=True)
+    speeds = {}
+    for name, (to, source) in {"d2h": (here, there), "h2d": (there, here)}.items():
         for i in range(55):
             if i == 5:
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-            for stream, to, source in copies:
-                with torch.cuda.stream(stream):
-                    to.copy_(source, non_blocking=True)
+            to.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
-        return 50 * up_to.nbytes / (time.perf_counter() - start) / 1e9
-
-    return {
-        "d2h": speed((one, down_to, down_from)),
-        "h2d": speed((one, up_to, up_from)),
-        "one after the other": speed((one, down_to, down_from), (one, up_to, up_from)),
-        "both at once": speed((one, down_to, down_from), (other, up_to, up_from)),
-    }
+        speeds[name] = 50 * there.nbytes / (time.perf_counter() - start) / 1e9
+    return speeds
 
 
-def decode_gaps(steps: int, during: threading.Thread | None) -> list[float]:
-    """Idle time in µs between consecutive launches of a captured step of about a millisecond, two in flight."""
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(a)
+def path(result: dict[str, Any], args: argparse.Namespace) -> None:
     stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            torch.mm(a, a, out=out)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(5):
-                torch.mm(a, a, out=out)
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)]
-        if during is not None:
-            during.start()
-        for i, (begin, end) in enumerate(marks):
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            if i >= 2:
-                marks[i - 2][1].synchronize()
-    torch.cuda.synchronize()
-    if during is not None:
-        during.join()
-    return [marks[i][1].elapsed_time(marks[i + 1][0]) * 1e3 for i in range(20, steps - 1)]
+    for name, upload in (("two processes, one GPU", True), ("sending half", False)):
+        link = Link(stream, ON, upload=upload)
+        for rows, count in SENT.items():
+            payload = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
+            seconds, hops = [], []
+            for chunks in (20, *[count] * args.rounds, *[1] * HOPS):
+                link.begin()
+                start = time.perf_counter()
+                for _ in range(chunks):
+                    link.send(payload, done)
+                assert link.end() != 0.0
+                took = time.perf_counter() - start
+                if chunks == 1:
+                    hops.append(1e6 * took)
+                elif chunks == count:
+                    seconds.append(took)
+            best = min(pinned(rows).values())
+            speed = count * payload.nbytes / quantile(seconds, 0.5) / 1e9
+            line = {"way": name, "rows": rows, "bytes": payload.nbytes, "gb_s": speed, "of_pinned": speed / best}
+            line |= {"hop_us_p50": quantile(hops, 0.5), "hop_us_p99": quantile(hops, 0.99)}
+            result["path"].append(line | {"seconds": seconds, "hops_us": hops})
+            print(
+                f"{name:24}{rows:6} rows: {speed:6.2f} GB/s, {line['of_pinned']:.2f} of a pinned copy; "
+                f"a hop and its answer {line['hop_us_p50']:.0f} us",
+                flush=True,
+            )
+        link.close()
 
 
-def quantiles(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=100)
-    return {"p50": round(cuts[49], 2), "p99": round(cuts[98], 2), "mean": round(statistics.fmean(values), 2)}
-
-
-def measure(rows: int, link: Sending, ceiling: dict[str, float]) -> dict[str, Any]:
-    payload = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
-    count = min(MOST, 1500 if rows < 1000 else 1_000_000 // rows)
-    link.send(payload, 20)
-    before, cpu, start = copy.deepcopy(link.out.metrics), time.process_time(), time.perf_counter()
-    report = link.send(payload, count)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    after = link.out.metrics
-    hops = []
-    for _ in range(60):
-        start = time.perf_counter()
-        link.send(payload, 1)
-        hops.append((time.perf_counter() - start) * 1e6)
-    speed = count * payload.nbytes / seconds / 1e9
-    per_chunk = {
-        "whole": seconds,
-        "sender: cpu of all threads": cpu,
-        "sender: waiting for the courier": after.queue.total_s - before.queue.total_s,
-        "sender: pack to sent (copy and credit included)": after.put.total_s - before.put.total_s,
-        "receiver: cpu of all threads": report.cpu_s,
-        "receiver: arrival to hand-over": report.take_s,
-        "receiver: waiting for the loop": report.queue_s,
-    }
-    return {
-        "bytes": payload.nbytes,
-        "path_gb_s": round(speed, 2),
-        "share_of_pinned": round(speed / min(ceiling["d2h"], ceiling["h2d"]), 3),
-        "share_of_both_at_once": round(speed / ceiling["both at once"], 3),
-        "us_per_chunk": {name: round(value / count * 1e6, 1) for name, value in per_chunk.items()},
-        "stalls": {"sender": after.stalls - before.stalls, "receiver": report.stalls},
-        "hop_and_answer_us": quantiles(hops),
-    }
-
-
-def gaps(link: Sending) -> dict[str, Any]:
-    """Of the decode loop: alone, beside small chunks, beside large ones."""
-    out = {"alone": quantiles(decode_gaps(1000, None))}
-    for name, rows, count in (("small", 64, 4000), ("large", 2500, 1500)):
-        payload = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
-        busy = threading.Thread(target=link.send, args=(payload, count))
-        out[f"beside {name} chunks"] = quantiles(decode_gaps(1000, busy))
-    return out
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.cuda.init()
-    ceiling = {rows: pinned_copy(rows) for rows in ROWS}
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "pinned_gb_s": {rows: {name: round(v, 2) for name, v in found.items()} for rows, found in ceiling.items()},
-    }
-    for name, apart, upload, copies in (
-        ("two processes, one GPU", True, True, (1, 2, 4, 8)),
-        ("sending half", True, False, (1, 4)),
-        ("one process", False, True, (4,)),
-    ):
-        result[name] = {}
-        for most in copies:
-            link = Sending(apart=apart, upload=upload, copies=most)
-            # Small payloads go through the ring, whatever the number of copies: once is enough.
-            sizes = ROWS if most == DEFAULT.copies else [rows for rows in ROWS if rows >= 1000]
-            found: dict[str, Any] = {"rows": {rows: measure(rows, link, ceiling[rows]) for rows in sizes}}
-            if most == DEFAULT.copies:
-                found["gap_us"] = gaps(link)
-            result[name][f"{most} copies"] = found
-            link.close()
-            for rows, cell in found["rows"].items():
-                print(name, f"{most} copies, {rows} rows:", cell["path_gb_s"], "GB/s,", cell["share_of_pinned"])
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()
+@torch.inference_mode()
+def main(given: Sequence[str]) -> int:
+    p = parser("copies", __doc__)
+    p.add_argument("--batch", type=int, default=8, help="rows of a thinker step (default: %(default)s)")
+    p.add_argument("--rows", type=int, nargs="+", default=[64, 1024], help="that leave with each step")
+    p.add_argument("--steps", type=int, default=80, help="of a run (default: %(default)s)")
+    p.add_argument("--rounds", type=int, default=5, help="of each way (default: %(default)s)")
+    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
+    args = p.parse_args(given)
+    context = 1024
+    config = parse(tiny_config() if args.tiny else released_config())
+    result: dict[str, Any] = {"env": describe(), "arguments": arguments(args), "steps": [], "path": []}
+    thinker = Source.open(config, "cuda", torch.bfloat16, "dummy", False).thinker()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs, how, _ = ready(thinker, args.batch, context, False, stream)
+    beside_steps(Steps(graphs, how, stream, args.batch, context - 1), args, result)
+    write(args.out, result)
+    path(result, args)
+    write(args.out, result)
+    return 0

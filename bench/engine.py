@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, host_fields, load_format
+from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
 from bench.harness.workload import WORKLOADS, Workload
@@ -30,7 +30,6 @@ from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.prompt.template import Tokenizer
-from stretto.server.command import find_device
 
 PREBUFFERS = (0.0, 0.2)
 
@@ -46,7 +45,7 @@ def add_engine_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    host = HostSettings(device=args.device or find_device(), dtype=args.dtype, load_format=load_format(args.model))  # type: ignore[arg-type]
+    host = HostSettings(device=args.device or device_here(), dtype=args.dtype, load_format=load_format(args.model))  # type: ignore[arg-type]
     return EngineConfig(
         parse_placement(args.placement),
         args.connector,

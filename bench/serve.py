@@ -3,6 +3,7 @@
     python -m bench serve --out bench/results/h200.json                                     # everything
     python -m bench serve --parts latency --last-first --out bench/results/h200_again.json  # a second run
     python -m bench serve --parts host --add --out bench/results/h200.json                  # one part more
+    python -m bench serve --host 'expert_weights="float8"'                                   # another setting
     python -m bench serve --model tiny --device cpu --quick                                 # tries the program itself
 
 Parts, in this order (one that fails is reported, and the others go on):
@@ -36,11 +37,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.checkpoint import checkpoint
+from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields
 from bench.harness.crowd import PREBUFFERS, Crowd, Questions, told
 from bench.harness.env import command
 from bench.harness.listener import Heard
@@ -51,10 +52,7 @@ from stretto.client.bench import Closed, Level, Open
 from stretto.client.player import play
 from stretto.client.report import client, table
 from stretto.client.workload import poisson
-from stretto.control.settings import HostSettings
 from stretto.prompt.template import Tokenizer
-from stretto.server.command import ModelConfig, find_device
-from stretto.server.settings import add_flags
 
 PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
 PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")
@@ -197,12 +195,13 @@ def brief(extra: dict[str, Any]) -> str:
     return shown
 
 
-def model_flags(serve: list[str]) -> list[str]:
-    """What `stretto serve` is told about its model, as the program `host` is told: both should measure the same one."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser, ModelConfig, {"model": "the model"})
-    given, names = vars(parser.parse_known_args(serve)[0]), {f.name for f in fields(HostSettings)} - {"device"}
-    return [word for n, value in given.items() if n in names for word in ("--host", f"{n}={json.dumps(value)}")]
+def server_flags(given: list[str]) -> list[str]:
+    """`max_rows=64` and so on, fields of HostSettings, as `stretto serve` is told: both measure the same model."""
+    words: list[str] = []
+    for name, value in host_fields(given).items():
+        flag = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
 
 
 def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -210,7 +209,7 @@ def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
     command = [sys.executable, "-m", "bench", "host", "--model", args.model, "--device", args.device]
     command += ["--out", str(out), "--streams", *map(str, args.host_streams), "--max-rows", str(args.max_rows)]
     command += ["--frames", "12" if args.quick else "125"] + (["--profile"] if args.profile else [])
-    command += model_flags(args.serve)
+    command += [word for field in args.host for word in ("--host", field)]
     subprocess.run(command, cwd=ROOT, env=environment(), timeout=args.host_timeout, check=True)
     yield read(out)
 
@@ -324,8 +323,7 @@ def summary(result: dict[str, Any]) -> str:
 def main(given: Sequence[str]) -> int:
     p = parser("serve", __doc__)
     p.add_argument("--parts", default=",".join(PARTS), help="default: all")
-    p.add_argument("--model", default="released", help="released, tiny or a directory")
-    p.add_argument("--device", default=find_device())
+    add_model_arguments(p, "released")
     p.add_argument("--levels", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the latency table")
     p.add_argument("--streams", type=int, nargs="+", default=[64, 96, 128], help="of 60 s of speech each")
     p.add_argument("--rates", type=float, nargs="+", default=[4.0, 10.0], help="open loop: requests a second")
@@ -346,6 +344,8 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--quick", action="store_true", help="a few short requests: does it run at all?")
     p.add_argument("--add", action="store_true", help="keep the other parts that are in --out already")
     args = p.parse_args(given)
+    args.device = args.device or device_here()
+    args.serve = [*server_flags(args.host), *args.serve]
     args.parts = [x for x in args.parts.split(",") if x]
     if unknown := set(args.parts) - set(PARTS):
         p.error(f"no such part: {', '.join(sorted(unknown))}")

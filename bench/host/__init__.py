@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, host_fields, load_format
+from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
 from bench.harness.env import describe, sources
 from bench.harness.markdown import markdown
 from bench.harness.results import ROOT, arguments, parser, progress, quantile, write
@@ -59,10 +59,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from stretto.control.settings import HostSettings
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.prompts import PromptBuilder
-    from stretto.server.command import find_device
     from stretto.stage.host import settle_down
 
-    device = args.device or find_device()
+    device = args.device or device_here()
     blocks = {"thinker": 16 * args.max_rows, "talker": 16 * args.max_rows} if device == "cpu" else {}
     form: Any = load_format(args.model)
     settings = HostSettings(device=device, load_format=form, max_rows=args.max_rows, blocks=blocks)

@@ -17,6 +17,7 @@ from stretto.stage.scheduler import Batch, Scheduler, SchedulerConfig, StepResul
 from stretto.types import RequestId
 
 PROMPT = 100
+STEPS = 400
 
 
 def build(case: str, rows: int, steps: int, depth: int) -> Scheduler:
@@ -84,10 +85,10 @@ def measure(case: str, rows: int, steps: int, depth: int) -> dict[str, float | i
     }
 
 
-def measure_all(steps: int = 400) -> dict[str, Any]:
+def measure_all() -> dict[str, Any]:
     result: dict[str, Any] = {"env": describe(), "runs": []}
     for case in ("thinker", "talker", "full"):
         for rows in (1, 32, 128):
-            result["runs"].append(found := measure(case, rows, steps, depth=2))
+            result["runs"].append(found := measure(case, rows, STEPS, depth=2))
             print("  ".join(f"{name}={value}" for name, value in found.items()), flush=True)
     return result

@@ -1,5 +1,7 @@
 """The sampling kernels at the sizes of the real model, inside CUDA graphs.
 
+    python -m bench kernels sampling --out sampling.json
+
 A graph holds the kernel some times in a row, on inputs that rotate, so that neither the launch nor a warm cache line
 decides the number; the time reported is that of one call."""
 

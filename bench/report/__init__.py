@@ -5,8 +5,8 @@
     python -m bench report --tables         # prints the tables, nothing else
     python -m bench report --first-packets  # what the rule for first packets would have done in the recorded runs
 
-Tables stand in the pages between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; one whose file is missing is left out.
-A test compares the pages with the files."""
+Tables stand in the pages between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A table without a file is left out. A
+test compares the pages with the files."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,19 @@ def step_flops(what: str, batch: int) -> float:
     return batch * (row_flops(TALKER) + 2.0 * passes)
 
 
+@cache
+def _read(path: Path, changed: int) -> Any:
+    """Once, unless it has changed: some are megabytes, and many tables are made of each."""
+    return read(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     folder: Path = RESULTS
 
     def file(self, name: str) -> Any:
         path = self.folder / f"{name}.json"
-        return read(path) if path.exists() else None
+        return _read(path, path.stat().st_mtime_ns) if path.exists() else None
 
     def serving(self) -> list[Any]:
         """The run over HTTP, and its repetition if there is one."""

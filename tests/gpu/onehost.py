@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.onehost import OneHost, Question
+from bench.harness.host import OneHost, Question
 from stretto.control.messages import (
     Cancel,
     Codes,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.onehost import kernels
+from bench.harness.host import kernels
 from stretto.connector.contract import Chunk
 from stretto.connector.switches import OverlapSwitches
 from stretto.models.qwen3_omni.config import OmniConfig

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.onehost import kernels, swapped
+from bench.harness.host import kernels, swapped
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.messages import Cancel
 from stretto.models.qwen3_omni.config import OmniConfig

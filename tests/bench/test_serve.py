@@ -1,4 +1,4 @@
-"""The GPU benchmark's own arithmetic: what is asked, what a listener notes, and how a first packet's time is split."""
+"""The benchmark of a server: what is asked, what a listener notes, and how a first packet's time is split."""
 
 import argparse
 import asyncio
@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import h200
-from bench.crowd import Questions, came, delta
-from bench.h200 import PHASES, begin, model_flags, phases, run_part
-from bench.listener import Heard, Job, run
-from bench.pipeline import checkpoint, host_fields
-from bench.workload import read
+from bench import serve
+from bench.harness.checkpoint import checkpoint, host_fields
+from bench.harness.crowd import Questions, came, delta
+from bench.harness.listener import Heard, Job, run
+from bench.harness.workload import WORKLOADS
+from bench.serve import PHASES, begin, phases, run_part, server_flags
 from stretto.client.bench import Level, Open, Sample
 from stretto.client.player import Packet
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -29,7 +29,7 @@ def test_questions_are_exact_differ_and_are_accepted() -> None:
         questions = Questions(directory.name, builder.tokenizer)
         sizes = {}
         for name in ("text-100", "text-2000"):
-            bodies = questions.bodies(read(name), 3)
+            bodies = questions.bodies(WORKLOADS[name], 3)
             assert len(set(bodies)) == 3
             requests = [msgspec.json.decode(b, type=ChatRequest) for b in bodies]
             assert all(b"\n" not in b for b in bodies), "one a line"
@@ -121,7 +121,7 @@ def test_what_is_told_of_arrivals() -> None:
 
 def test_parts_of_a_file_are_measured_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --add, what is there stays with the commit that it was measured at; without it, nothing stays."""
-    monkeypatch.setattr(h200, "described", lambda: {"commit": "new", "clean": True})
+    monkeypatch.setattr(serve, "described", lambda: {"commit": "new", "clean": True})
     out = tmp_path / "h200.json"
     out.write_text(json.dumps({"parts": {"host": {"env": {"commit": "old"}}}, "start": {"ready_s": 47.0}}))
     args = argparse.Namespace(add=True, out=out)
@@ -171,8 +171,7 @@ def test_counters_are_told_as_what_they_grew_by() -> None:
 
 
 def test_the_host_alone_runs_the_model_that_is_served() -> None:
-    serve = ["--expert-weights", "float8", "--log-level", "debug", "--thinker-blocks", "99", "--placement", "two"]
-    found = model_flags(serve)
-    assert found == ["--host", 'expert_weights="float8"', "--host", "thinker_blocks=99"]
-    assert host_fields(found[1::2]) == {"expert_weights": "float8", "thinker_blocks": 99}
-    assert model_flags([]) == []
+    given = ['expert_weights="float8"', "max_rows=4", "graphs=false"]
+    assert server_flags(given) == ["--expert-weights", "float8", "--max-rows", "4", "--no-graphs"]
+    assert host_fields(given) == {"expert_weights": "float8", "max_rows": 4, "graphs": False}
+    assert server_flags([]) == []

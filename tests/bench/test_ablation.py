@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.onehost import LOCAL, ROWS, SHARED, Asker, OneHost, Question, Row, measure_row
-from bench.workload import read
+from bench.ablation.rows import ROWS, Row, measure_row
+from bench.harness.host import Asker, OneHost, Question
+from bench.harness.workload import WORKLOADS, Workload
 from stretto.control.messages import FromHost, Pcm
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -42,9 +43,10 @@ def host(tiny_dir: Path) -> Iterator[Listening]:
 
 @pytest.fixture(scope="module")
 def asker(tiny_dir: Path) -> Asker:
-    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
-    short = {"text_tokens": 12, "frames": 9}
-    return Asker(builder, replace(read("small"), **short), replace(read("small-audio"), **short))
+    return Asker(PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)))
+
+
+SHORT: Workload = replace(WORKLOADS["small"], text_tokens=12, frames=9)
 
 
 def state(host: OneHost) -> list[object]:
@@ -68,7 +70,7 @@ def heard(host: Listening, questions: list[Question]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
 def test_a_row_changes_no_answer_and_is_undone(host: Listening, asker: Asker, row: Row) -> None:
-    questions = asker.round(row.base, 2)
+    questions = asker.round(SHORT, 2)
     plain = heard(host, questions)
     before = state(host)
     with row.change(host):
@@ -87,7 +89,7 @@ def test_a_row_changes_no_answer_and_is_undone(host: Listening, asker: Asker, ro
 
 
 def test_streaming_sounds_before_the_text_is_over(host: Listening, asker: Asker) -> None:
-    for s in host.ask(asker.round(LOCAL, 1)):
+    for s in host.ask(asker.round(SHORT, 1)):
         assert s.first_audio is not None
         assert s.first_audio < s.words[-1]
 
@@ -107,7 +109,7 @@ def test_what_was_held_back_is_told_and_on_a_cpu_it_is_nothing(host: Listening) 
 
 def test_requests_that_come_one_by_one_are_timed_from_when_they_came(host: Listening, asker: Asker) -> None:
     """Each finds others at work, none is admitted much before its time, and all are answered."""
-    samples = host.ask(asker.round(LOCAL, 4), apart_s=0.01)
+    samples = host.ask(asker.round(SHORT, 4), apart_s=0.01)
     for i, s in enumerate(samples):
         assert 0.01 * i - 0.001 <= s.sent <= 0.01 * i
         assert s.first_audio is not None
@@ -116,14 +118,13 @@ def test_requests_that_come_one_by_one_are_timed_from_when_they_came(host: Liste
     assert samples[1].sent < (samples[0].end or 0.0)
 
 
-def test_links_of_rows_about_links_carry_media(asker: Asker) -> None:
-    (local, _), (linked, blob) = asker.round(LOCAL, 1)[0], asker.round(SHARED, 1)[0]
-    assert not local.prompt.audios
-    assert linked.prompt.audios
-    assert linked.media
+def test_media_travel_with_their_question(asker: Asker) -> None:
+    (admit, blob) = asker.round(WORKLOADS["small-audio"], 1)[0]
+    assert admit.prompt.audios
+    assert admit.media
     assert blob
 
 
 def test_a_round_at_least_is_measured(host: Listening, asker: Asker) -> None:
-    assert len(measure_row(host, asker, ROWS[0], 2, rounds=5, seconds=0.0)) == 2
+    assert len(measure_row(host, asker, SHORT, ROWS[0], 2, rounds=5, seconds=0.0)) == 2
     assert {r.base for r in ROWS} == {r.name for r in ROWS if r.name == r.base}

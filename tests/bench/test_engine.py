@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from bench.ablation import DEFAULT, Found, bases, ratios, variants
-from bench.pipeline import checkpoint, host_fields, pieces, stream
-from bench.sequential import Plain
+from bench.ablation.plain import Plain
+from bench.engine import pieces, stream
+from bench.harness.checkpoint import checkpoint, host_fields
 from stretto.client.bench import Sample, SystemClock
 from stretto.client.player import Packet
 from stretto.client.wire import Piece, RequestFailed

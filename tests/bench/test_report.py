@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots, tables
-from bench.measured import THINKER, Results, distinct, layer_bytes, layers, one_step, row_flops, slim
-from bench.svg import Picture, Scale
+from bench import report
+from bench.harness.results import ROOT
+from bench.report import tables
+from bench.report.measured import THINKER, Results, distinct, layer_bytes, layers, one_step, row_flops, second
+from bench.report.pictures import PICTURES
+from bench.report.svg import Picture, Scale
 
 LAYER = ["_vector", "_decode", "_vector", "_vector", "_up_vector", "_down_vector"]
 
@@ -24,9 +27,9 @@ def timeline(num_layers: int, each: float = 10.0, overlap: float = 4.0) -> list[
     return events
 
 
-def results(folder: Path, **files: object) -> Results:
+def results(folder: Path, **files: dict) -> Results:
     for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        (folder / f"{name}.json").write_text(json.dumps({"env": {}} | content))
     return Results(folder)
 
 
@@ -53,17 +56,17 @@ def test_what_kernels_add_is_the_step() -> None:
     assert one_step([["_norm", 0.0, 1.0]]) == []
 
 
-def test_a_slimmed_file_says_the_same(tmp_path: Path) -> None:
-    full = steps(2.0, num_layers=30)
-    full["steps"].append(full["steps"][0] | {"what": "thinker step (sampled)"})
-    small = json.loads(json.dumps(slim(full)))
-    assert [s["timeline"] is None for s in small["steps"]] == [False] * 6 + [True]
-    for before, after in zip(full["steps"][:6], small["steps"], strict=False):
-        assert len(after["timeline"]) < len(before["timeline"]) / 2
-        names = [(r.name, r.start, r.adds) for r in one_step(before["timeline"])]
-        for mine, theirs in zip(one_step(after["timeline"]), names, strict=True):
-            assert (mine.name, mine.start, mine.adds) == (theirs[0], pytest.approx(theirs[1]), pytest.approx(theirs[2]))
-    assert json.loads(json.dumps(slim(small))) == small
+def test_one_recorded_step_is_kept_and_says_the_same() -> None:
+    full = timeline(30)
+    kept = second(full)
+    assert len(kept) < len(full) / 2
+    for mine, theirs in zip(one_step(kept), one_step(full), strict=True):
+        assert (mine.name, mine.start, mine.adds) == (
+            theirs.name,
+            pytest.approx(theirs.start),
+            pytest.approx(theirs.adds),
+        )
+    assert second(kept) == kept
 
 
 def test_layers_name_products_by_their_place() -> None:
@@ -79,7 +82,7 @@ def test_layers_name_products_by_their_place() -> None:
 
 
 def test_bytes_of_a_step_are_those_of_the_released_shape() -> None:
-    """Against what was counted from the model's own parameters (bench/steps.py on the full-size model)."""
+    """Against what was counted from the model's own parameters (`bench steps` on the full-size model)."""
     norms = THINKER.layers * 2 * (2 * THINKER.hidden + 2 * 128)
     head = 2.0 * THINKER.vocab * THINKER.hidden
     one = THINKER.layers * sum(layer_bytes(THINKER, 1, 8).values()) + head + norms
@@ -104,7 +107,7 @@ def test_targets_are_met_by_both_runs_or_missed(tmp_path: Path) -> None:
 def test_nothing_measured_gives_nothing(tmp_path: Path) -> None:
     none = Results(tmp_path)
     assert {name: make(none) for name, make in tables.TABLES.items()} == dict.fromkeys(tables.TABLES, "")
-    assert [draw(none) for draw in plots.PICTURES.values()] == [None] * len(plots.PICTURES)
+    assert [draw(none) for draw in PICTURES.values()] == [None] * len(PICTURES)
 
 
 def test_a_table_has_as_many_cells_in_every_line(tmp_path: Path) -> None:
@@ -149,7 +152,7 @@ def test_a_table_has_as_many_cells_in_every_line(tmp_path: Path) -> None:
     assert "| depth 1 | all on | 1 | 20.0 ms (x 1.50) | 0.040 (x 1.20) | 8 | 20.0 ms" in made["ablation"]
     assert "| steps | `steps_h200.json` | not recorded | not recorded | not recorded |" in made["sources"]
     assert "| over HTTP: timeline | `h200.json` | 2026-11-15 | 5b1f0d8 | not recorded |" in made["sources"]
-    for draw in plots.PICTURES.values():
+    for draw in PICTURES.values():
         picture = draw(given)
         assert picture is not None
         ElementTree.fromstring(picture.render())
@@ -193,9 +196,9 @@ def test_listeners_are_told_with_how_they_came_and_read(tmp_path: Path) -> None:
 def test_the_pages_say_what_the_files_say() -> None:
     """Each table in README.md, the page and the notes is the one that is made from bench/results now."""
     made = {name: text for name, make in tables.TABLES.items() if (text := make(Results()))}
-    for page in plots.PAGES:
-        text = (plots.ROOT / page).read_text(encoding="utf-8")
-        assert plots.fill(text, made) == text, f"{page}: python -m bench.plots --write"
+    for page in report.PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert report.fill(text, made) == text, f"{page}: python -m bench report --write"
 
 
 REPORT = {
@@ -211,17 +214,17 @@ REPORT = {
 
 def test_tables_go_where_the_page_wants_them() -> None:
     page = "a\n<!-- begin: steps -->\nold\n<!-- end: steps -->\nb\n<!-- begin: host -->\nkept\n<!-- end: host -->\n"
-    filled = plots.fill(page, {"steps": "| x |", "layer": "| y |"})
+    filled = report.fill(page, {"steps": "| x |", "layer": "| y |"})
     assert "old" not in filled
     assert "<!-- begin: steps -->\n\n| x |\n\n<!-- end: steps -->\nb\n" in filled
     assert "kept" in filled
-    assert plots.fill(filled, {"steps": "| x |"}) == filled
+    assert report.fill(filled, {"steps": "| x |"}) == filled
 
 
 def test_every_table_that_a_page_wants_is_made() -> None:
     wanted = set()
-    for page in plots.PAGES:
-        text = (plots.ROOT / page).read_text(encoding="utf-8")
+    for page in report.PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
         begun = [part.split(" -->")[0] for part in text.split("<!-- begin: ")[1:]]
         ended = [part.split(" -->")[0] for part in text.split("<!-- end: ")[1:]]
         assert begun == ended, page
