@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import POLL_S, Answer, Case, Census, Memory, prepared, settle, trend
+from bench.harness.leaks import LEAST_SAMPLES, POLL_S, Answer, Case, Census, Memory, prepared, settle, trend
 from bench.harness.results import RESULTS, judged, parser, progress, quantile, read
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
@@ -241,6 +241,8 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--deadline", type=float, default=60.0, help="seconds within which every caller must be answered")
     p.add_argument("--table", action="store_true", help="print what the documentation shows of a result, and end")
     args = p.parse_args(given)
+    if args.kills < LEAST_SAMPLES:
+        p.error(f"at least {LEAST_SAMPLES} kills: fewer do not tell whether memory grows")
     if args.table:
         print(table(read(args.out or RESULT)))
         return 0

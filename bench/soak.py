@@ -26,7 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import Answer, Case, Census, Memory, prepared, settle, trend
+from bench.harness.leaks import LEAST_SAMPLES, Answer, Case, Census, Memory, prepared, settle, trend
 from bench.harness.results import RESULTS, judged, parser, progress, read
 from stretto.control.request import ChunkSizes, Params
 from stretto.control.settings import EngineConfig, HostSettings, parse_placement, places
@@ -227,6 +227,8 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--limit-s", type=float, default=14400.0, help="stop asking after so many seconds")
     p.add_argument("--table", action="store_true", help="print what the documentation shows of a result, and end")
     args = p.parse_args(given)
+    if args.requests < LEAST_SAMPLES:
+        p.error(f"at least {LEAST_SAMPLES} requests: fewer do not tell whether memory grows")
     if args.table:
         print(table(read(args.out or RESULT)))
         return 0

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.harness.host import STAGES, configure
+from bench.harness.host import STAGES, admission, configure
 from bench.harness.leaks import CHATS, held
 from stretto.connector.contract import LinkOptions
 from stretto.connector.registry import Registry
@@ -61,14 +61,15 @@ from stretto.control.messages import (
     lengths,
 )
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings, Placement
+from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StageDead, StrettoError, WireError
+from stretto.family import Wanted
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.orchestrator import pipeline as pipelines
-from stretto.orchestrator.admission import Ask, announce
+from stretto.orchestrator.admission import Ask
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
 from stretto.prompt.packed import Bytes, Packed, pack
@@ -363,18 +364,15 @@ def same(ours: Said, theirs: Said) -> bool:
 
 def admissions(model: Path) -> list[Frame]:
     """Requests of several kinds, as the engine announces them to a host that has all stages."""
-    played = Played(model, "one")
-    sent: list[Frame] = []
-    played.engine._pipelines[0]._hosts[0].send = lambda m, b=b"": sent.append((encode(m)[PREFIX.size :], b))  # type: ignore[method-assign]
-    for name, speak, spoken in (
-        ("text", True, None),
-        ("audio", True, None),
-        ("image", False, None),
-        ("text", True, (1, 2)),
-    ):
-        ask = Ask(speak, None, PARAMS, None, spoken)
-        asyncio.run(announce(played.ticket(pack(played.builder.build(CHATS[name])), ask), ask, shared=True))
-    return sent
+    builder = PromptBuilder.open(model, OmniConfig.read(model))
+    kinds: list[tuple[str, Wanted]] = [
+        ("text", Wanted("speech", PARAMS, 1)),
+        ("audio", Wanted("speech", PARAMS, 2)),
+        ("image", Wanted("text", PARAMS, 3)),
+        ("text", Wanted("reading", PARAMS, 4, spoken=(1, 2))),
+    ]
+    made = [admission(IDS[0], builder.build(CHATS[name]), wanted) for name, wanted in kinds]
+    return [(encode(admit)[PREFIX.size :], blob) for admit, blob in made]
 
 
 def to_host(told: Told, inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
@@ -436,15 +434,15 @@ class Wire:
 class Played:
     """An engine whose hosts are played here, and some requests that wait for them."""
 
-    def __init__(self, model: Path, placement: Placement = "processes") -> None:
-        config = EngineConfig(placement=placement, restart=False, max_buffered_s=0.1)
+    def __init__(self, model: Path) -> None:
+        config = EngineConfig(placement="processes", restart=False, max_buffered_s=0.1)
         self.engine = PipelineEngine(model, config)
         self.builder = PromptBuilder.open(model, OmniConfig.read(model))
         self.prompt = pack(self.builder.build(CHATS["text"]))
         self.pipeline = self.engine._pipelines[0]
         self.engine._up = self.pipeline._started = True
         self.pipeline._links = dict.fromkeys(self.pipeline._links, True)
-        self.pipeline._hosts = [self.host(i) for i in range(1 if placement == "one" else len(STAGES))]
+        self.pipeline._hosts = [self.host(i) for i in range(len(STAGES))]
         self.deaths = 0
 
     def host(self, index: int) -> HostProcess:

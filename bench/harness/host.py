@@ -32,6 +32,7 @@ from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import media_digest, pack_prompt
+from stretto.prompt.prompt import Prompt
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
 from stretto.stage.loop import TICK_NS
@@ -46,6 +47,14 @@ def configure(model: str, stages: Sequence[str], settings: HostSettings) -> Conf
     """What a host of these stages is told first."""
     links = tuple((link.sender, link.receiver) for link in PIPELINE.links)
     return Configure(model, PIPELINE.build, tuple(stages), links, settings.as_dict())
+
+
+def admission(id: RequestId, prompt: Prompt, wanted: Wanted) -> Question:
+    """A request as the engine announces it to a host that has all stages."""
+    meta, blob = pack_prompt(prompt, features=True)
+    told = stage_params(wanted).items()
+    stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told}
+    return Admit(id, meta, stages, 0, media_digest(prompt)), blob
 
 
 class OneHost:
@@ -152,11 +161,8 @@ class Asker:
     def _question(self, workload: Workload) -> Question:
         number = self.asked = self.asked + 1
         messages = workload.messages(number, lambda text: len(self.builder.tokenizer.encode(text)) if text else 0)
-        prompt = self.builder.build(messages)
-        meta, blob = pack_prompt(prompt, features=True)
-        told = stage_params(Wanted("speech", workload.params(number), seed=number))
-        stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told.items()}
-        return Admit(RequestId(f"a{number}"), meta, stages, 0, media_digest(prompt)), blob
+        wanted = Wanted("speech", workload.params(number), seed=number)
+        return admission(RequestId(f"a{number}"), self.builder.build(messages), wanted)
 
 
 # ---- what is switched while a host stands

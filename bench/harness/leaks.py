@@ -27,6 +27,7 @@ from stretto.orchestrator.engine import PipelineEngine
 POLL_S = 0.02
 MOST_REPORTS = 10
 BLOCKS = 10  # means that a line is fitted to
+LEAST_SAMPLES = 4 * BLOCKS  # of memory: half of them are looked at, two for each mean
 STUDENT = {2: 2.306, 3: 2.365}  # 97.5 % of Student's t for that many parameters, with 8 and 7 degrees of freedom
 
 
