@@ -5,10 +5,10 @@
     python -m bench connectors --placement each                       # the table with a core for each of two processes
     python -m bench connectors --hops                                 # only the hops of 4 KiB, in every placement
 
-A *lane* is a way to get a payload to another process (lanes.py). The `bytes` lanes move bare bytes, the `chunk`
-lanes move a chunk (typed header, checks, a tensor on both sides); `unix chunk` is the plain socket with our wire format
-on it, so each of ours has a peer that does the same work; `unix tensor` is the least that brings a tensor over one.
-A hop is one way, by the machine's one clock: from the call that sends to the return of the call that receives.
+A *lane* is a way to get a payload to another process (lanes.py). The `chunk` lanes move a chunk (typed header, checks,
+a tensor on both sides); `unix chunk` is the plain socket with our wire format on it, so each of ours has a peer that
+does the same work; `unix tensor` is the least that brings a tensor over one. A hop is one way, by the machine's one
+clock: from the call that sends to the return of the call that receives.
 
 The table's hops are *back to back*: two processes take turns. `--hops` puts *paced* ones beside them, a chunk every few
 milliseconds, as a stage sends them: both processes sleep in between, so a whole wake-up is in each. It does so for
@@ -88,12 +88,12 @@ class Busy:
         self.per_s = self._turns / (time.perf_counter() - self._since)
 
 
-def other_side(name: str, control: Connection, queues: tuple[Any, Any], core: int | None) -> None:
+def other_side(name: str, control: Connection, core: int | None) -> None:
     """The second process: does what it is told, `(what, size, count)`."""
     if core is not None:
         pin(core)
     torch.set_num_threads(1)
-    lane = make_lane(name, queues)
+    lane = make_lane(name)
     control.send(lane.listen())
     lane.connect(control.recv())
     control.send("ready")
@@ -185,10 +185,9 @@ class Track:
 
 def open_track(name: str, context: Any, core: int | None) -> Track:
     ours, theirs = context.Pipe()
-    queues = (context.Queue(), context.Queue())
-    process = context.Process(target=other_side, args=(name, theirs, queues, core), daemon=True)
+    process = context.Process(target=other_side, args=(name, theirs, core), daemon=True)
     process.start()
-    lane = make_lane(name, (queues[1], queues[0]))
+    lane = make_lane(name)
     address = lane.listen()
     there = ours.recv()
     ours.send(address)

@@ -6,12 +6,10 @@ import secrets
 import socket
 import struct
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
-import numpy as np
 import torch
-import zmq
 
 from stretto.connector import wire
 from stretto.connector.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
@@ -41,7 +39,7 @@ class Lane(Protocol):
         ...
 
 
-class UnixBytes:
+class UnixSocket:
     """A stream socket, a length before each payload, buffers that are reused."""
 
     def listen(self) -> str:
@@ -62,9 +60,6 @@ class UnixBytes:
     def send(self, size: int) -> None:
         _LENGTH.pack_into(self._source, 0, size)
         self._out.sendall(self._source[: _LENGTH.size + size])
-
-    def receive(self) -> None:
-        self._receive_payload()
 
     def done(self) -> None:
         pass
@@ -89,7 +84,7 @@ class UnixBytes:
             self._stop += self._in.recv_into(self._target[self._stop :])
 
 
-class UnixTensor(UnixBytes):
+class UnixTensor(UnixSocket):
     """The least that gets a tensor to a tensor: its bytes behind their length, received as a view. Neither side says
     what they are, whose, or in which order, and nothing is checked."""
 
@@ -105,7 +100,7 @@ class UnixTensor(UnixBytes):
         self._taken = torch.frombuffer(self._receive_payload(), dtype=torch.uint8)
 
 
-class UnixChunk(UnixBytes):
+class UnixChunk(UnixSocket):
     """The same with the wire format: encode into the buffer, send it, decode as views. It may remember views of its
     buffers as a slot does, so that what differs is the way and not the format."""
 
@@ -134,55 +129,6 @@ class UnixChunk(UnixBytes):
 
     def done(self) -> None:
         self._taken.release()
-
-
-class ZmqBytes:
-    def __init__(self, transport: str) -> None:
-        self._transport = transport
-
-    def listen(self) -> str:
-        self._in = zmq.Context.instance().socket(zmq.PULL)
-        self._in.set_hwm(8)
-        self._in.bind("tcp://127.0.0.1:*" if self._transport == "tcp" else f"ipc://@bench-{secrets.token_hex(8)}")
-        return self._in.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def connect(self, address: str) -> None:
-        self._out = zmq.Context.instance().socket(zmq.PUSH)
-        self._out.set_hwm(8)
-        self._out.connect(address)
-        self._source = memoryview(bytearray(SLOT_BYTES))
-
-    def send(self, size: int) -> None:
-        self._out.send(self._source[:size], copy=False)
-
-    def receive(self) -> None:
-        self._in.recv(copy=False)
-
-    def done(self) -> None:
-        pass
-
-
-class QueueBytes:
-    """`multiprocessing.Queue`: pickles the array into a pipe, from a thread of its own."""
-
-    def __init__(self, inward: Any, outward: Any) -> None:
-        self._in, self._out = inward, outward
-        self._source = np.zeros(SLOT_BYTES, dtype=np.uint8)
-
-    def listen(self) -> str:
-        return ""
-
-    def connect(self, address: str) -> None:
-        pass
-
-    def send(self, size: int) -> None:
-        self._out.put(self._source[:size])
-
-    def receive(self) -> None:
-        self._in.get(timeout=WAIT_S)
-
-    def done(self) -> None:
-        pass
 
 
 @dataclass(slots=True)
@@ -226,11 +172,7 @@ class ConnectorChunk:
 
 
 LANES = (
-    "unix bytes",
     "unix tensor",
-    "zmq ipc bytes",
-    "zmq tcp bytes",
-    "mp.Queue",
     "unix chunk",
     "shm chunk",
     "shm chunk, looking",
@@ -239,20 +181,13 @@ LANES = (
 )
 
 
-def make_lane(name: str, queues: tuple[Any, Any]) -> Lane:
-    match name.split():
-        case ["unix", "bytes"]:
-            return UnixBytes()
-        case ["unix", "tensor"]:
+def make_lane(name: str) -> Lane:
+    match name:
+        case "unix tensor":
             return UnixTensor()
-        case ["unix", "chunk"]:
+        case "unix chunk":
             return UnixChunk()
-        case ["zmq", transport, "bytes"]:
-            return ZmqBytes(transport)
-        case ["mp.Queue"]:
-            return QueueBytes(*queues)
-        case ["shm", "chunk,", "looking"]:
+        case "shm chunk, looking":
             return ConnectorChunk("shm", look_us=str(LOOK_US))
-        case [connector, "chunk"]:
-            return ConnectorChunk(connector)
-    raise ValueError(name)
+        case _:
+            return ConnectorChunk(name.partition(" ")[0])

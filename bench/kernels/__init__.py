@@ -1,4 +1,4 @@
-"""Kernels and parts of models by themselves, on a GPU: launch parameters, prompts, pictures, the vocoder, sampling.
+"""Kernels and parts of models by themselves, on a GPU: launch parameters, prompts, pictures, the vocoder.
 
 python -m bench kernels PART [arguments]     (PART --help explains one)
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness.results import first_line, parser
 
-PARTS = ("alone", "in_step", "prompts", "pictures", "vocoder", "sampling", "rounding")
+PARTS = ("alone", "in_step", "prompts", "pictures", "vocoder", "rounding")
 
 
 def main(given: Sequence[str]) -> int:
