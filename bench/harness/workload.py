@@ -70,7 +70,8 @@ class Workload:
         return [*head, {"role": "user", "content": parts}]
 
 
-TEN_S, SHORT = {"text_tokens": 64, "frames": 125}, {"text_tokens": 24, "frames": 38}
+TEN_S: dict[str, Any] = {"text_tokens": 64, "frames": 125}
+SHORT: dict[str, Any] = {"text_tokens": 24, "frames": 38}
 EACH = ChunkSizes(first=1, each=1)
 
 WORKLOADS = {

@@ -1,6 +1,6 @@
 """A host of some checkout, stage models stubbed, in a process of its own: measured by turns with those of others.
 
-Run as a script with that checkout as the only place for packages. Reads one number of streams a line, answers with the
+Run as a script in that checkout, which is the first place for packages. Reads one number of streams a line, answers with the
 JSON of one measurement a line; nothing else goes to stdout. Knows how hosts were measured in checkouts from before
 `bench/harness` (commit ab1147a, for one)."""
 
@@ -11,6 +11,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PROMPT, TEXT, FRAMES, ROWS = 100, 64, 125, 128
@@ -62,11 +64,15 @@ def of_before(directory: Any) -> Measure:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anybody else prints
-    try:
+    # The checkout's own, even where it is no regular package and another one is installed.
+    bench = ModuleType("bench")
+    bench.__path__ = [str(Path.cwd() / "bench")]
+    sys.modules["bench"] = bench
+    if (Path.cwd() / "bench" / "harness").exists():
         from bench.harness.checkpoint import checkpoint
 
         make = of_now
-    except ModuleNotFoundError:
+    else:
         from bench.pipeline import checkpoint  # type: ignore[import-not-found, no-redef]
 
         make = of_before
