@@ -121,6 +121,7 @@ class Tree:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
+    env = describe()
     trees = [Tree("before", args.tree), Tree("after", ROOT)]
     kept = ("cpu_us_per_frame", "steps", "window_ms", "rounds")
     taken: dict[str, dict[int, list[Any]]] = {t.name: {n: [] for n in args.streams} for t in trees}
@@ -135,7 +136,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for tree in trees:
             tree.close()
     return {
-        "env": describe(),
+        "env": env,
         "trees": {t.name: sources(t.path) for t in trees},
         "arguments": arguments(args),
         "samples": {name: {str(n): of for n, of in counts.items()} for name, counts in taken.items()},
