@@ -1,21 +1,19 @@
 """The fault matrix: kill -9 of hosts at seeded moments with eight requests in flight, on the tiny model.
 
-    python bench/faults.py --kills 300 --out bench/results/faults.json
-    python bench/faults.py --table                            # what docs/faults.md shows of that file
+    python -m bench faults --kills 300 --out bench/results/faults.json
+    python -m bench faults --table                            # what docs/faults.md shows of that file
 
 A moment is counted in events: the victim dies when the n-th event of the batch has been seen by its caller. Some kills
 are followed by that of another host while the first is coming back. After each, every caller must have an error of
 ours or its exact answer within the deadline, a new request must be exact, and nothing may be held: requests, blocks,
 vocoder slots, boxes and ring slots in the hosts, descriptors, tasks, children and host objects here, names in /dev/shm.
-The orchestrator's memory must be flat over the second half of the kills, as in `soak.py`, or grow by less than 4 KiB a
+The orchestrator's memory must be flat over the second half of the kills, as in `soak`, or grow by less than 4 KiB a
 kill (1.2 MiB in 300)."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
 import logging
 import os
 import random
@@ -24,22 +22,24 @@ import tempfile
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from env import quantile
-from pool import POLL_S, ROOT, Answer, Case, Census, Memory, prepared, settle, store, trend
 from tqdm import tqdm
 
+from bench.harness.leaks import LEAST_SAMPLES, POLL_S, Answer, Case, Census, Memory, prepared, settle, trend
+from bench.harness.results import RESULTS, judged, parser, progress, quantile, read
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StrettoError
+from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
-from tests.pipeline import PROCESSES
 
-RESULT = ROOT / "bench/results/faults.json"
+STAGES = PIPELINE.names
+RESULT = RESULTS / "faults.json"
 IN_FLIGHT = 8
 LENGTHS = [(12, 16), (10, 14), (12, 12), (16, 16), (8, 20), (14, 10), (16, 16), (16, 16), (12, 12)]
 SECOND_EVERY = 6  # one kill in so many is followed by another
@@ -90,9 +90,8 @@ class Counted:
 
 async def kill_once(engine: PipelineEngine, pool: list[Case], index: int, total: int, deadline: float) -> Kill:
     rng = random.Random(index)
-    stages = [host[0] for host in PROCESSES]
     victim = index % 3
-    kill = Kill(stages[victim], rng.randrange(total))
+    kill = Kill(STAGES[victim], rng.randrange(total))
     killed_at = 0.0
     pid = engine.pids[victim]
     assert pid is not None
@@ -127,7 +126,7 @@ async def kill_once(engine: PipelineEngine, pool: list[Case], index: int, total:
         await second(engine, kill, rng)
     try:
         async with asyncio.timeout(deadline):
-            while not engine._pipelines[0].ready(speak=True) or engine.pids[victim] in (pid, None):
+            while not engine._pipelines[0].ready(STAGES) or engine.pids[victim] in (pid, None):
                 await asyncio.sleep(POLL_S)
             kill.seconds_to_ready = time.monotonic() - killed_at
             kill.probe_exact = (await Counted(engine).one(pool[-1]))[0] == "exact"
@@ -135,10 +134,10 @@ async def kill_once(engine: PipelineEngine, pool: list[Case], index: int, total:
     except TimeoutError:
         kill.held.append(f"not ready and idle again in {deadline:g} s")
     hosts = sum(isinstance(o, HostProcess) for o in gc.get_objects())
-    if hosts != len(PROCESSES):
+    if hosts != len(STAGES):
         gc.collect()  # a cycle may wait for its collection; what is left then is kept
         hosts = sum(isinstance(o, HostProcess) for o in gc.get_objects())
-    kill.held += [f"{hosts} host objects"] if hosts != len(PROCESSES) else []
+    kill.held += [f"{hosts} host objects"] if hosts != len(STAGES) else []
     return kill
 
 
@@ -149,7 +148,7 @@ async def second(engine: PipelineEngine, kill: Kill, rng: random.Random) -> None
         await asyncio.sleep(POLL_S)
     pid = engine.pids[other]
     if pid is not None:
-        kill.second = PROCESSES[other][0]
+        kill.second = STAGES[other]
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -161,7 +160,7 @@ async def second(engine: PipelineEngine, kill: Kill, rng: random.Random) -> None
 async def matrix(model: Path, kills: int, deadline: float) -> dict[str, Any]:
     pool, env = prepared(model, Params(want_codes=True), LENGTHS, silent=3)
     before = Census.take()
-    config = EngineConfig(placement=PROCESSES, connector="shm", host=HostSettings(max_rows=16))
+    config = EngineConfig(placement="processes", connector="shm", host=HostSettings(max_rows=16))
     records: list[Kill] = []
     memory = Memory.of(["orchestrator"], kills + 1)
     async with PipelineEngine.open(model, config) as engine:
@@ -171,7 +170,7 @@ async def matrix(model: Path, kills: int, deadline: float) -> dict[str, Any]:
         assert not (held := await settle(engine)), held
         start = Census.take(engine)
         memory.sample(0, [None])
-        for i in tqdm(range(kills), desc="kills"):
+        for i in progress(range(kills), "kills"):
             records.append(await kill_once(engine, pool, i, dry.seen, deadline))
             memory.sample(i + 1, [None])
             if bad := records[-1].problems():
@@ -191,7 +190,7 @@ def report(records: list[Kill], events: int, census: dict[str, Census], memory: 
     problems += [f"the orchestrator is not flat: {grown}"] if not grown.flat(FLAT) else []
     problems += census["start"].changes(census["end"]) + census["before"].changes(census["after"])
     return {
-        "placement": [list(host) for host in PROCESSES],
+        "placement": [[stage] for stage in STAGES],
         "requests_in_flight": IN_FLIGHT,
         "events_of_a_whole_batch": events,
         "kills": len(records),
@@ -236,21 +235,18 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> int:
+    p = parser("faults", __doc__)
     p.add_argument("--kills", type=int, default=300)
     p.add_argument("--deadline", type=float, default=60.0, help="seconds within which every caller must be answered")
-    p.add_argument("--out", type=Path)
     p.add_argument("--table", action="store_true", help="print what the documentation shows of a result, and end")
-    args = p.parse_args()
+    args = p.parse_args(given)
+    if args.kills < LEAST_SAMPLES:
+        p.error(f"at least {LEAST_SAMPLES} kills: fewer do not tell whether memory grows")
     if args.table:
-        print(table(json.loads((args.out or RESULT).read_text())))
-        return
+        print(table(read(args.out or RESULT)))
+        return 0
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(matrix(Path(folder) / "tiny", args.kills, args.deadline))
-    store(result, args.out)
-
-
-if __name__ == "__main__":
-    main()
+    return judged(args.out, result)

@@ -1,29 +1,33 @@
-"""The released configuration with random weights: load every stage, run one request from text to sound.
+"""The released configuration with random weights: how long loading takes, and one request from text to sound.
 
-python bench/fullsize.py [--device cuda] [--text-tokens 16] [--frames 24] [--out bench/results/fullsize.json]"""
+    python -m bench fullsize --out bench/results/fullsize_h200.json
+
+Through the plain driver, without scheduler and graphs: what is checked is that all of it loads, fits and runs, and that
+the waveform is finite and as long as its frames say."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from bench.env import describe
-from stretto.models.qwen3_omni.config import audio_tokens, parse
+from bench.harness.env import describe
+from bench.harness.results import parser, write
+from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.solo import Audio, Frame, Options, Solo, TextToken
 from stretto.models.qwen3_omni.tiny import released_config
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
 
 
-def prompt(kind: str, config) -> Prompt:
+def prompt(kind: str, config: OmniConfig) -> Prompt:
     t, rng = config.tokens, np.random.default_rng(0)
-    media: dict = {}
+    media: dict[str, Any] = {}
     body = rng.integers(0, 100_000, 80).tolist()
     if kind == "audio":
         media["audios"] = (AudioClip(rng.standard_normal((128, 1000)).astype(np.float32) * 0.5),)
@@ -35,13 +39,12 @@ def prompt(kind: str, config) -> Prompt:
     return Prompt(tuple(ids), **media)
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
+def main(given: Sequence[str]) -> int:
+    p = parser("fullsize", __doc__)
     p.add_argument("--device", default="cuda")
     p.add_argument("--text-tokens", type=int, default=16)
     p.add_argument("--frames", type=int, default=24)
-    p.add_argument("--out", type=Path, default=Path("bench/results/fullsize.json"))
-    args = p.parse_args()
+    args = p.parse_args(given)
 
     config = parse(released_config())
     start = time.perf_counter()
@@ -50,12 +53,13 @@ def main() -> None:
     torch.cuda.synchronize()
     loaded = time.perf_counter() - start
     params = sum(p.numel() for m in (models.thinker, models.talker, models.code2wav) for p in m.parameters())
-    result = {"env": describe(), "parameters": params, "load_s": loaded, "runs": []}
+    result: dict[str, Any] = {"env": describe(), "parameters": params, "load_s": loaded, "runs": []}
     result["memory_gib"] = torch.cuda.memory_allocated() / 2**30
     print(f"{params:,} parameters in {loaded:.1f} s, {result['memory_gib']:.1f} GiB", flush=True)
     for kind in ("text", "text", "audio", "image"):
         options = replace(Options().seeded(1), max_text_tokens=args.text_tokens, max_frames=args.frames)
-        begin, first = time.perf_counter(), {}
+        begin = time.perf_counter()
+        first: dict[str, float] = {}
         ids, frames, samples = [], [], []
         for e in Solo(models).run(prompt(kind, config), options):
             name = type(e).__name__
@@ -79,9 +83,5 @@ def main() -> None:
         assert len(wave) == max(0, 1920 * len(frames) - 555), "samples do not add up"
         result["runs"].append(run)
         print(json.dumps(run), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write(args.out, result)
+    return 0

@@ -1,6 +1,6 @@
 """Attacks beside listeners: one client must not hurt another.
 
-    python bench/hostile.py --out bench/results/hostile.json
+    python -m bench hostile --out bench/results/hostile.json
 
 Starts `stretto serve` on the tiny model. Eight listeners ask for speech and read it as a player would, while a probe
 asks /live all the time: first alone (quiet), then beside attackers, each kind of attack alone and in the end all
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench.env import describe, quantile
-from bench.listener import Heard
-from bench.serving import Server, serving
+from bench.harness.env import describe
+from bench.harness.listener import Heard
+from bench.harness.results import ROOT, parser, quantile, write
+from bench.harness.serving import Server, environment, serving
 from stretto.client.player import play
 from stretto.models.qwen3_omni.tiny import write_tiny
 
@@ -300,8 +299,9 @@ class Phase:
             "seconds": seconds, "timeout": seconds + 60, "spread": 1.0, "lead": self.lead,
         }  # fmt: skip
         listeners = subprocess.Popen(
-            [sys.executable, "-m", "bench.listener"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "bench.harness.listener"],
+            cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         assert listeners.stdin is not None
         assert listeners.stdout is not None
         listeners.stdin.write(json.dumps(job) + "\n")
@@ -316,9 +316,9 @@ class Phase:
         return self._summary(name, heard, told[0], told[1] if attacks else {})
 
     def _role(self, role: str, seconds: float, *attacks: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "bench.hostile", "--role", role, "--port", str(self.port), "--seconds"]
+        command = [sys.executable, "-m", "bench", "hostile", "--role", role, "--port", str(self.port), "--seconds"]
         command += [str(seconds), "--folder", str(self.folder / "attacks"), "--attacks", *attacks]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
 
     def _summary(self, name: str, heard: list[Heard], live: list[float], told: dict[str, Any]) -> dict[str, Any]:
         answers = [h.sample for h in heard]
@@ -381,9 +381,8 @@ def judge(quiet: list[dict[str, Any]], attacked: list[dict[str, Any]], left: dic
     return problems
 
 
-def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path)
+def main(given: Sequence[str]) -> int:
+    p = parser("hostile", __doc__)
     p.add_argument("--alone", type=float, default=4.0, metavar="S", help="of each attack by itself")
     p.add_argument("--together", type=float, default=60.0, metavar="S", help="of all together, and of quiet runs")
     p.add_argument("--frames", type=int, default=50, help="of each answer, 80 ms each")
@@ -393,7 +392,7 @@ def main() -> int:
     p.add_argument("--port", type=int, help=argparse.SUPPRESS)
     p.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     p.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = p.parse_args()
+    args = p.parse_args(given)
     if args.role == "probe":
         print(json.dumps(asyncio.run(probe(args.port, args.seconds))))
         return 0
@@ -405,7 +404,6 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.chdir(Path(__file__).resolve().parent.parent)
     with tempfile.TemporaryDirectory() as folder:
         bodies = [
             json.dumps({
@@ -432,11 +430,6 @@ def run(args: argparse.Namespace) -> int:
             quiet.append(phase.run("quiet again", [], args.together / 2))
             problems = judge(quiet, attacked, left)
             result = {"env": describe(), "quiet": quiet, "attacked": attacked, "held": left, "problems": problems}
-            if args.out is not None:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write(args.out, result)
     print("\n".join(problems) if problems else "nobody waited, nothing is held")
     return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """The soak: thousands of mixed requests on the tiny model, a dozen at a time, and not one wrong sample.
 
-    python bench/soak.py --requests 20000 --out bench/results/soak.json
-    python bench/soak.py --table                              # what docs/faults.md shows of that file
+    python -m bench soak --requests 20000 --out bench/results/soak.json
+    python -m bench soak --table                              # what docs/faults.md shows of that file
 
 Requests come from a small pool whose answers the plain driver has given beforehand: text-only, spoken, with sound and
 pictures. Some are cancelled at a seeded event (by closing the iterator, or by cancelling the task that reads it), some
@@ -13,27 +13,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import random
 import tempfile
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pool import ROOT, Answer, Case, Census, Memory, prepared, settle, store, trend
 from tqdm import tqdm
 
+from bench.harness.leaks import LEAST_SAMPLES, Answer, Case, Census, Memory, prepared, settle, trend
+from bench.harness.results import RESULTS, judged, parser, progress, read
 from stretto.control.request import ChunkSizes, Params
-from stretto.control.settings import EngineConfig, HostSettings, parse_placement
+from stretto.control.settings import EngineConfig, HostSettings, parse_placement, places
+from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.orchestrator.api import AudioChunk
 from stretto.orchestrator.engine import PipelineEngine
 
-RESULT = ROOT / "bench/results/soak.json"
+STAGES = PIPELINE.names
+RESULT = RESULTS / "soak.json"
 LENGTHS = [(4, 6), (6, 4), (2, 5), (5, 6), (3, 3), (6, 6), (4, 2), (2, 6), (6, 5), (4, 4), (6, 2), (3, 2)]
 SILENT = 3
 KINDS = {"whole": 55, "closed": 12, "cancelled": 13, "slow": 20}  # of a hundred
@@ -112,7 +114,7 @@ async def warm(engine: PipelineEngine, pool: list[Case], deadline: float) -> Non
             await asyncio.gather(*(one(engine, case, "whole", rng, tally, deadline) for case in batch))
             asked += together
     assert tally.exact == asked, tally.wrong
-    numbers = iter(tqdm(range(OVER), desc="warming up", mininterval=1.0))
+    numbers = iter(progress(range(OVER), "warming up"))
     first = spoken[0]
     long = replace(first.params, max_text_tokens=500, max_frames=500)
 
@@ -131,7 +133,8 @@ async def soak(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     placement = parse_placement(args.placement)
     config = EngineConfig(placement=placement, max_buffered_s=BUFFERED_S, host=HostSettings(max_rows=ROWS))
     tally, every = Tally(), max(1, args.requests // SAMPLES)
-    memory = Memory.of(["orchestrator", *("+".join(stages) for stages in placement)], 2 + args.requests // every)
+    names = ["orchestrator", *(place.name for place in places(placement, STAGES))]
+    memory = Memory.of(names, 2 + args.requests // every)
     before = Census.take()
     async with PipelineEngine.open(model, config) as engine:
         await warm(engine, pool, args.deadline)
@@ -215,24 +218,21 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([textwrap.fill(rows[0], 120), *rows[1:]])
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> int:
+    p = parser("soak", __doc__)
     p.add_argument("--requests", type=int, default=20_000)
     p.add_argument("--at-once", type=int, default=12)
     p.add_argument("--placement", default="processes")
     p.add_argument("--deadline", type=float, default=120.0, help="seconds within which a request must be answered")
     p.add_argument("--limit-s", type=float, default=14400.0, help="stop asking after so many seconds")
-    p.add_argument("--out", type=Path)
     p.add_argument("--table", action="store_true", help="print what the documentation shows of a result, and end")
-    args = p.parse_args()
+    args = p.parse_args(given)
+    if args.requests < LEAST_SAMPLES:
+        p.error(f"at least {LEAST_SAMPLES} requests: fewer do not tell whether memory grows")
     if args.table:
-        print(table(json.loads((args.out or RESULT).read_text())))
-        return
+        print(table(read(args.out or RESULT)))
+        return 0
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(soak(Path(folder) / "tiny", args))
-    store(result, args.out)
-
-
-if __name__ == "__main__":
-    main()
+    return judged(args.out, result)

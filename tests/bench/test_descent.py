@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.descent import Descent, Failed, Pair, Table, Tuned, chosen, spread
+from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen, spread
 from stretto.kernels.fast import tuning
 from stretto.kernels.fast.tuning import Asked
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.first_packets import paces, replay
+from bench.report.first_packets import paces, replay
 
 
 def answer(sent: float, *times: float) -> dict[str, object]:

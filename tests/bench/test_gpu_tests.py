@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import env, gpu_tests
+from bench import gpu_tests
 from bench.gpu_tests import Part, Ran, failed, record, run
+from bench.harness import env
 
 TESTS = """
 import pytest

@@ -1,31 +1,25 @@
-"""Workload files, and what becomes of them."""
+"""Workloads, and what becomes of them."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from bench.workload import FOLDER, Question, Workload, read
-from stretto.control.request import ChunkSizes
-from stretto.errors import Invalid
+from bench.harness.workload import WORKLOADS, Question, Workload
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def tokens(builder: PromptBuilder, text: str) -> int:
     return len(builder.tokenizer.encode(text)) if text else 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_file_gives_prompts_that_differ_and_fixed_lengths(name: str, tiny_dir: Path) -> None:
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_prompts_differ_and_lengths_are_fixed(workload: Workload, tiny_dir: Path) -> None:
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
-    workload = read(name)
     made = [workload.messages(i, lambda text: tokens(builder, text)) for i in (0, 1, 1)]
     assert made[1] == made[2]
     prompts = [builder.build(m) for m in made[:2]]
-    # Requests share what the file says they share, and their own part differs from the start.
+    # Requests share what the workload says they share, and their own part differs from the start.
     text = [next(p["text"] for p in m[-1]["content"] if p["type"] == "text") for m in made[:2]]
     assert text[0].split()[0] != text[1].split()[0]
     for words in text:
@@ -46,16 +40,3 @@ def test_sound_and_picture_differ_by_request() -> None:
     first, second = (workload.messages(i, len)[0]["content"] for i in (0, 1))
     assert first[0] != second[0]
     assert first[1] != second[1]
-
-
-def test_a_bad_file_is_refused_by_name(tmp_path: Path) -> None:
-    good = {"about": "x", "prompt": {"text_tokens": 3}, "text_tokens": 4, "frames": 5, "packets": {"each": 2}}
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(good))
-    assert read(str(path)) == Workload("mine", "x", Question(3), 4, 5, ChunkSizes(1, 2))
-    for change in ({"frame": 5}, {"prompt": {"text": 3}}, {"packets": {"first": 3, "each": 2}}, {"frames": "many"}):
-        path.write_text(json.dumps({**good, **change}))
-        with pytest.raises(Invalid):
-            read(str(path))
-    with pytest.raises(Invalid, match="nothing"):
-        read("nothing")

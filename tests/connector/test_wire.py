@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.fuzz_wire import fuzz
+from bench.fuzz.chunks import fuzz
 from stretto.connector import wire
 from stretto.connector.contract import Chunk, Corrupt, PutFailed, VersionMismatch
 from stretto.errors import WireError

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.descent import MOST_ERROR
+from bench.kernels.descent import MOST_ERROR
 
-tune_steps = pytest.importorskip("bench.tune_steps")
+tune_steps = pytest.importorskip("bench.kernels.in_step")
 
 
 @pytest.fixture
@@ -23,9 +23,10 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_whole_descent(brief: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, report = tmp_path / "out.json", tmp_path / "report.json"
-    monkeypatch.setattr("bench.descent.LEAST_GAIN", -10.0)  # anything that runs is better: times mean nothing here
+    # Anything that runs is better: times mean nothing here.
+    monkeypatch.setattr("bench.kernels.descent.LEAST_GAIN", -10.0)
     options = "--tiny --layers 1 --jobs 0 --context 20 --replays 1 --per-kernel 2 --kernels decode,pick --limit 1e9"
-    found = tune_steps.main([*options.split(), "--out", str(out), "--report", str(report)])
+    found = tune_steps.tuned([*options.split(), "--tuned", str(out), "--out", str(report)])
     assert {name.split("/")[0] for name in found.changes} == {"decode"}, "picks have no candidates"
     assert json.loads(out.read_text()) == found.changes
     told = json.loads(report.read_text())
@@ -33,7 +34,7 @@ def test_a_whole_descent(brief: None, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [r["current"] for r in told["rows"]] == [True, False]
     limit = MOST_ERROR if torch.cuda.is_available() else 1e-4  # float32: another cut changes next to nothing
     assert all(r["error"] < limit for r in told["rows"])
-    assert told["about"]["commit"] is not None
+    assert told["env"]["commit"] is not None
 
 
 @torch.inference_mode()

@@ -1,0 +1,121 @@
+"""The ablation on one loaded host: its overlaps are switched off and on while it stands.
+
+Full-size models take a minute to load and to capture, so an engine for each row would take too long on a machine that
+is lent by the minute. Everything that a row switches can be switched on a living host: what is captured is put aside,
+not thrown away. The requests of a round come all at once, except where a row is about one that comes while others are
+being answered: then they come one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.harness.host import Asker, OneHost, kernels, swapped
+from bench.harness.workload import Workload
+from stretto.client.bench import Sample
+from stretto.layers.decoder import Decoder
+from stretto.models.qwen3_omni.lanes.talker import TalkerLane
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.rows import How
+
+Change = Callable[[OneHost], AbstractContextManager[Any]]
+ALL, APART = "all on", "all on, one by one"
+APART_S = 0.05  # about as often as 32 streams send requests that send the next when they have their answer
+
+
+def nothing(host: OneHost) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
+    """The talker begins when the last text of the round is there, the vocoder when the last frame is. Their inputs
+    wait in their inboxes meanwhile; kernels and graphs are the same."""
+    scheduler, codec = host.host.nodes["talker"].stage.scheduler, host.codec()  # type: ignore[union-attr]
+    schedule, frames = scheduler.schedule, codec._schedule
+    return swapped(
+        [
+            (scheduler, "schedule", lambda: schedule() if host.over("thinker") else None),
+            (codec, "_schedule", lambda: frames() if host.over("talker") else []),
+        ]
+    )
+
+
+def depth_one(host: OneHost) -> AbstractContextManager[Any]:
+    owners = [host.codec(), *(host.host.nodes[s].stage.scheduler for s in ("thinker", "talker"))]  # type: ignore[union-attr]
+    return swapped([(o, "config", replace(o.config, overlap_depth=1)) for o in owners])
+
+
+def at_once(host: OneHost) -> AbstractContextManager[Any]:
+    """A step is launched as soon as the one before it runs."""
+    return swapped([(host.host.nodes[s].stage.ahead, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
+
+
+def no_graphs(host: OneHost) -> AbstractContextManager[Any]:
+    """Every kernel is launched by itself, those of prompts too."""
+    runners = host.runners()
+    changes = [(r, "graphs", None) for r in runners] + [(r.lane, "prompts", None) for r in runners]
+    return swapped([*changes, (host.codec(), "_graphs", {})])
+
+
+def no_prompt_graphs(host: OneHost) -> AbstractContextManager[Any]:
+    return swapped([(r.lane, "prompts", None) for r in host.runners()])
+
+
+@contextmanager
+def no_kernels(host: OneHost) -> Iterator[None]:
+    """Plain PyTorch, in graphs that are captured here: as with STRETTO_KERNELS=off."""
+    changes: list[tuple[Any, str, Any]] = []
+    for runner in host.runners():
+        lane = runner.lane
+        changes += [(m, "fused", None) for m in lane.model.modules() if isinstance(m, Decoder)]
+        changes += [(lane, "fused", False), (lane, "prompts", None)]
+        if isinstance(lane, TalkerLane):
+            changes.append((lane, "_frame", None))
+    with kernels("off"), swapped(changes):
+        captured: list[tuple[Any, str, Any]] = []
+        for runner in host.runners():
+            if runner.graphs is not None:
+                graphs = DecodeGraphs(runner.lane, runner.graphs.sizes, [How(True, True)])
+                graphs.capture(runner.stream)
+                captured.append((runner, "graphs", graphs))
+        with swapped(captured):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    base: str
+    change: Change
+    needs_cuda: bool = False  # without a GPU it changes nothing
+    apart_s: float = 0.0  # between the requests of a round
+
+
+ROWS = [
+    Row(ALL, ALL, nothing),
+    Row("stage by stage", ALL, stage_by_stage),
+    Row("no kernels", ALL, no_kernels, needs_cuda=True),
+    Row("no graphs", ALL, no_graphs, needs_cuda=True),
+    Row("depth 1", ALL, depth_one),
+    Row("no prompt graphs", ALL, no_prompt_graphs, needs_cuda=True),
+    Row("all on, again", ALL, nothing),
+    Row(APART, APART, nothing, apart_s=APART_S),
+    Row("no just_in_time", APART, at_once, needs_cuda=True, apart_s=APART_S),
+]
+
+
+def measure_row(
+    host: OneHost, asker: Asker, workload: Workload, row: Row, streams: int, rounds: int, seconds: float
+) -> list[Sample]:
+    """At least one round after one to warm up; more until there are enough or time is up."""
+    host.ask(asker.round(workload, streams), row.apart_s)
+    found: list[Sample] = []
+    start = time.perf_counter()
+    for _ in range(rounds):
+        found += host.ask(asker.round(workload, streams), row.apart_s)
+        if time.perf_counter() - start > seconds:
+            break
+    return found

@@ -1,0 +1,1 @@
+"""What all benchmarks share: the record of the machine, workloads, servers and hosts to measure, rounds, results."""

@@ -1,0 +1,197 @@
+"""A host in this process, without server and orchestrator: its requests, and when each piece of their answers came.
+
+Used by the programs `host` and `ablation` and by tests. All stages are in it, so that they hand payloads over directly,
+as in service on one GPU. Times run from the moment that a request is there, and end when a report would leave for the
+engine. What the host reports goes to a process that reads and forgets it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.harness.workload import Workload
+from stretto.client.bench import Sample
+from stretto.client.player import Packet
+from stretto.control.messages import Admit, Configure, Ended, Failed, FromHost, Pcm, Text
+from stretto.control.settings import HostSettings
+from stretto.errors import StageDead
+from stretto.family import Wanted
+from stretto.kernels.fast import dtypes
+from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.models.qwen3_omni.params import stage_params
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.prompt.packed import media_digest, pack_prompt
+from stretto.prompt.prompt import Prompt
+from stretto.stage.channel import Channel
+from stretto.stage.host import Host
+from stretto.stage.loop import TICK_NS
+from stretto.types import RequestId
+
+STAGES = PIPELINE.names
+VOCODER = "code2wav"
+Question = tuple[Admit, bytes]
+
+
+def configure(model: str, stages: Sequence[str], settings: HostSettings) -> Configure:
+    """What a host of these stages is told first."""
+    links = tuple((link.sender, link.receiver) for link in PIPELINE.links)
+    return Configure(model, PIPELINE.build, tuple(stages), links, settings.as_dict())
+
+
+def admission(id: RequestId, prompt: Prompt, wanted: Wanted) -> Question:
+    """A request as the engine announces it to a host that has all stages."""
+    meta, blob = pack_prompt(prompt, features=True)
+    told = stage_params(wanted).items()
+    stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told}
+    return Admit(id, meta, stages, 0, media_digest(prompt)), blob
+
+
+class OneHost:
+    """A host that answers rounds of requests and notes when each piece came."""
+
+    def __init__(self, directory: Path, settings: HostSettings) -> None:
+        self.heard: dict[RequestId, Sample] = {}
+        self.ended: dict[str, set[RequestId]] = defaultdict(set)
+        self.begun = 0.0
+        self.failed: str | None = None
+        ours, theirs = socket.socketpair()
+        self._reader = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        theirs.close()
+        self.channel = Channel(ours)
+        told = configure(str(directory), STAGES, settings)
+        # Through methods of this object, so that a subclass may do more.
+        self.host = Host(told, settings, lambda m, blob: self._report(m, blob), lambda: self._push())
+        start = time.perf_counter()
+        self.host.load()
+        self.load_s = time.perf_counter() - start
+
+    def _report(self, message: FromHost, blob: bytes) -> None:
+        now = time.perf_counter() - self.begun
+        match message:
+            case Text(request=id) if id in self.heard:
+                self.heard[id].words.append(now - self.heard[id].sent)
+            case Pcm(request=id) if id in self.heard:
+                sample = self.heard[id]
+                sample.packets.append(Packet(now - sample.sent, len(blob) / 4 / SAMPLE_RATE_OUT))
+            case Ended(request=id, stage=stage):
+                self.ended[stage].add(id)
+                if stage == VOCODER and id in self.heard:
+                    self.heard[id].end = now - self.heard[id].sent
+            case Failed(message=text):
+                self.failed = text
+        self.channel.post(message, blob)
+
+    def _push(self) -> None:
+        self.channel.push()
+
+    def ask(self, questions: Sequence[Question], apart_s: float = 0.0) -> list[Sample]:
+        """All of them, each to its end; at once, or one every so many seconds."""
+        host = self.host
+        self.ended.clear()
+        self.heard = {a.request: Sample(i, i * apart_s) for i, (a, _) in enumerate(questions)}
+        self.begun = time.perf_counter()
+        arrivals = Arrivals(self, questions, apart_s)
+        arrivals.turn()
+        with swapped([(host.loop, "stages", [*host.loop.stages, arrivals])]):
+            while not all(self.over(stage) for stage in STAGES):
+                busy = host.loop.round()
+                if self.failed is not None:
+                    raise StageDead(self.failed)
+                if not busy:
+                    host.loop.sleep()
+        return list(self.heard.values())
+
+    def over(self, stage: str) -> bool:
+        """Whether a stage is done with all requests of this round."""
+        return set(self.heard) <= self.ended[stage]
+
+    def runners(self) -> list[Any]:
+        return [node.stage.runner for name, node in self.host.nodes.items() if name != VOCODER]  # type: ignore[attr-defined]
+
+    def codec(self) -> Any:
+        return self.host.nodes[VOCODER].stage  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.channel.flush()
+        self._reader.kill()
+        self._reader.wait()
+        self.host.close()
+
+
+class Arrivals:
+    """Questions of a round that come while others are being answered. Has a turn in the loop, like a stage."""
+
+    def __init__(self, host: OneHost, questions: Sequence[Question], apart_s: float) -> None:
+        self.host, self.left = host, deque(questions)
+        self.apart_ns, self.due_ns = int(1e9 * apart_s), host.host.loop.clock() if questions else None
+
+    def turn(self) -> bool:
+        did = False
+        while self.due_ns is not None and self.due_ns - self.host.host.loop.clock() < TICK_NS:
+            admit, blob = self.left.popleft()
+            sample = self.host.heard[admit.request]
+            sample.sent = min(sample.sent, time.perf_counter() - self.host.begun)  # up to a tick before its time
+            self.host.host.handle(admit, blob)
+            self.due_ns = self.due_ns + self.apart_ns if self.left else None
+            did = True
+        return did
+
+
+@dataclass(slots=True)
+class Asker:
+    """Makes requests; no two of a run are alike."""
+
+    builder: PromptBuilder
+    asked: int = 0
+
+    def round(self, workload: Workload, streams: int) -> list[Question]:
+        return [self._question(workload) for _ in range(streams)]
+
+    def _question(self, workload: Workload) -> Question:
+        number = self.asked = self.asked + 1
+        messages = workload.messages(number, lambda text: len(self.builder.tokenizer.encode(text)) if text else 0)
+        wanted = Wanted("speech", workload.params(number), seed=number)
+        return admission(RequestId(f"a{number}"), self.builder.build(messages), wanted)
+
+
+# ---- what is switched while a host stands
+
+
+@contextmanager
+def swapped(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes (of what, name, value), for a while."""
+    before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
+    for thing, name, value in changes:
+        setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        for thing, name, value in before:
+            setattr(thing, name, value)
+
+
+@contextmanager
+def kernels(mode: str) -> Iterator[None]:
+    """As with STRETTO_KERNELS set so, for a while."""
+    before = os.environ.get("STRETTO_KERNELS")
+    os.environ["STRETTO_KERNELS"] = mode
+    dtypes.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["STRETTO_KERNELS"]
+        else:
+            os.environ["STRETTO_KERNELS"] = before
+        dtypes.cache_clear()

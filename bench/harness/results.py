@@ -1,0 +1,80 @@
+"""A program's command line, and the file that its result goes to. Imports no torch.
+
+Every result is one JSON object with `env` (see env.py) and every raw sample, one line for each of its fields, so that
+the short ones can be read and a change of one shows as such."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+T = TypeVar("T")
+
+
+def parser(name: str, doc: str | None, *, out: bool = True) -> argparse.ArgumentParser:
+    """Of a program, whose docstring is its help. With `out`: `--out FILE`."""
+    p = argparse.ArgumentParser(
+        f"python -m bench {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if out:
+        p.add_argument("--out", type=Path, help="file for the result, every sample included, as JSON")
+    return p
+
+
+def first_line(path: Path) -> str:
+    """Of a module's docstring, without importing it."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """For the result. Of a path its name: where it lay on the machine is nobody's business."""
+    return {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()}
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """To the file, if there is one to write; called again whenever there is more of it."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rounded(value))}" for key, value in result.items())
+    path.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+
+
+def rounded(value: Any) -> Any:
+    """Times to the microsecond: enough, and half the size."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return [rounded(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def judged(path: Path | None, result: dict[str, Any]) -> int:
+    """For a program that says itself what went wrong (`problems`): print the result without its raw samples, write it,
+    and return the exit status."""
+    print(json.dumps({k: v for k, v in result.items() if k != "raw"}, indent=1))
+    write(path, result)
+    return int(bool(result["problems"]))
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def progress(work: Sequence[T], what: str) -> Iterable[T]:
+    """The same, with a bar on stderr."""
+    from tqdm import tqdm
+
+    bar: Iterable[T] = tqdm(work, desc=what, mininterval=1.0)
+    return bar

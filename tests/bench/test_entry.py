@@ -1,0 +1,67 @@
+"""The one entry: the list without torch, help for each program, and what the harness makes of rounds and results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import PROGRAMS, listing, main
+from bench.harness.results import ROOT, quantile, read, rounded, write
+from bench.harness.rounds import Ratio, turns
+from bench.kernels import PARTS
+
+
+def test_the_list_names_all_programs_and_needs_no_torch() -> None:
+    code = "import sys; from bench.__main__ import main; main([]); sys.exit('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown == listing() + "\n"
+    for name in PROGRAMS:
+        (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
+        assert len(line.split()) > 3, "a line that says what it is about"
+
+
+def test_every_program_is_listed() -> None:
+    there = {p.stem for p in (ROOT / "bench").glob("*.py")} | {
+        p.parent.name for p in (ROOT / "bench").glob("*/__init__.py")
+    }
+    assert there - {"__init__", "__main__", "harness"} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", [*([name] for name in PROGRAMS), *(["kernels", part] for part in PARTS)], ids=" ".join)
+def test_help(name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: python -m bench {' '.join(name)} ")
+    assert "python -m bench" in shown.partition("\n")[2]
+
+
+def test_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["latency"]) == 2
+    assert "no benchmark is called 'latency'" in capsys.readouterr().err
+
+
+def test_each_begins_as_often_as_the_others() -> None:
+    order = list(turns("abc", 6))
+    assert [thing for _, thing in order[::3]] == list("abcabc")
+    assert all({thing for n, thing in order if n == number} == set("abc") for number in range(6))
+
+
+def test_a_ratio_is_of_the_same_rounds() -> None:
+    noisy = [1.0, 10.0, 100.0, 1000.0]
+    assert Ratio.of([2 * v for v in noisy], noisy) == Ratio(2.0, 2.0, 2.0)
+    assert str(Ratio.of([1.0, 2.0, 3.0, 4.0], [1.0] * 4)) == "3.00 (2.00 to 4.00)"
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def test_a_result_has_a_line_for_each_field(tmp_path: Path) -> None:
+    result = {"env": {"commit": "abc"}, "times": [0.123456789, (1, 2)], "raw": {"a": [1.0]}}
+    write(tmp_path / "new" / "x.json", result)
+    lines = (tmp_path / "new" / "x.json").read_text().splitlines()
+    assert len(lines) == 2 + len(result)
+    assert read(tmp_path / "new" / "x.json") == json.loads(json.dumps(rounded(result)))
+    assert rounded(result)["times"] == [0.123457, [1, 2]]
+    write(None, result)
