@@ -77,7 +77,7 @@ class Taker:
         receiver = Registry().get("shm").listen("bench", OPTIONS)
         pipe.send_bytes(msgspec.msgpack.encode(receiver.endpoint))
         self.woken = threading.Semaphore(0)
-        uploader = HostToDevice(device, switches, ThinkerRows.HOST) if upload else None
+        uploader = HostToDevice(device, switches, ThinkerRows.HOST)
         self.incoming = Incoming(receiver, "bench", self.woken.release, uploader=uploader)
         self.inlet = Inlet("bench", ThinkerRows, self._read, self._fail)
         self.inlet.attach(self.incoming)
@@ -158,6 +158,9 @@ class Link:
         if not self.outlet.send(self.id, None, Mark.REQUEST_END):
             while not self.outlet.flush():
                 self.woken.acquire(timeout=0.01)
+        while not self.pipe.poll(1.0):
+            if not self.other.is_alive():
+                raise RuntimeError("the other process has died")
         total: float = self.pipe.recv()
         assert not self.outgoing.faults()
         return total

@@ -418,7 +418,7 @@ def run(args: argparse.Namespace) -> int:
         for name, made in BODIES.items():
             (Path(folder) / "attacks" / name).write_bytes(made())
         write_tiny(Path(folder) / "tiny")
-        settings = argparse.Namespace(device="cpu", model="tiny", max_rows=32, serve=[])
+        settings = argparse.Namespace(device="cpu", model="tiny", max_rows=32, serve=["--min-pace", "0"])
         with serving(settings, Path(folder) / "tiny", Path(folder)) as server:
             server.wait(300)
             phase = Phase(server.port, Path(folder), args.alone, args.lead)

@@ -183,11 +183,11 @@ def brief(extra: dict[str, Any]) -> str:
     if busy is not None and asleep is not None and busy + asleep > 0:
         shown += f"; loop thread busy {100 * busy / (busy + asleep):.0f} %"
     for stage in ("thinker", "talker", "code2wav"):
-        steps = host.get(f'stretto_stage_steps_total{{stage="{stage}"}}', 0.0)
+        own = {name: value for name, value in host.items() if f'stage="{stage}"' in name}
+        steps = sum(v for name, v in own.items() if name.startswith("stretto_stage_steps_total"))
         if steps:
-            spent = sum(
-                host.get(f'stretto_stage_{k}_seconds_total{{stage="{stage}"}}', 0.0) for k in ("launch", "retire")
-            )
+            parts = ("stretto_stage_launch_seconds_sum", "stretto_stage_retire_seconds_total")
+            spent = sum(v for name, v in own.items() if name.startswith(parts))
             shown += f"; {stage} {steps:.0f} steps, {1e6 * spent / steps:.0f} us of host each"
             held, late = (host.get(f'stretto_stage_{k}_total{{stage="{stage}"}}', 0.0) for k in ("held", "late"))
             if held:

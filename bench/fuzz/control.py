@@ -342,7 +342,7 @@ class Told:
         for message, _ in self.reports:
             decode_from_host(encode(message)[PREFIX.size :])
         assert same(self.answer(), self.right), "the answer is another one"
-        assert not held(self.host.stats()), held(self.host.stats())
+        assert not held(self.host.recorder.values()), held(self.host.recorder.values())
         self.reports.clear()
 
 

@@ -16,6 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 _LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
+_PARTS = ("_bucket", "_sum", "_count")  # of a histogram
 _NAME = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^\n]*\})?")
 
 
@@ -74,13 +75,16 @@ class Metrics:
 
 def _lines(values: Mapping[str, float], known: set[str]) -> Iterator[str]:
     """The engine's numbers, each name's together as the format demands; a name of ours is not said twice."""
+    names = {key: match[1] for key in values if (match := _NAME.fullmatch(key))}
+    histograms = {name.removesuffix("_bucket") for name in names.values() if name.endswith("_bucket")}
     groups: dict[str, list[str]] = {}
-    for key, value in values.items():
-        match = _NAME.fullmatch(key)
-        if match and match[1] not in known:
-            groups.setdefault(match[1], []).append(f"{key} {_number(value)}\n")
+    for key, name in names.items():
+        whole = next((h for h in (name.removesuffix(end) for end in _PARTS) if h in histograms), name)
+        if whole not in known:
+            groups.setdefault(whole, []).append(f"{key} {_number(values[key])}\n")
     for name, lines in groups.items():
-        yield f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n"
+        kind = "histogram" if name in histograms else "counter" if name.endswith("_total") else "gauge"
+        yield f"# TYPE {name} {kind}\n"
         yield from lines
 
 

@@ -95,14 +95,14 @@ def test_streaming_sounds_before_the_text_is_over(host: Listening, asker: Asker)
 
 
 def test_what_was_held_back_is_told_and_on_a_cpu_it_is_nothing(host: Listening) -> None:
-    told = host.host.stats()
+    told = host.host.recorder.values()
     for name in ("thinker", "talker"):
         stage = host.host.nodes[name].stage
         assert not stage.ahead.on
         for what in ("held", "late"):
             assert told.pop(f'stretto_stage_{what}_total{{stage="{name}"}}') == 0
             setattr(stage.stats, what, 7)
-            assert host.host.stats()[f'stretto_stage_{what}_total{{stage="{name}"}}'] == 7
+            assert host.host.recorder.values()[f'stretto_stage_{what}_total{{stage="{name}"}}'] == 7
             setattr(stage.stats, what, 0)
     assert not [n for n in told if "_held_" in n or "_late_" in n]
 

@@ -5,11 +5,12 @@ them."""
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.control.messages import Stats
 from stretto.control.settings import EngineConfig, Placement, places
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.observe.recorder import labelled
+from stretto.observe.recorder import Histogram, Recorder, labelled
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
@@ -89,6 +90,18 @@ def test_labels_are_in_the_form_that_the_server_shows() -> None:
     assert list(shown) == ['stretto_a_total{replica="p1"}', 'stretto_b{stage="x",replica="p1"}']
     told = Metrics().render(0, shown).decode()
     assert all(f"{name} {value}\n" in told for name, value in shown.items())
+
+
+def test_histograms_are_shown_as_such() -> None:
+    recorder, h = Recorder(), Histogram()
+    recorder.histogram("stretto_t_seconds", h, stage="x")
+    recorder.number("stretto_t_seconds_total", lambda: 1.0)
+    h.observe(0.001)
+    values = recorder.values()
+    families = {f.name: f for f in text_string_to_metric_families(Metrics().render(0, values).decode())}
+    told = families["stretto_t_seconds"]
+    assert (told.type, len(told.samples)) == ("histogram", len(values) - 1)
+    assert {s.labels["stage"] for s in told.samples} == {"x"}
 
 
 def test_replicas_are_told_apart(tiny_dir: Path) -> None:
