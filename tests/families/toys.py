@@ -104,7 +104,8 @@ class ToyNode:
             end.close(id, purge=True)
 
     def finish(self, id: RequestId) -> None:
-        self.work[id].numbers.clear()
+        if id in self.work:  # it may have ended meanwhile
+            self.work[id].numbers.clear()
 
     def throttle(self, id: RequestId, on: bool) -> None:
         for outlet in self.outlets:

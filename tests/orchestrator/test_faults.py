@@ -302,7 +302,7 @@ def test_hosts_end_with_their_orchestrator() -> None:
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tiny_dir: Path) -> None:
     async def work() -> None:
         config = EngineConfig(host=HostSettings(blocks={"thinker": 10**9}))
-        with pytest.raises(StrettoError, match=r"thinker .* GiB .*weights .*lower kv_blocks of the thinker") as e:
+        with pytest.raises(StrettoError, match=r"thinker .* GiB .*weights .*lower --kv-blocks thinker=N") as e:
             async with PipelineEngine.open(tiny_dir, config):
                 pass
         assert isinstance(e.value, StageDead)

@@ -29,7 +29,7 @@ from stretto.kernels.fast.tuning import SHIPPED, own_file
 log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[2]
-SOURCES = ("kernels", "layers", "models", "stage/runner", "stage/warming.py")
+SOURCES = ("kernels", "layers", "models", "stage/runner")
 """Parts of the package that decide which kernels there are and which of their variants are launched."""
 
 
