@@ -33,11 +33,11 @@ NORM_EPS = 1e-6
 # a gigaflop: a slab takes an H200 some 10 ms. In bf16 it peaks near 40 kB: the largest image (12.8 megapixels, 50,176
 # patches) takes 2 GB.
 SLAB_PATCHES = 4096
-SLAB_PATCHES_CPU = 512
+SLAB_PATCHES_CPU = 256
 
-# Attention of a larger frame is cut by pairs of patches: 10 ms there, some 50 ms of a core with a tiny model.
+# Attention of a larger frame is cut by pairs of patches: 10 ms there, as much of a core with a tiny model.
 PAIRS = 1 << 30
-PAIRS_CPU = 1 << 23
+PAIRS_CPU = 1 << 21
 
 Grid = tuple[int, int, int]  # t, h, w in patches
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [patches, 1, head_dim / 2], float32

@@ -32,7 +32,7 @@ from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.stage import Emit, MediaOutput, Output, Stage
 from stretto.types import Mark, RequestId, Span
 
-OTHERS = 5
+OTHERS = 15
 """While there are other requests, encoding media takes one part of the loop's time in 1 + this: on a CPU, where a part
 takes as long as several steps, listeners would have to wait for it. (On a GPU a part is launched in no time.)"""
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
