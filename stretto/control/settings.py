@@ -111,12 +111,14 @@ class HostSettings:
     )
     max_context: int = setting(8192, "memory", "longest context, in tokens", "TOKENS", name="max_model_len")
     max_step_tokens: int = setting(4096, "tuning", "tokens in one step of a stage", "TOKENS")
-    prefill_chunk: int = setting(
-        1024, "tuning", "tokens of prompts in a step while answers are being made: bounds how long they wait", "TOKENS"
-    )
-    lone_prefill_chunk: int = setting(
-        2560, "tuning", "the same while none is: the next stage can follow a long prompt", "TOKENS"
-    )
+    prefill_chunk: int | None = setting(
+        None, "tuning", "tokens of prompts in a step while answers are being made: bounds how long they wait "
+        "(default: 1024; on a CPU 256)", "TOKENS",
+    )  # fmt: skip
+    lone_prefill_chunk: int | None = setting(
+        None, "tuning", "the same while none is: the next stage can follow a long prompt (default: 2560; on a CPU 256)",
+        "TOKENS",
+    )  # fmt: skip
     mixed_steps: bool = setting(True, "tuning", "prompts and answers in one step; else in turns")
     link_slots: int = setting(64, "tuning", "chunks that a link between processes holds", "N")
     link_slot_bytes: int = setting(1 << 20, "tuning", "largest chunk of such a link", "BYTES")
@@ -132,7 +134,8 @@ class HostSettings:
         if not self.launch_lead_ms >= 0:
             raise Invalid(f"launch_lead_ms must not be negative, got {self.launch_lead_ms}", "launch_lead_ms")
         for name, least in LEAST.items():
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if value is not None and value < least:
                 raise Invalid(f"{name} must be at least {least}, got {getattr(self, name)}", name)
 
     def as_dict(self) -> dict[str, Any]:

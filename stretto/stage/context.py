@@ -95,6 +95,8 @@ class StageContext:
             graphs.capture(runner.stream)
             if capture is not None:
                 capture(runner.stream)
+        # On a CPU a step is done when its launch is, and all stages of the host wait for it.
+        usual, lone = (256, 256) if self.device.type == "cpu" else (1024, 2560)
         store = PayloadStore()
         scheduler = Scheduler(
             SchedulerConfig(
@@ -104,8 +106,8 @@ class StageContext:
                 max_waiting=s.max_waiting,
                 max_context=s.max_context,
                 max_step_tokens=s.max_step_tokens,
-                prefill_chunk=s.prefill_chunk,
-                lone_prefill_chunk=s.lone_prefill_chunk,
+                prefill_chunk=s.prefill_chunk or usual,
+                lone_prefill_chunk=s.lone_prefill_chunk or lone,
                 overlap_depth=s.overlap_depth,
                 prefix_cache=s.prefix_cache,
                 mixed=s.mixed_steps and (mixed or graphs is None),

@@ -138,7 +138,7 @@ def test_slabs_hold_whole_frames_and_change_nothing(encoder: VisionEncoder, monk
     assert_rows(ours, expected)
     # Six slabs, one of which is a large frame, three times 24 patches in each block: so often can others have a turn.
     parts = encoder.encoding(patches.split([112, 64, 16]), grids)
-    assert 1 + sum(1 for _ in parts) == len(groups) + 3 * len(encoder.blocks)
+    assert 1 + sum(1 for _ in parts) == len(groups) + 2 + 3 * len(encoder.blocks)
 
 
 def test_nothing_in_nothing_out(encoder: VisionEncoder) -> None:

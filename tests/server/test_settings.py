@@ -79,6 +79,8 @@ def sample(record: type[Any], f: Field[Any]) -> str:
         return "no" if default else "yes"
     if get_origin(kind) is Literal:
         return next(str(c) for c in get_args(kind) if c != default)
+    if int in get_args(kind):
+        return "77"
     return str(default + 1) if isinstance(default, int | float) else "other"
 
 

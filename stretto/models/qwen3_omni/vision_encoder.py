@@ -188,12 +188,12 @@ class VisionEncoder(nn.Module):
         for slab in slabs(frames, most):
             if parts:
                 yield
-            some = [self._upload(p) for p in islice(patches, len(slab))]
-            x = some[0] if len(some) == 1 else torch.cat(some)
-            if len(x) > most:
-                parts.append((yield from self._encode_large(x, slab[0], max(1, pairs // len(x)))))
+            frame, *more = islice(patches, len(slab))
+            if len(frame) > most:
+                parts.append((yield from self._encode_large(frame, slab[0], most, max(1, pairs // len(frame)))))
             else:
-                parts.append(self._encode(x, slab))
+                x = [self._upload(p) for p in (frame, *more)]
+                parts.append(self._encode(torch.cat(x) if more else x[0], slab))
         if len(parts) == 1:
             return parts[0]
         deep = tuple(torch.cat(level) for level in zip(*(p.deep for p in parts), strict=True))
@@ -218,20 +218,30 @@ class VisionEncoder(nn.Module):
         runs = [(len(list(same)), n) for n, same in groupby(h * w for h, w in frames)]
         return self.transform(x, rope, lambda q, k, v: attend_runs(q, k, v, runs))
 
-    def _encode_large(self, patches: torch.Tensor, frame: tuple[int, int], most: int) -> Parts[VisionRows]:
-        x, rope = self.embed(patches, [frame])
+    def _encode_large(
+        self, patches: torch.Tensor | Array, frame: tuple[int, int], most: int, queries: int
+    ) -> Parts[VisionRows]:
+        """A frame of more than `most` patches. Attention is for so many `queries` at a time."""
+        rows: list[torch.Tensor] = []
+        for at in range(0, len(patches), most):
+            rows.append(self.patch_embed(self._upload(patches[at : at + most])))
+            yield
+        x, rope = self._placed(torch.cat(rows), [frame])
         deep: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
             yield
             assert isinstance(block, Block)
-            x = yield from block.in_parts(x, rope, most)
+            x = yield from block.in_parts(x, rope, queries)
             self._look(i, x, deep)
         return VisionRows(self.merger(x), tuple(deep))
 
     def embed(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Rope]:
         """What the blocks start from, for frames of (height, width): rows [patches, hidden] and their turns."""
         weight = self.patch_embed.proj.weight
-        x = self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True))
+        return self._placed(self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True)), frames)
+
+    def _placed(self, x: torch.Tensor, frames: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Rope]:
+        """Embedded patches with their places added, and their turns."""
         places = {size: self._positions(*size) for size in set(frames)}
         ropes = {size: self._rope(*size) for size in set(frames)}
         x = x + torch.cat([places[f] for f in frames])
