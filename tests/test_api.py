@@ -43,7 +43,8 @@ def test_a_stream_is_the_same_answer(engine: Engine) -> None:
     *events, end = engine.stream("Hello!", params=Params(max_text_tokens=6, max_frames=8), seed=3)
     assert isinstance(end, Finished)
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == whole.text
-    np.testing.assert_array_equal(np.concatenate([e.samples for e in events if isinstance(e, AudioChunk)]), whole.audio)
+    heard = np.concatenate([e.samples for e in events if isinstance(e, AudioChunk)])
+    np.testing.assert_allclose(heard, whole.audio, atol=1e-5)  # packets may be grouped otherwise
 
 
 def test_text_alone_has_nothing_to_save(engine: Engine, tmp_path: Path) -> None:
