@@ -55,7 +55,7 @@ MODEL: Any = SimpleNamespace(
 
 def ticket(stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES, least: int = 0) -> tuple[Ticket, Line]:
     line = Line()
-    prompt, params = Prompt((0, 1, 1, 2, 3)), Params(stop=stop, min_text_tokens=least)
+    prompt, params = Prompt((0, 1, 1, 2, 2, 3)), Params(stop=stop, min_text_tokens=least)
     return Ticket(ID, None, line, MODEL, stages, prompt, params, 7, Letters(), 0.0), line  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def test_it_is_over_when_the_last_stage_is() -> None:
     assert isinstance(last, Finished)
     assert (last.text, last.audio, last.seed) == ("stop", "stop", 7)
     usage = last.usage
-    assert (usage.prompt_tokens, usage.audio_prompt_tokens, usage.image_prompt_tokens) == (5, 2, 2)
+    assert (usage.prompt_tokens, usage.audio_prompt_tokens, usage.image_prompt_tokens) == (6, 2, 3)
     assert (usage.text_tokens, usage.frames, usage.samples, usage.cached_tokens) == (2, 3, 9, 4)
 
 
