@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -68,9 +67,6 @@ class PipelineSpec:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.stages)
-
-    def link(self, name: str) -> LinkSpec | None:
-        return next((link for link in self.links if link.name == name), None)
 
     def links_of(self, stages: Sequence[str]) -> list[LinkSpec]:
         """Those that join two of these stages."""
@@ -134,9 +130,3 @@ class Family(Protocol):
     """What the registry finds: opens a checkpoint directory."""
 
     def __call__(self, directory: Path) -> Model: ...
-
-
-def load(name: str) -> Any:
-    """The object that "module:attribute" names."""
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)

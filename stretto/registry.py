@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from stretto.errors import CheckpointError
-from stretto.family import Family, Model, load
+from stretto.family import Family, Model
+from stretto.named import load
 from stretto.prompt.files import read_json
 
 ENTRY_POINTS = "stretto.families"

@@ -45,8 +45,7 @@ Question = tuple[Admit, bytes]
 
 def configure(model: str, stages: Sequence[str], settings: HostSettings) -> Configure:
     """What a host of these stages is told first."""
-    links = tuple((link.sender, link.receiver) for link in PIPELINE.links)
-    return Configure(model, PIPELINE.build, tuple(stages), links, settings.as_dict())
+    return Configure(model, PIPELINE.build, tuple(stages), settings.as_dict())
 
 
 def admission(id: RequestId, prompt: Prompt, wanted: Wanted) -> Question:

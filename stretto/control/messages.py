@@ -53,7 +53,6 @@ class Configure(Wire, frozen=True, tag="configure"):
     model: str
     build: str
     stages: tuple[str, ...]
-    links: tuple[tuple[str, str], ...]  # of the whole pipeline: sender and receiver
     settings: dict[str, Any]
 
 

@@ -25,7 +25,8 @@ from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, check_stages
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
-from stretto.family import Capability, ModelInfo, load
+from stretto.family import Capability, ModelInfo
+from stretto.named import load
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.admission import Ask, Names, announce, fitted

@@ -165,8 +165,7 @@ class Pipeline:
         if place.device is not None:
             settings = replace(settings, device=place.device)
         settings = replace(settings, trace=self.trace is not None)
-        links = tuple((link.sender, link.receiver) for link in self.spec.links)
-        host.send(Configure(self.model, self.spec.build, place.stages, links, settings.as_dict()))
+        host.send(Configure(self.model, self.spec.build, place.stages, settings.as_dict()))
 
     def _message(self, host: HostProcess, message: FromHost, blob: bytes) -> None:
         if isinstance(message, Listening | Linked | LinkDown):

@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import numpy as np
 
 from stretto.child import die_with_parent
 from stretto.errors import Invalid, StrettoError
+from stretto.named import load
 from stretto.prompt import work
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
@@ -244,8 +244,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the server's to handle
     control = socket.socket(fileno=args.fd)
     try:
-        module, _, function = args.builder.partition(":")
-        builder: Builder = getattr(import_module(module), function)(args.model)
+        builder: Builder = load(args.builder)(args.model)
     except StrettoError as e:
         control.send(encode(failed(e)))
         sys.exit(1)

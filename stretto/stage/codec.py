@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ from stretto.layers.capture import Captured, capture_graphs
 from stretto.observe.recorder import Histogram, Recorder
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
-from stretto.types import RequestId, Span
+from stretto.stage.vocoder import Vocoder
+from stretto.types import RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,49 +64,6 @@ class CodecConfig:
         more per slot and frame: 48 of them are 2 ms, of the 160 ms or more that a packet to be padded plays. On a CPU,
         where a step takes as long as its cells, padding would not be cheap."""
         return replace(self, slot_sizes=(1, 8, 16, 32, 64, 128), spare_cells=48)
-
-
-class VocoderConfig(Protocol):
-    @property
-    def num_quantizers(self) -> int:
-        """Codes of a frame."""
-        ...
-
-    @property
-    def samples_per_frame(self) -> int: ...
-
-
-class VocoderState(Protocol):
-    """Of all slots: what a stream's next samples depend on."""
-
-    frames: torch.Tensor  # that each slot has seen
-
-    def head(self, slots: int) -> Self:
-        """The first slots of it, as views."""
-        ...
-
-    def reset(self, slots: int | torch.Tensor) -> None: ...
-
-
-class Vocoder(Protocol):
-    """A model that makes samples of frames, stream by stream."""
-
-    @property
-    def config(self) -> VocoderConfig: ...
-
-    def state(self, slots: int, max_frames: int) -> Any: ...
-
-    def step(self, state: Any, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Push `lengths` frames to each slot; the samples they give."""
-        ...
-
-    def valid(self, before: int, length: int) -> Span:
-        """Which of a step's samples are a stream's, that had so many frames before and was given so many."""
-        ...
-
-    def num_samples(self, frames: int) -> int:
-        """That so many frames have given."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +123,6 @@ class CodecStats:
     steps: int = 0
     frames: int = 0
     slots: int = 0  # slots run, used or not: frames / (slots * step size) is the fill
-    launch_ns: int = 0
     retire_ns: int = 0
     launch: Histogram = field(default_factory=Histogram)
     device: Histogram = field(default_factory=Histogram)  # from launch to the samples' arrival, behind earlier steps
@@ -328,7 +285,6 @@ class CodecStage:
             if parts:
                 self._launch(parts)
                 took = time.perf_counter_ns() - start
-                self.stats.launch_ns += took
                 self.stats.launch.observe(took / 1e9)
                 step = self._steps[-1]
                 step.begun_ns = start + took

@@ -41,7 +41,7 @@ from stretto.control.messages import (
 )
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
-from stretto.family import load
+from stretto.named import load
 from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_prompt
 from stretto.stage.channel import Channel

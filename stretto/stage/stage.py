@@ -95,7 +95,6 @@ class StageStats:
     rows: int = 0  # computed
     tokens: int = 0  # confirmed
     failed: int = 0  # steps
-    launch_ns: int = 0  # host time to schedule and launch
     retire_ns: int = 0  # host time to retire
     held: int = 0  # launches that were held back for a while
     late: int = 0  # of these, launches that found the device without work: held back for too long
@@ -224,7 +223,6 @@ class Stage:
             return False
         before = self._steps[-1][0] if self._steps else None
         self._launch(batch, start)
-        self.stats.launch_ns += self.clock() - start
         if held:
             self.stats.held += 1
             self.stats.late += before is None or before.done

@@ -11,6 +11,7 @@ from stretto.control.messages import (
     PREFIX,
     Ended,
     FromHost,
+    Linked,
     Loading,
     Ready,
     Text,
@@ -56,6 +57,7 @@ def test_a_token_that_no_tokenizer_has_is_no_message(id: int) -> None:
         Ended(R, "kitchen", "stop", 0.0),
         Ready(("thinker", "kitchen"), 1.0),
         Ready(("thinker",), 1.0, {"kitchen": 1}),
+        Linked("thinker>kitchen", 0),
     ],
 )
 def test_a_stage_that_there_is_not_ends_the_host(message: FromHost) -> None:

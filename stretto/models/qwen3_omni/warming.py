@@ -7,10 +7,8 @@ pools, which take the memory that the processes had; both on its main thread, an
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
+from stretto.child import die_with_parent
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast import apply
 from stretto.kernels.fast.warm import Marker, Workers, directory, python, surroundings
@@ -269,7 +268,7 @@ def run_picks(lane: ThinkerLane | TalkerLane, sizes: Sequence[int]) -> None:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the host, however it ends
+    die_with_parent()
     run(msgspec.json.decode(sys.argv[1], type=Job))
     sys.stderr.flush()
     os._exit(0)  # the driver's own goodbye takes a while, and the memory goes back either way

@@ -1,0 +1,63 @@
+"""A pipeline that cannot be is refused when its family is read, and one whose parts do not agree when it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stretto.control.request import Params
+from stretto.errors import Bug
+from stretto.family import LinkSpec, PipelineSpec, StageSpec
+from stretto.orchestrator.admission import Ask, announce
+from stretto.orchestrator.ticket import Ticket
+from stretto.prompt.packed import pack
+from stretto.prompt.prompt import Prompt
+from stretto.types import RequestId
+
+A, B = StageSpec("a", decides="text"), StageSpec("b", decides="audio")
+LINK, PATHS = LinkSpec("a", "b"), {"text": ("a",), "speech": ("a", "b")}
+
+
+def spec(**changes: Any) -> PipelineSpec:
+    return PipelineSpec(**{"build": "m:f", "stages": (A, B), "links": (LINK,), "paths": PATHS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"stages": (A, A)}, "names of their own"),
+        ({"stages": (), "links": (), "paths": {}}, "names of their own"),
+        ({"links": (LinkSpec("b", "a"),)}, "b>a does not go"),
+        ({"links": (LinkSpec("a", "a"),)}, "a>a does not go"),
+        ({"links": (LinkSpec("a", "c"),)}, "a>c does not go"),
+        ({"links": (LinkSpec("c", "b"),)}, "c>b does not go"),
+        ({"paths": {"text": ("c",)}}, "text needs stages"),
+        ({"paths": {"text": ()}}, "text needs stages"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(Bug, match=what):
+        spec(**changes)
+
+
+def test_a_spec_answers_what_the_engine_asks() -> None:
+    whole = spec()
+    assert whole.names == ("a", "b")
+    assert [link.name for link in whole.links_of(("a", "b"))] == ["a>b"]
+    assert whole.links_of(("a",)) == []
+    assert (whole.deciding("text"), whole.deciding("audio")) == ("a", "b")
+
+
+def test_a_family_tells_exactly_the_stages_on_the_way() -> None:
+    sent: list[Any] = []
+    pipeline: Any = SimpleNamespace(hosts_of=lambda stages: [stages], send=lambda *message: sent.append(message))
+    for told in ({}, {"a": Params(), "b": Params()}):
+        model: Any = SimpleNamespace(pipeline=spec(), stage_params=lambda wanted, told=told: told)
+        words: Any = None
+        t = Ticket(RequestId("r"), None, pipeline, model, ("a",), pack(Prompt((1,))), Params(), 7, words, 0.0)
+        with pytest.raises(Bug, match="tells stages"):
+            asyncio.run(announce(t, Ask(False, None, Params(), None), False))
+    assert not sent
