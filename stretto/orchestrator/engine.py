@@ -33,6 +33,7 @@ from stretto.orchestrator.admission import Ask, Names, announce, fitted
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Progress
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.routing import Router
+from stretto.orchestrator.session import Session
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
 from stretto.prompt.packed import Packed
@@ -177,6 +178,12 @@ class PipelineEngine:
         ask = Ask(True, voice, params or Params(), request_id, owner=owner)
         return self._run(lambda: self._prompts.read(text, sender), ask)
 
+    def session(self, *, owner: str = "") -> Session:
+        """A conversation that goes on: see `session.py`."""
+        if self._draining:
+            raise Busy("the server is shutting down")
+        return Session(self, owner=owner)
+
     def _check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
         unknown = set(modalities) - {"text", "audio"}
         if unknown or not modalities:
@@ -235,7 +242,7 @@ class PipelineEngine:
         stages = self._path(ask.capability)
         pipeline = self._choose(stages, ask.speak, ask.session)
         id = self._names.new(ask.id, self._tickets.values())
-        seed = params.seed if params.seed is not None else secrets.randbits(53)  # exact in any language
+        seed = params.seed if params.seed is not None else fresh_seed()
         now = time.monotonic()
         words = TextStream(self._builder.tokenizer)
         ticket = Ticket(id, ask.id, pipeline, self.model, stages, prompt, params, seed, words, arrived, progressed=now)
@@ -363,6 +370,11 @@ class PipelineEngine:
     def pids(self) -> list[int | None]:
         """Of all hosts, for tests and tools."""
         return [pid for p in self._pipelines for pid in p.pids]
+
+
+def fresh_seed() -> int:
+    """For a request that names none. As many bits as are exact in any language."""
+    return secrets.randbits(53)
 
 
 def _error(kind: str, message: str) -> StrettoError:
