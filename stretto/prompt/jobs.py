@@ -82,7 +82,6 @@ class Built(Wire, frozen=True, tag="built"):
 
 class Head(Wire, frozen=True):
     meta: PromptMeta
-    media: bytes
     spoken: tuple[int, ...] | None = None
 
 

@@ -365,7 +365,7 @@ class PromptPool:
             head = decode_head(view[: answer.head])
         except msgspec.MsgspecError as e:
             raise errors.Bug(f"a prompt cannot be understood: {e}") from None
-        packed = Packed(head.meta, head.media, view[answer.start :])
+        packed = Packed(head.meta, view[answer.start :])
         packed.check()
         return BuiltPrompt(packed, head.spoken)
 

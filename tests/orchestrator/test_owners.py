@@ -19,7 +19,7 @@ from stretto.models.qwen3_omni.params import CODE0, RESIDUAL, stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.admission import Ask, announce
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.packed import media_digest, pack, pack_prompt
+from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven, picture, say
@@ -50,9 +50,9 @@ def first_rows(driven: HandDriven, prompt: Prompt, root: bytes, voice: str | Non
     """Where each stage begins to compute a request's rows."""
     driven.launched.clear()
     driven.reports.clear()
-    meta, blob = pack_prompt(prompt, features=True)
-    id, media = RequestId(f"r{next(NUMBERS)}"), media_digest(prompt)
-    driven.answer(announcement(id, meta, True, voice, *GREEDILY, 2, 2, media=media, cache_root=root), blob)
+    packed = pack(prompt)
+    id = RequestId(f"r{next(NUMBERS)}")
+    driven.answer(announcement(id, packed.meta, True, voice, *GREEDILY, 2, 2, cache_root=root), packed.features)
     return {stage: min(start for s, start, _ in driven.launched if s == stage) for stage in STAGES[:2]}
 
 

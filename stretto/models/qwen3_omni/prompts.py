@@ -150,7 +150,7 @@ class _Media:
     def _audio(self, samples: Array) -> int:
         config = self.builder.config.thinker.audio
         features = mel(samples, config.num_mel_bins)
-        self.audios.append(AudioClip(features))
+        self.audios.append(AudioClip.of(features, config.window_frames))
         return audio_tokens(features.shape[1], config.chunk_frames)
 
     def _rows(self, patches: Patches) -> int:

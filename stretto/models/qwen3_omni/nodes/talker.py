@@ -18,9 +18,10 @@ from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
 from stretto.models.qwen3_omni.lanes.talker import TalkerInput
 from stretto.models.qwen3_omni.nodes.given import check_ids
-from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_root, talker_salts
+from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_root, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.params import TalkerParams
 from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
@@ -100,9 +101,9 @@ class TalkerNode:
             cache_output=False,
             cache_root=talker_root(a, plan),
         )
-        known = given.num_rows
-        salts = talker_salts(a, prompt, plan)
-        request = self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=salts)
+        salts = talker_salts(prompt.ids, thinker_salts(media_pieces(prompt, self.config)), plan)
+        ids = row_ids(given, 0, len(plan) - 1)
+        request = self.stage.submit(spec, given, ids, closed=False, salts=salts, missing=given.missing)
         pace = Pace(p.first_frames, p.each_frames, p.ramp, self._rhythm)
         self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, Journal(self.clock()), pace)
         self.outlet.open(id)
@@ -172,8 +173,7 @@ class TalkerNode:
                 with self.stage.runner.on_stream():
                     arrival.adopt()
                     given.media.append(rows.hidden.to(self.model.device))
-                known = self.stage.scheduler.request(id).cursor.prompt
-                self.stage.scheduler.append_rows(id, row_ids(given, known, given.num_rows))
+                self.stage.scheduler.set_missing(id, given.missing)
             first = max(self.voices[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
@@ -188,7 +188,7 @@ class TalkerNode:
         more = len(tokens)
         if more and not given.text:  # the first is part of the prompt, and its end
             given.text.append(tokens[0])
-            last = given.num_rows
+            last = len(given.prompt)
             self.stage.scheduler.append_rows(id, row_ids(given, last - 1, last), last=True)
             tokens, more = tokens[1:], more - 1
         if more:
