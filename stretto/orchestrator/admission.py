@@ -36,10 +36,13 @@ class Ask:
     spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer to be made
     session: str | None = None
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
+    ahead: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
 
     @property
     def capability(self) -> Capability:
         """What its stages have to do."""
+        if self.ahead:
+            return "speech_ahead" if self.speak else "text_ahead"
         if not self.speak:
             return "text"
         return "speech" if self.spoken is None else "reading"

@@ -43,7 +43,9 @@ class Ticket:
     seed: int
     words: TextStream
     arrived: float
+    ahead: bool = False  # nothing will be heard of it
     media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, by digest
+    supplying: asyncio.Task[None] | None = None  # them
     events: asyncio.Queue[Event | StrettoError] = field(default_factory=asyncio.Queue)
     ended: dict[str, Ended] = field(default_factory=dict)
     text: str = ""  # decoded so far, stop strings not looked for

@@ -22,6 +22,7 @@ def test_runs_are_the_places_and_never_touch(places: set[int]) -> None:
 @dataclass(slots=True)
 class Told:
     ids: tuple[int, ...]
+    speaker: int = 3
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.control.messages import Admit
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt
 from stretto.models.qwen3_omni.lanes.talker import TalkerInput
 from stretto.models.qwen3_omni.pieces import MediaPiece
@@ -16,6 +15,8 @@ from stretto.types import Span
 
 OPENING_ID = 1 << 40
 """Ids of the talker's opening rows in the prefix cache begin here: beyond any vocabulary."""
+SPEAKER_ID, SPEAKER_ROW = 1 << 41, 6
+"""Those of the row that carries the voice, and which of the opening rows that is."""
 
 
 def thinker_salts(pieces: Sequence[MediaPiece]) -> list[Salt]:
@@ -32,17 +33,12 @@ def talker_salts(ids: Sequence[int], salts: Sequence[Salt], plan: TalkerPrompt) 
     return [Salt(Span(row, row + size), key) for row, size, key in found if row is not None]
 
 
-def talker_root(a: Admit, plan: TalkerPrompt) -> bytes:
-    """Rows meet in the talker's cache only if they are of one owner and one voice."""
-    return b"%d " % plan.speaker + a.cache_root
-
-
 def row_ids(given: TalkerInput, start: int, stop: int) -> list[int]:
     """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id, opening rows by their
-    place, and the last one by the text token in it. (Voices are kept apart by the cache's root.)"""
+    place, of these one by the voice in it, and the last one by the text token in it."""
     users = len(given.prompt.ids)
-    last = users + NUM_OPENING - 1
-    ids = list(given.prompt.ids[start : min(stop, users)])
-    for row in range(max(start, users), stop):
-        ids.append(OPENING_ID + row - users if row < last else OPENING_ID + NUM_OPENING + given.text[0])
-    return ids
+    told = {SPEAKER_ROW: SPEAKER_ID + given.prompt.speaker}
+    if given.text:
+        told[NUM_OPENING - 1] = OPENING_ID + NUM_OPENING + given.text[0]
+    opening = range(max(start - users, 0), max(stop - users, 0))
+    return [*given.prompt.ids[start:stop], *(told.get(row, OPENING_ID + row) for row in opening)]
