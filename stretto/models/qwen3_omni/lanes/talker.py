@@ -89,7 +89,7 @@ class TalkerLane:
         )
         self.code0.write(join.row, given.code0)
         self.residual.write(join.row, given.residual)
-        if given.frames:  # back after a pause or preemption: the next input needs the last frame
+        if given.frames:  # back after a preemption: the next input needs the last frame
             self.embedding[join.row] = self._frame_rows(given.frames[-1:])[0]
         else:  # the prompt's last row runs as a decode: the codec's begin mark stands for the frame before it
             self.embedding[join.row] = self._begin
