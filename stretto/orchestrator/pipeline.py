@@ -39,6 +39,7 @@ from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.process import HostProcess
 from stretto.prompt.packed import Bytes
+from stretto.prompt.spool import Stored
 from stretto.types import SECRET_BYTES, RequestId
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Pipeline:
         for i in sorted({self._stages[s] for s in stages}):
             self._hosts[i].send(message, blob)
 
-    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes) -> None:
+    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes | Stored) -> None:
         """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
         for i in sorted({self._stages[s] for s in stages}):
             host = self._hosts[i]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from stretto.errors import WireError
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
+from stretto.prompt.spool import Stored
 
 Bytes = bytes | bytearray | memoryview
 _NONE = np.empty((0, 0), np.float32)
@@ -66,7 +67,7 @@ class Packed:
 
     meta: PromptMeta
     media: bytes  # digest of all media, see `media_digest`
-    features: Bytes
+    features: Bytes | Stored
 
     @property
     def ids(self) -> tuple[int, ...]:
