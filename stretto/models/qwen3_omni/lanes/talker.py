@@ -69,15 +69,15 @@ class TalkerLane:
         with torch.inference_mode():
             self._begin = model.codec_rows(torch.tensor([c.codec.bos], device=model.device))[0]
         self.frame_cache = model.frame_cache(num_rows + 1)
-        self._frame: FusedFrame | None = None
+        self.frame: FusedFrame | None = None
         layers = model.code_predictor.model.fused
         if layers is not None:
             from stretto.kernels.fast.sampling import Columns
             from stretto.models.qwen3_omni.fused_frame import FusedFrame
 
             code0, rest = (Columns(c.floats, c.ints) for c in (self.code0, self.residual))
-            self._frame = FusedFrame(model, layers, self.rows.seen, self.rows.floor, code0, rest)
-        self.fused = self._frame is not None and model.model.fused is not None
+            self.frame = FusedFrame(model, layers, self.rows.seen, self.rows.floor, code0, rest)
+        self.fused = self.frame is not None and model.model.fused is not None
         self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
         self.inputs: dict[RequestId, TalkerInput] = {}
 
@@ -158,9 +158,9 @@ class TalkerLane:
         return hidden, Captured()
 
     def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
-        if self._frame is not None and len(hidden) <= MAX_ROWS:
+        if self.frame is not None and len(hidden) <= MAX_ROWS:
             pair = torch.stack((hidden, hidden), 1)  # the second place is for code 0
-            return Picked(self._frame(pair, rows, positions, self.frame_cache, self.embedding))
+            return Picked(self.frame(pair, rows, positions, self.frame_cache, self.embedding))
         state = FrameRows(
             code0=self.code0.pick(rows, how),
             residual=self.residual.pick(rows, how),
@@ -178,7 +178,7 @@ class TalkerLane:
         return Picked(guarded(step.codes, step.hidden))
 
     def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        assert self._frame is not None
+        assert self.frame is not None
         pair = self.embedding.new_empty(rows.shape[0], 2, self.embedding.shape[1])
         self.model.model.fused_step(
             rows,
@@ -191,4 +191,4 @@ class TalkerLane:
             self.cache,
             out=pair[:, 0],
         )
-        return self._frame(pair, rows, positions, self.frame_cache, self.embedding)
+        return self.frame(pair, rows, positions, self.frame_cache, self.embedding)
