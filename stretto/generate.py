@@ -209,14 +209,15 @@ async def _answer(
 
 
 async def _one(args: argparse.Namespace, engine: PipelineEngine, params: Params, load: float) -> int:
-    from stretto.orchestrator.timeline import trace
+    from stretto.observe.trace import TraceEvents
 
     result = await _answer(engine, read_messages(args), args, params, show=True)
     sys.stdout.write("\n")
     result.write(args.out, args.samples, args.codes, args.json, load)
     assert result.end is not None
     if args.trace is not None:
-        args.trace.write_text(json.dumps(trace([("request", result.end.timeline)])) + "\n")
+        spans = [s.in_nanoseconds for s in result.end.timeline]
+        args.trace.write_text(json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n")
     usage = result.end.usage
     heard = "" if args.text_only else f", {usage.samples / engine.info.sample_rate:.2f} s of speech"
     first = result.first.get("audio")
