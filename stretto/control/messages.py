@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from stretto.errors import WireError
-from stretto.prompt.packed import Bytes, PromptMeta
+from stretto.prompt.packed import Bytes, PieceMeta, PromptMeta
 from stretto.types import SECRET_BYTES, RequestId, SamplingParams
 
 PREFIX = struct.Struct("<II")
@@ -84,7 +84,6 @@ class Admit(Wire, frozen=True, tag="admit"):
     prompt: PromptMeta
     stages: dict[str, msgspec.Raw]  # those on its way, and what each is told: its node knows the type
     priority: int = 0
-    media: bytes = b""  # a digest of all media of the prompt, for the prefix caches
     cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
 
 
@@ -94,6 +93,14 @@ class Features(Wire, frozen=True, tag="features"):
 
     request: RequestId
     size: Positive  # of all pieces
+
+
+class Supply(Wire, frozen=True, tag="supply"):
+    """Features that a stage asked for (`Lacking`), behind this message or ahead of it like those of an announcement."""
+
+    request: RequestId
+    stage: str
+    pieces: tuple[PieceMeta, ...]
 
 
 class Cancel(Wire, frozen=True, tag="cancel"):
@@ -123,7 +130,7 @@ class Quit(Wire, frozen=True, tag="quit"):
     pass
 
 
-ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Cancel | Finish | Throttle | Ping | Quit
+ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Supply | Cancel | Finish | Throttle | Ping | Quit
 
 
 # -- host to orchestrator
@@ -195,6 +202,7 @@ class Ended(Wire, frozen=True, tag="ended"):
     marks: tuple[float, ...] = ()
     cached: int = 0
     chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
+    encoded: int = 0  # pieces of media that it ran through its encoders
 
 
 class Working(Wire, frozen=True, tag="working"):
@@ -202,6 +210,14 @@ class Working(Wire, frozen=True, tag="working"):
 
     request: RequestId
     stage: str
+
+
+class Lacking(Wire, frozen=True, tag="lacking"):
+    """A stage needs the features of these pieces of a prompt, which were not along."""
+
+    request: RequestId
+    stage: str
+    digests: tuple[bytes, ...]
 
 
 class Failed(Wire, frozen=True, tag="failed"):
@@ -220,7 +236,20 @@ class Stats(Wire, frozen=True, tag="stats"):
 
 
 FromHost = (
-    Loading | Ready | Broken | Listening | Linked | LinkDown | Text | Codes | Pcm | Ended | Working | Failed | Stats
+    Loading
+    | Ready
+    | Broken
+    | Listening
+    | Linked
+    | LinkDown
+    | Text
+    | Codes
+    | Pcm
+    | Ended
+    | Working
+    | Lacking
+    | Failed
+    | Stats
 )
 
 

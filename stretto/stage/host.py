@@ -35,6 +35,7 @@ from stretto.control.messages import (
     Quit,
     Ready,
     Stats,
+    Supply,
     Throttle,
     ToHost,
     Unlink,
@@ -43,12 +44,12 @@ from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.named import load
 from stretto.observe.recorder import Recorder
-from stretto.prompt.packed import Bytes, unpack_prompt
+from stretto.prompt.packed import Bytes, unpack_pieces, unpack_prompt
 from stretto.stage.channel import Channel
 from stretto.stage.context import Build, StageContext
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
-from stretto.stage.node import Node
+from stretto.stage.node import Asking, Node
 from stretto.stage.report import Report, failed
 from stretto.stage.stats import record_host
 from stretto.stage.turns import Fresh, in_order
@@ -113,6 +114,8 @@ class Host:
         match message:
             case Admit():
                 self._admit(message, blob)
+            case Supply():
+                self._supply(message, blob)
             case Cancel(request=id):
                 self._cancel(id)
             case Finish(request=id, stage=stage):
@@ -155,6 +158,15 @@ class Host:
             raise  # the device is lost, and this host with it
         except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
             self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
+
+    def _supply(self, m: Supply, blob: Bytes) -> None:
+        node: object = self.nodes.get(m.stage)
+        if not isinstance(node, Asking):
+            raise WireError(f"features for {m.stage!r}, which asks for none")
+        try:
+            node.supply(m.request, unpack_pieces(m.pieces, blob))
+        except StrettoError as e:
+            self._fail(m.request, m.stage, e)
 
     def _cancel(self, id: RequestId) -> None:
         for node in self.nodes.values():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.family import Ear, LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.params import stage_params
 
@@ -26,6 +26,8 @@ PIPELINE = PipelineSpec(
         "text": ("thinker",),
         "speech": ("thinker", "talker", "code2wav"),
         "reading": ("talker", "code2wav"),
+        "text_ahead": ("thinker",),
+        "speech_ahead": ("thinker", "talker"),
     },
 )
 
@@ -57,6 +59,7 @@ def open_model(directory: Path) -> Qwen3Omni:
             default_voice=config.talker.default_voice,
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
+            ear=Ear(config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),
         config.thinker.text.vocab_size,

@@ -41,6 +41,7 @@ class TalkerParams(StageParams, frozen=True):
     ramp: int | None = 2
     want_codes: bool = False
     spoken: tuple[TokenId, ...] | None = None  # read these tokens aloud; there is no thinker in it
+    ahead: bool = False  # the beginning of a prompt: take its rows, and say nothing
 
 
 class Code2WavParams(StageParams, frozen=True):
@@ -60,7 +61,7 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.max_text_tokens,
         p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
         tuple(p.logit_bias.items()),
-        speak=w.capability == "speech",
+        speak=w.capability in ("speech", "speech_ahead"),
     )
     talker = TalkerParams(
         Sampling.of(code0),
@@ -73,10 +74,13 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.packets.ramp,
         p.want_codes,
         w.spoken,
+        ahead=w.capability == "speech_ahead",
     )
     match w.capability:
-        case "text":
+        case "text" | "text_ahead":
             return {"thinker": thinker}
+        case "speech_ahead":
+            return {"thinker": thinker, "talker": talker}
         case "speech":
             return {"thinker": thinker, "talker": talker, "code2wav": Code2WavParams()}
         case "reading":

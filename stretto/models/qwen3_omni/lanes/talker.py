@@ -16,15 +16,16 @@ from stretto.errors import Bug
 from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.paged import KVCache, Paging
 from stretto.layers.upload import to_device
-from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, first_text_row, opening_rows, user_rows
+from stretto.models.qwen3_omni.bridge import TalkerPrompt, first_text_row, opening_rows, user_rows
 from stretto.models.qwen3_omni.lanes.thinker import guarded
+from stretto.models.qwen3_omni.pieces import runs_of
 from stretto.models.qwen3_omni.talker import FrameRows, Talker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.types import RequestId, SamplingParams
+from stretto.types import RequestId, SamplingParams, Span
 
 if TYPE_CHECKING:
     from stretto.models.qwen3_omni.fused_frame import FusedFrame
@@ -48,13 +49,9 @@ class TalkerInput:
         return sum(len(m) for m in self.media)
 
     @property
-    def num_rows(self) -> int:
-        """Prompt rows whose input is known by now."""
-        users = len(self.prompt.ids)
-        late = np.flatnonzero(np.cumsum(self.prompt.is_media) > self.num_media)
-        if len(late):
-            return int(late[0])
-        return users + NUM_OPENING - 1 + bool(self.text)
+    def missing(self) -> list[Span]:
+        """Media rows of the prompt that have not come."""
+        return runs_of(np.flatnonzero(self.prompt.is_media)[self.num_media :])
 
 
 class TalkerLane:

@@ -18,16 +18,17 @@ from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
 from stretto.models.qwen3_omni.lanes.talker import TalkerInput
 from stretto.models.qwen3_omni.nodes.given import check_ids
-from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_root, talker_salts
+from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.params import TalkerParams
 from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.links import Arrival, Inlet, Outlet
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.report import Clock, Journal, failed
-from stretto.stage.request import Reason, RequestSpec, StageRequest, State
+from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.stage import Emit, Output, Stage
 from stretto.types import Mark, RequestId, Span
 
@@ -41,6 +42,7 @@ class Speaking:
     want_codes: bool
     journal: Journal
     pace: Pace
+    ahead: bool = False  # its prompt is read, and nothing of it will be heard
     frames: list[Sequence[int]] = field(default_factory=list)
 
     @property
@@ -87,8 +89,12 @@ class TalkerNode:
     def admit(self, a: Admit, params: TalkerParams, prompt: Prompt) -> None:
         id, p = a.request, params
         check_ids(id, len(self.model.text_table), prompt.ids, p.spoken or ())
-        plan = talker_prompt(prompt, self.config, p.voice)
+        plan = talker_prompt(prompt, self.config, p.voice, ahead=p.ahead)
         given = TalkerInput(plan, p.code0.params(), p.residual.params(), min_frames=p.min_frames)
+        salts = talker_salts(prompt.ids, thinker_salts(media_pieces(prompt, self.config)), plan)
+        if p.ahead:
+            self._read_ahead(a, given, salts, len(prompt.ids))
+            return
         spec = RequestSpec(
             id,
             p.max_frames + 1,
@@ -98,11 +104,10 @@ class TalkerNode:
             paced=True,
             last_on_device=True,
             cache_output=False,
-            cache_root=talker_root(a, plan),
+            cache_root=a.cache_root,
         )
-        known = given.num_rows
-        salts = talker_salts(a, prompt, plan)
-        request = self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=salts)
+        ids = row_ids(given, 0, len(plan) - 1)
+        request = self.stage.submit(spec, given, ids, closed=False, salts=salts, missing=given.missing)
         pace = Pace(p.first_frames, p.each_frames, p.ramp, self._rhythm)
         self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, Journal(self.clock()), pace)
         self.outlet.open(id)
@@ -111,6 +116,18 @@ class TalkerNode:
             self._end_text(id, given)
         else:
             self.inlet.open(id)
+
+    def _read_ahead(self, a: Admit, given: TalkerInput, salts: Sequence[Salt], num_prompt: int) -> None:
+        """Rows of the user's turns for the prefix cache. One frame is picked behind them, which nobody hears: it shows
+        that they are numbers."""
+        id, users = a.request, len(given.prompt.ids)
+        spec = RequestSpec(
+            id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=a.cache_root
+        )
+        request = self.stage.submit(spec, given, row_ids(given, 0, users), salts=salts, missing=given.missing)
+        pace = Pace(1, 1, None, self._rhythm)
+        self.voices[id] = Speaking(request, num_prompt, False, Journal(self.clock()), pace, ahead=True)
+        self.inlet.open(id)
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)
@@ -172,8 +189,7 @@ class TalkerNode:
                 with self.stage.runner.on_stream():
                     arrival.adopt()
                     given.media.append(rows.hidden.to(self.model.device))
-                known = self.stage.scheduler.request(id).cursor.prompt
-                self.stage.scheduler.append_rows(id, row_ids(given, known, given.num_rows))
+                self.stage.scheduler.set_missing(id, given.missing)
             first = max(self.voices[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
@@ -188,7 +204,7 @@ class TalkerNode:
         more = len(tokens)
         if more and not given.text:  # the first is part of the prompt, and its end
             given.text.append(tokens[0])
-            last = given.num_rows
+            last = len(given.prompt)
             self.stage.scheduler.append_rows(id, row_ids(given, last - 1, last), last=True)
             tokens, more = tokens[1:], more - 1
         if more:
@@ -197,6 +213,8 @@ class TalkerNode:
 
     def _end_text(self, id: RequestId, given: TalkerInput) -> None:
         given.text_ended = True
+        if self.voices[id].ahead:
+            return  # it ends when all its rows are in
         if given.text:
             self.stage.scheduler.end_text(id)
             return
@@ -217,7 +235,9 @@ class TalkerNode:
             return
         now = self.clock()
         if o.reason is not None:  # the pick that ends a request is not a frame
-            self._send(id, voice, now, Mark.REQUEST_END)
+            if not voice.ahead:
+                self._send(id, voice, now, Mark.REQUEST_END)
+            voice.journal.cached = self.stage.num_cached(id)
             self.report(voice.journal.ended(id, self.name, o.reason), b"")
             self._close(id, purge=False)
         elif o.token is None:
