@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stretto.models.parts import Parts
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.parts import Parts
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.prompt.prompt import Prompt

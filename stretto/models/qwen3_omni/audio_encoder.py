@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from stretto.layers.linear import Linear
+from stretto.models.parts import Parts, run_through
 from stretto.models.qwen3_omni.config import AudioConfig, conv_length
-from stretto.models.qwen3_omni.parts import Parts, run_through
 from stretto.prompt.mel import RANGE, normalise
 from stretto.prompt.prompt import Array
 

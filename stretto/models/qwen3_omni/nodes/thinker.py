@@ -15,15 +15,15 @@ import torch
 
 from stretto.control.messages import Admit, Text, Working
 from stretto.errors import Bug, StrettoError
-from stretto.models.qwen3_omni.config import FRAME_S
+from stretto.models.parts import Parts
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
-from stretto.models.qwen3_omni.nodes.given import check_ids
 from stretto.models.qwen3_omni.nodes.prefix import runs_of, thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
-from stretto.models.qwen3_omni.parts import Parts
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
+from stretto.models.speech.given import check_ids
+from stretto.models.speech.talker_node import FRAME_S
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.links import Outlet
