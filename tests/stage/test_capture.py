@@ -19,7 +19,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.host import Builder
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
-from stretto.models.qwen3_omni.weights import build, fill_dummy
+from stretto.models.weights import build, fill_dummy
 from stretto.stage import codec
 from stretto.stage.context import StageContext
 from stretto.stage.runner import graphs as decoding

@@ -14,13 +14,13 @@ from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.lanes.talker import TalkerLane
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
 from stretto.models.qwen3_omni.nodes.talker import TalkerNode
 from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.plan import plan, pool_sizes
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import Warming, begin
+from stretto.models.speech.vocoder_node import VocoderNode
 from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
@@ -128,7 +128,7 @@ class Builder:
 
         return TalkerNode(stage, talker, c)
 
-    def _code2wav(self, source: Source) -> Code2WavNode:
+    def _code2wav(self, source: Source) -> VocoderNode:
         c, s = self.context, self.context.settings
         model = source.code2wav()
         config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
@@ -143,7 +143,7 @@ class Builder:
                 torch.cuda.empty_cache()  # what the library tried out its convolutions in
             return codec
 
-        return Code2WavNode(stage, c)
+        return VocoderNode(stage, c)
 
     def finish_warming(self, stage: str) -> None:
         """Wait until kernels are compiled, and the memory of those who did it is back."""

@@ -10,16 +10,13 @@ import msgspec
 from stretto.control.messages import Positive, Sampling, TokenId
 from stretto.errors import Bug
 from stretto.family import Wanted
+from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
 """How the talker was made to pick code 0 of a frame."""
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """How the code predictor was made to pick the other codes."""
-
-
-class StageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
 
 
 class ThinkerParams(StageParams, frozen=True):
@@ -30,22 +27,8 @@ class ThinkerParams(StageParams, frozen=True):
     speak: bool = True  # the talker is to be told
 
 
-class TalkerParams(StageParams, frozen=True):
-    code0: Sampling
-    residual: Sampling
-    max_frames: Positive
-    voice: str | None = None
-    min_frames: int = 0
-    first_frames: Positive = 1
-    each_frames: Positive = 1
-    ramp: int | None = 2
-    want_codes: bool = False
-    spoken: tuple[TokenId, ...] | None = None  # read these tokens aloud; there is no thinker in it
+class TalkerParams(FrameParams, frozen=True):
     ahead: bool = False  # the beginning of a prompt: take its rows, and say nothing
-
-
-class Code2WavParams(StageParams, frozen=True):
-    pass
 
 
 def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
@@ -82,8 +65,8 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         case "speech_ahead":
             return {"thinker": thinker, "talker": talker}
         case "speech":
-            return {"thinker": thinker, "talker": talker, "code2wav": Code2WavParams()}
+            return {"thinker": thinker, "talker": talker, "code2wav": VocoderParams()}
         case "reading":
             if w.spoken is None:
                 raise Bug("nothing to be read")
-            return {"talker": talker, "code2wav": Code2WavParams()}
+            return {"talker": talker, "code2wav": VocoderParams()}

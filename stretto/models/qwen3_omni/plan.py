@@ -14,7 +14,7 @@ from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.qwen3_omni.weights import build
+from stretto.models.weights import build
 from stretto.stage.codec import CodecConfig
 from stretto.stage.plan import StagePlan, room_for_pools, share_out
 
