@@ -408,7 +408,7 @@ def _encode_all(work: Path, model: Codec, s: Settings, device: torch.device) -> 
     """Codes of every chunk that exists, up to the limit. Hours, and how many codes of each book are used."""
     model.eval()
     torch.backends.cudnn.allow_tf32 = False
-    tables, counts, chunks, total = [], [], [], 0
+    tables, labels, counts, chunks, total = [], [], [], [], 0
     for chunk in corpus.made(s.audio):
         spoken = corpus.load(s.audio, chunk)
         sizes = [frames(len(a)) for a in spoken]
@@ -419,11 +419,12 @@ def _encode_all(work: Path, model: Codec, s: Settings, device: torch.device) -> 
             x[i, : len(a)] = a
         found = model.encode(torch.from_numpy(x).to(device).float() / 32768).to(torch.int16).cpu().numpy()
         tables += [found[i, :n].astype(np.uint16) for i, n in enumerate(sizes)]
+        labels.append(corpus.load_labels(s.audio, chunk))
         counts += sizes
         chunks.append(chunk)
         total += sum(sizes)
     table = np.concatenate(tables)
-    codes.write(work, chunks, counts, table)
+    codes.write(work, chunks, counts, table, np.concatenate(labels))
     say("codec", f"{len(chunks)} chunks, {total} frames encoded")
     return total * HOP / RATE / 3600, [len(np.unique(table[:, g])) for g in range(GROUPS)]
 

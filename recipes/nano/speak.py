@@ -34,7 +34,7 @@ def domain_pairs(count: int = 40) -> list[grammar.Pair]:
     return rng.sample(held, count * 2 // 3) + rng.sample(grammar.domain_kinds()["talk"], count // 3)
 
 
-def write(work: Path, out: Path, device_name: str | None, count: int | None = None) -> None:
+def write(work: Path, out: Path, device_name: str | None, count: int | None = None, limit: int = 130) -> None:
     started = time.monotonic()
     device, text = device_of(device_name), Text.open(work)
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def write(work: Path, out: Path, device_name: str | None, count: int | None = No
         ("hot", asked, RELEASED),
         ("domain", answers, SHIPPED),
     ):
-        found, ends = speech.generate(model, embedding, text, pairs, sampling)
+        found, ends = speech.generate(model, embedding, text, pairs, sampling, limit)
         _save(out, name, [t for _, t in pairs], [c.numpy().astype(np.uint16) for c in found])
         ended[name] = sum(ends) / len(ends)
         seconds = sum(map(len, found)) * HOP / RATE
