@@ -97,3 +97,14 @@ def read(work: Path, hours: float | None = None) -> Spoken:
     for b in range(9):
         table = (table << 1) | bits[..., b]
     return Spoken(texts, frames, table, np.concatenate(labels)[: len(table)])
+
+
+def trim(work: Path, out: Path, chunks: int) -> None:
+    """The first so many chunks, written anew: what a later run can do without need not be carried."""
+    with np.load(work / "codes-index-0.npz") as file:
+        kept = [int(c) for c in file["chunks"]][:chunks]
+    out.mkdir(parents=True, exist_ok=True)
+    count = sum(len(corpus.chunk_texts(c)) for c in kept)
+    spoken = read(work)
+    size = sum(spoken.frames[:count])
+    write(out, kept, spoken.frames[:count], spoken.codes[:size], spoken.labels[:size])

@@ -24,6 +24,7 @@ _OTHERS = speech.Draw(1.0, 50, 0.8)  # fixed in the released model
 SHIPPED = speech.Sampling(
     speech.Draw(GENERATION["talker_temperature"], int(GENERATION["talker_top_k"]), GENERATION["talker_top_p"]), _OTHERS
 )
+COOL = speech.Sampling(SHIPPED.first, speech.Draw(0.6, 50, 0.8))  # what `export --cool 0.6` gives
 RELEASED = speech.Sampling(speech.Draw(0.9, 50), _OTHERS)
 
 
@@ -41,7 +42,7 @@ def write(work: Path, out: Path, device_name: str | None, count: int | None = No
     out.mkdir(parents=True, exist_ok=True)
     score, _ = codes.read(work, 0.2).split(corpus.chunk_texts(0))
     _save(out, "codec", score.texts, [score.codes[s : s + n] for s, n in zip(score.starts, score.frames, strict=True)])
-    embedding = thinker.load(work, text, device).model.embed_tokens.weight.detach()
+    embedding = thinker.embedding(work, device)
     model = talker.load(work, text, device)
     rng = Random("speak")
     asked = [(grammar.say(rng, t).question, t) for t in score.texts][:count]
@@ -51,6 +52,7 @@ def write(work: Path, out: Path, device_name: str | None, count: int | None = No
         ("greedy", asked, GREEDY),
         ("sampled", asked, SHIPPED),
         ("hot", asked, RELEASED),
+        ("cool", asked, COOL),
         ("domain", answers, SHIPPED),
     ):
         found, ends = speech.generate(model, embedding, text, pairs, sampling, limit)

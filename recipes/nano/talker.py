@@ -281,7 +281,7 @@ def train(work: Path, s: Settings) -> None:
     held, rest = rest.split(corpus.chunk_texts(HELD))
     data = _placed(text, rest, "talker", s.epochs, device)
     check = _placed(text, held, "held", 1, device)
-    embedding = thinker.load(work, text, device).model.embed_tokens.weight.detach()
+    embedding = thinker.embedding(work, device)
     model = load(work, text, device).train() if s.go_on else Talker(text.config).to(device)
     aids = Aids(model.model, text.config.talker.text.hidden_size).to(device)
     took = time.monotonic() - started

@@ -65,6 +65,8 @@ def test_the_codecs_step(work: Path, tmp_path: Path) -> None:
     read = codes.read(work)
     assert len(read.codes) == 180 * 2
     assert (read.labels == phones.UNKNOWN).all()
+    codes.trim(work, tmp_path / "few", 1)
+    assert (codes.read(tmp_path / "few").codes == read.codes[: 80 * 2]).all()
 
 
 def test_the_talkers_step_and_what_comes_after_it(work: Path, tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_the_talkers_step_and_what_comes_after_it(work: Path, tmp_path: Path) ->
     assert report["best"]["step"] == 2  # type: ignore[index]
     export.write(work, tmp_path / "checkpoint")
     speak.write(work, tmp_path / "speech", "cpu", count=1, limit=3)
-    assert len(list((tmp_path / "speech").glob("codes-of-*.npz"))) == 5
+    assert len(list((tmp_path / "speech").glob("codes-of-*.npz"))) == 6
 
 
 def test_labels_say_what_is_heard_in_a_frame() -> None:
@@ -136,8 +138,8 @@ def test_less_is_hidden_at_the_end_of_training() -> None:
     start, end = (hide.hidden(4000, 64, torch.tensor(done), CPU) for done in (0.0, 1.0))
     for found, nothing in ((start, hide.NOTHING_FIRST), (end, hide.NOTHING_LAST)):
         rows = found.float().mean(dim=1)
-        assert abs(float((rows == 0).float().mean()) - nothing) < 0.08
-        assert abs(float((rows == 1).float().mean()) - hide.ALL) < 0.05
+        assert nothing - 0.03 < float((rows == 0).float().mean()) < nothing + 0.1
+        assert hide.ALL - 0.03 < float((rows == 1).float().mean()) < hide.ALL + 0.1
     frames = torch.arange(4000 * 64).view(4000, 64)
     moved = hide.elsewhere(frames, frames.numel()) != frames
     assert 0.5 * hide.ELSEWHERE < float(moved.float().mean()) < 1.5 * hide.ELSEWHERE
