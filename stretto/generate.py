@@ -16,6 +16,7 @@ from stretto.errors import Invalid, StrettoError
 from stretto.server.engine import RECORDS, TITLES, engine_config
 from stretto.server.settings import add_flags
 
+SOUND_FILES = (".wav", ".flac")
 LEFT_OUT = ("min_pace", "share_prefix_cache")
 """Settings of an engine that are for servers: nobody listens while a file is made, and all prompts are one owner's."""
 
@@ -162,6 +163,14 @@ def read_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
     return _messages(_json(args.messages, args.messages.read_text), str(args.messages))
 
 
+def read_batch(path: Path) -> list[str]:
+    """Its lines, each a conversation; what is wrong with one is told when its turn comes."""
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise Invalid(f"{path}: cannot be read ({e})", "batch") from None
+
+
 def _json(path: Path, read: Any) -> Any:
     try:
         return json.loads(read(encoding="utf-8"))
@@ -177,12 +186,27 @@ def _messages(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    check_outputs(args)
+    # What is asked is read before the model: a name misspelt should not cost a minute.
+    asked: list[Any] = read_batch(args.batch) if args.batch is not None else read_messages(args)
+    return asyncio.run(_generate(args, asked))
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse files that could not be written in the end."""
     if args.batch is not None and args.out_dir is None:
         raise Invalid("--batch needs --out-dir", "out_dir")
-    return asyncio.run(_generate(args))
+    if args.out is not None and args.out.suffix.lower() not in SOUND_FILES:
+        raise Invalid(f"--out {args.out}: can be {' or '.join(SOUND_FILES)}", "out")
+    sound = {"--out": args.out, "--samples": args.samples, "--codes": args.codes}
+    if args.text_only and (given := [flag for flag, path in sound.items() if path is not None]):
+        raise Invalid(f"--text-only makes no speech: there is nothing to write for {', '.join(given)}", "text_only")
+    for path in (*sound.values(), args.json, args.trace):
+        if path is not None and path.is_dir():
+            raise Invalid(f"{path} is a directory; name a file", "out")
 
 
-async def _generate(args: argparse.Namespace) -> int:
+async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
     from stretto.orchestrator.engine import PipelineEngine
 
     config, params = settings(args)
@@ -190,8 +214,8 @@ async def _generate(args: argparse.Namespace) -> int:
     async with PipelineEngine.open(args.model, config) as engine:
         load = time.perf_counter() - start
         if args.batch is not None:
-            return await _batch(args, engine, params, load)
-        return await _one(args, engine, params, load)
+            return await _batch(args, asked, engine, params, load)
+        return await _one(args, asked, engine, params, load)
 
 
 async def _answer(
@@ -208,10 +232,12 @@ async def _answer(
     return result
 
 
-async def _one(args: argparse.Namespace, engine: PipelineEngine, params: Params, load: float) -> int:
+async def _one(
+    args: argparse.Namespace, messages: list[dict[str, Any]], engine: PipelineEngine, params: Params, load: float
+) -> int:
     from stretto.orchestrator.timeline import trace
 
-    result = await _answer(engine, read_messages(args), args, params, show=True)
+    result = await _answer(engine, messages, args, params, show=True)
     sys.stdout.write("\n")
     result.write(args.out, args.samples, args.codes, args.json, load)
     assert result.end is not None
@@ -228,11 +254,12 @@ async def _one(args: argparse.Namespace, engine: PipelineEngine, params: Params,
     return 0
 
 
-async def _batch(args: argparse.Namespace, engine: PipelineEngine, params: Params, load: float) -> int:
+async def _batch(
+    args: argparse.Namespace, lines: list[str], engine: PipelineEngine, params: Params, load: float
+) -> int:
     """Every line of the file, a few at a time. A line that fails is reported and the others go on."""
     from tqdm import tqdm
 
-    lines = [line for line in args.batch.read_text(encoding="utf-8").splitlines() if line.strip()]
     gate, failed = asyncio.Semaphore(args.concurrency), 0
     bar = tqdm(total=len(lines), desc="answers", unit="answer", disable=None)
 

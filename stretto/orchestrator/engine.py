@@ -23,7 +23,7 @@ import numpy as np
 from stretto import errors
 from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Pcm, Text, Working
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, check_stages
+from stretto.control.settings import EngineConfig, check_model
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.named import load
@@ -58,7 +58,7 @@ class PipelineEngine:
     def __init__(self, model: Path, config: EngineConfig) -> None:
         self.config = config
         self.model = m = open_model(model)
-        check_stages(config, m.pipeline.names)
+        check_model(config, m.pipeline.names, m.info.max_positions)
         self._builder: Builder = load(m.builder)(model)
         self._threads = InThreads(self._builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
@@ -115,14 +115,15 @@ class PipelineEngine:
         }
         if self._error is not None:
             return Progress("dead", stages, self._error)
+        trouble = "; ".join(filter(None, (p.trouble for p in self._pipelines))) or None
         if not self._up:
-            return Progress("loading", stages)
+            return Progress("loading", stages, trouble)
         if self._draining:
             return Progress("draining", stages)
         paths = self.model.pipeline.paths.values()
         if not any(p.ready(path) for p in self._pipelines for path in paths):
-            return Progress("dead", stages, "no pipeline is up")
-        return Progress("ready", stages)
+            return Progress("dead", stages, trouble or "no pipeline is up")
+        return Progress("ready", stages, trouble)
 
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import __version__
 from stretto.connector import spinwait
-from stretto.control.settings import check_stages
+from stretto.control.settings import check_model
 from stretto.errors import Invalid, StrettoError
 from stretto.prompt.settings import PoolSettings
 from stretto.server.config import ServerConfig
@@ -103,7 +103,8 @@ def run_serve(args: argparse.Namespace) -> int:
     if words := warning(config):
         _say(f"stretto: warning: {words}")
     with checkpoint(model) as directory:
-        check_stages(engine_config, open_model(directory).pipeline.names)  # before anything starts
+        opened = open_model(directory)
+        check_model(engine_config, opened.pipeline.names, opened.info.max_positions)  # before anything starts
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 

@@ -46,6 +46,7 @@ from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_prompt
 from stretto.stage.channel import Channel
 from stretto.stage.context import Build, StageContext
+from stretto.stage.devices import check_device, one_line
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
 from stretto.stage.node import Node
@@ -53,6 +54,8 @@ from stretto.stage.report import Report, failed
 from stretto.stage.stats import record_host
 from stretto.stage.turns import Fresh, in_order
 from stretto.types import RequestId
+
+log = logging.getLogger(__name__)
 
 SWITCH_S = 0.001
 SPANS = 20_000  # at most in one answer to a ping
@@ -189,12 +192,16 @@ def serve(sock: socket.socket) -> int:
         return 0
     configure = first[0]
     assert isinstance(configure, Configure), configure
-    host = Host(configure, HostSettings(**configure.settings), channel.post, channel.push)
     start = time.perf_counter()
     try:
+        settings = HostSettings(**configure.settings)
+        check_device(settings.device)
+        host = Host(configure, settings, channel.post, channel.push)
         host.load()
-    except (StrettoError, RuntimeError, OSError) as e:
-        channel.send(Broken(type(e).__name__, str(e)))
+    except Exception as e:
+        if not isinstance(e, (StrettoError, RuntimeError, OSError)):
+            log.error("the stages cannot be built", exc_info=e)
+        channel.send(Broken(type(e).__name__, one_line(e)))
         channel.flush()
         return 1
     if host.device.type == "cuda":
