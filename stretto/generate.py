@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import Invalid, StrettoError
+from stretto.hub import find_model
 from stretto.server.engine import RECORDS, TITLES, engine_config
 from stretto.server.settings import add_flags
 
@@ -36,7 +37,7 @@ def add_generate_parser(jobs: Any) -> None:
         description="Answer one conversation, or a file of them. The engine's flags can also be set in the environment "
         "(STRETTO_DEVICE=cpu).",
     )
-    gen.add_argument("model", type=Path, help="checkpoint directory")
+    gen.add_argument("model", help="checkpoint directory, or a name on the Hugging Face hub")
     what = gen.add_argument_group("what to answer (one of)").add_mutually_exclusive_group(required=True)
     what.add_argument("--text", help="a user's message")
     what.add_argument("--messages", type=Path, metavar="FILE.json", help="a conversation in OpenAI chat format")
@@ -211,7 +212,7 @@ async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
 
     config, params = settings(args)
     start = time.perf_counter()
-    async with PipelineEngine.open(args.model, config) as engine:
+    async with PipelineEngine.open(find_model(args.model, _say), config) as engine:
         load = time.perf_counter() - start
         if args.batch is not None:
             return await _batch(args, asked, engine, params, load)

@@ -108,7 +108,9 @@ class HostSettings:
         dict, "memory", "blocks of stages' KV caches (default: on a GPU, they share what is free)", "STAGE=N,...",
         name="kv_blocks", parse=parse_blocks,
     )  # fmt: skip
-    max_rows: int = setting(32, "memory", "requests in a stage's batch", "N")
+    max_rows: int = setting(
+        32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
+    )
     max_waiting: int = setting(
         256, "limits", "requests that wait for a place in a stage's batch; more are refused", "N"
     )

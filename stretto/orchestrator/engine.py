@@ -161,7 +161,8 @@ class PipelineEngine:
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
             return await self._threads.build_local(*given, allow_paths=allow_paths)
 
-        return self._run(build, Ask(speak, voice, params or Params(), request_id, session=session, owner=owner))
+        asked = params or self._info.defaults
+        return self._run(build, Ask(speak, voice, asked, request_id, session=session, owner=owner))
 
     def speak(
         self,
@@ -176,7 +177,7 @@ class PipelineEngine:
         self._check(("audio",), voice)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
-        ask = Ask(True, voice, params or Params(), request_id, owner=owner)
+        ask = Ask(True, voice, params or self._info.defaults, request_id, owner=owner)
         return self._run(lambda: self._prompts.read(text, sender), ask)
 
     def session(self, *, owner: str = "") -> Session:

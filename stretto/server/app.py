@@ -37,6 +37,13 @@ from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech")
+DEFAULTS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    "max_tokens": "max_text_tokens",
+    "max_audio_frames": "max_frames",
+}
+"""Fields of a request whose defaults are the checkpoint's, and what `Params` calls them."""
 OTHERS = dict.fromkeys(("/v1/responses", "/v1/completions", "/responses", "/completions"), "/v1/chat/completions")
 """Routes of OpenAI's that are not here, and the one that does the same."""
 Handler = Callable[[Request], Awaitable[Response]]
@@ -112,6 +119,7 @@ class Routes:
             sample_rate=i.sample_rate,
             max_model_len=i.max_positions,
             root=i.name,
+            defaults={name: getattr(i.defaults, field) for name, field in DEFAULTS.items()},
         )
 
     async def health(self, request: Request) -> Response:

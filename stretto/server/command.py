@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 from stretto import __version__
 from stretto.connector import spinwait
 from stretto.control.settings import check_model
-from stretto.errors import Invalid, StrettoError
+from stretto.errors import StrettoError
+from stretto.hub import find_model
 from stretto.prompt.settings import PoolSettings
 from stretto.server.config import ServerConfig
 from stretto.server.engine import RECORDS as ENGINE_RECORDS
 from stretto.server.engine import TITLES as ENGINE_TITLES
-from stretto.server.engine import serving_config
-from stretto.server.settings import add_flags, read, read_yaml, table, unknown_variables
+from stretto.server.engine import fit_card, serving_config
+from stretto.server.settings import PREFIX, add_flags, read, read_yaml, table, unknown_variables
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.control.settings import EngineConfig
@@ -52,7 +53,7 @@ TITLES = {
 RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings)
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "starlette", "uvicorn", "msgspec", "soundfile", "triton")
 OTHER_VARIABLES = {
-    "STRETTO_MODEL": "the checkpoint directory, as MODEL",
+    "STRETTO_MODEL": "the checkpoint directory or its name on the hub, as MODEL",
     "STRETTO_CONFIG": "a YAML file, as `--config`",
     spinwait.VARIABLE: "microseconds that a receiver of the shm connector looks for its next chunk before it sleeps",
     "STRETTO_KERNELS": "`off`: no kernels of our own; `force`: for float32 too",
@@ -70,7 +71,8 @@ def add_serve_parser(jobs: Any) -> None:
         description="Serve a model over HTTP, as OpenAI's API. Every flag can also be set in the environment "
         "(STRETTO_PORT=8001) or in a YAML file (port: 8001); flags win over the environment, that over the file.",
     )
-    serve.add_argument("model", nargs="?", help="checkpoint directory (default: a tiny built-in model, to try things)")
+    where = "checkpoint directory, or a name on the Hugging Face hub (default: a tiny built-in model, to try things)"
+    serve.add_argument("model", nargs="?", help=where)
     serve.add_argument("--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names")
     serve.add_argument("--settings-table", action="store_true", help="print all settings as Markdown, and end")
     add_flags(serve, RECORDS, TITLES)
@@ -103,6 +105,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if words := warning(config):
         _say(f"stretto: warning: {words}")
     with checkpoint(model) as directory:
+        engine_config, config = fit_card(engine_config, config, directory, said(vars(args), os.environ))
         opened = open_model(directory)
         check_model(engine_config, opened.pipeline.names, opened.info.max_positions)  # before anything starts
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
@@ -124,10 +127,20 @@ async def announce(server: Server) -> None:
         _say(greeting(server.config, server.service))
 
 
+def read_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    path = flags.get("config") or environ.get("STRETTO_CONFIG")
+    return read_yaml(path, RECORDS, ("model",)) if path else {}
+
+
+def said(flags: Mapping[str, Any], environ: Mapping[str, str]) -> set[str]:
+    """Names of settings that are stated anywhere."""
+    variables = {name.removeprefix(PREFIX).lower() for name in environ if name.startswith(PREFIX)}
+    return {*flags, *variables, *read_file(flags, environ)}
+
+
 def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | None, EngineConfig, ServerConfig]:
     """Model and configuration from all the places they can be stated in."""
-    path = flags.get("config") or environ.get("STRETTO_CONFIG")
-    file = read_yaml(path, RECORDS, ("model",)) if path else {}
+    file = read_file(flags, environ)
     model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
     config = read(ServerConfig, flags, environ, file)
     return model, serving_config(flags, environ, file, config.max_concurrent), config
@@ -164,9 +177,7 @@ def _started(start: asyncio.Task[None]) -> None:
 def checkpoint(model: str | None) -> Iterator[Path]:
     """The model's directory; without one, the tiny model in a folder that goes away in the end."""
     if model is not None:
-        if not Path(model).is_dir():
-            raise Invalid(f"{model}: there is no such directory", "model")
-        yield Path(model)
+        yield find_model(model, lambda line: _say(f"stretto: {line}"))
         return
     from stretto.registry import write_tiny
 
@@ -200,6 +211,7 @@ def greeting(config: ServerConfig, service: Service) -> str:
     paste = " ".join(_quote(c) for c in curl)
     return (
         f"\nStretto {__version__} serves {name} ({', '.join(engine.info.voices)})\n"
+        f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens each\n"
         f"  page     {base}/\n  API      {base}/v1\n  metrics  {base}/metrics\n\n"
         f"Try it:\n  {paste} |\n"
         '    python3 -c \'import sys,json,base64; m=json.load(sys.stdin)["choices"][0]["message"]["audio"]; '

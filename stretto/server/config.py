@@ -49,7 +49,7 @@ class ServerConfig:
         "without an API key on a loopback address)", "NAME",
     )  # fmt: skip
 
-    max_concurrent: int = setting(64, "limits", "requests answered at once; more are told to come back (429)", "N")
+    max_concurrent: int = setting(64, "limits", "requests answered at once (default: twice --max-rows)", "N")
     max_concurrent_per_key: int = setting(0, "limits", "the same for each API key; 0: no limit", "N")
     max_connections: int = setting(1024, "limits", "open connections; beyond, the longest idle one is closed", "N")
     max_header_kb: int = setting(64, "limits", "largest block of request headers, in KiB", "KIB")
