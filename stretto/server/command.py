@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from stretto import __version__
 from stretto.connector import spinwait
 from stretto.control.settings import check_model
-from stretto.errors import StrettoError
+from stretto.errors import Invalid, StrettoError
 from stretto.hub import find_model
+from stretto.observe.logs import FORMAT
 from stretto.prompt.settings import PoolSettings
 from stretto.server.config import ServerConfig
 from stretto.server.engine import RECORDS as ENGINE_RECORDS
@@ -92,20 +93,31 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.settings_table:
         sys.stdout.write(settings_table())
         return 0
-    from stretto.registry import open_model
     from stretto.server.logs import set_up
-    from stretto.server.origins import warning
-    from stretto.server.run import run
 
     model, engine_config, config = settle(vars(args), os.environ)
     set_up(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
+    try:
+        return _serve(model, engine_config, config, said(vars(args), os.environ))
+    except StrettoError as e:
+        if config.log_format != "json":
+            raise
+        log.error("%s", e)
+        return 2 if isinstance(e, Invalid) else 1
+
+
+def _serve(model: str | None, engine_config: EngineConfig, config: ServerConfig, stated: set[str]) -> int:
+    from stretto.registry import open_model
+    from stretto.server.origins import warning
+    from stretto.server.run import run
+
     for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
     if words := warning(config):
         _say(f"stretto: warning: {words}")
     with checkpoint(model) as directory:
-        engine_config, config = fit_card(engine_config, config, directory, said(vars(args), os.environ))
+        engine_config, config = fit_card(engine_config, config, directory, stated)
         opened = open_model(directory)
         check_model(engine_config, opened.pipeline.names, opened.info.max_positions)  # before anything starts
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
@@ -124,7 +136,10 @@ async def announce(server: Server) -> None:
         # What is loaded stays: full collections should not look through it while answers are on their way.
         gc.collect()
         gc.freeze()
-        _say(greeting(server.config, server.service))
+        if server.config.log_format == "json":
+            log.info("ready: %s serves %s", server.config.url, server.service.engine().info.name)
+        else:
+            _say(greeting(server.config, server.service))
 
 
 def read_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -204,7 +219,7 @@ def greeting(config: ServerConfig, service: Service) -> str:
         curl += ["--unix-socket", config.uds]
     if config.ssl_certfile:
         curl.append("-k")
-    if config.api_key:
+    if config.needs_key:
         curl += ["-H", "Authorization: Bearer $KEY"]
     base = "http://localhost" if config.uds else config.url
     curl += [f"{base}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
@@ -260,6 +275,9 @@ def _gpus() -> dict[str, str]:
 
 
 def _say(line: str) -> None:
-    """To people at a terminal; the log has its own way."""
+    """To people at a terminal; where the log is for machines, so is this."""
+    if os.environ.get(FORMAT) == "json":
+        log.info("%s", line.strip().removeprefix("stretto: "))
+        return
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -42,6 +42,7 @@ from stretto.control.messages import (
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.named import load
+from stretto.observe import logs
 from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_prompt
 from stretto.stage.channel import Channel
@@ -269,7 +270,7 @@ def main() -> None:
     args = p.parse_args()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the orchestrator's to handle
-    logging.basicConfig(level=os.environ.get("STRETTO_LOG", "WARNING"))
+    logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     sock = socket.socket(fileno=args.fd)
     code = serve(sock)
     sys.stdout.flush()
