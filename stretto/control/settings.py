@@ -27,6 +27,9 @@ class HostPlace:
         return "+".join(self.stages)
 
 
+CONTEXT = 8192
+"""Tokens of the longest context where nothing is said."""
+
 DType = Literal["float32", "bfloat16", "float16"]
 
 Placement = Literal["one", "two", "processes"] | tuple[HostPlace, ...]
@@ -105,11 +108,16 @@ class HostSettings:
         dict, "memory", "blocks of stages' KV caches (default: on a GPU, they share what is free)", "STAGE=N,...",
         name="kv_blocks", parse=parse_blocks,
     )  # fmt: skip
-    max_rows: int = setting(32, "memory", "requests in a stage's batch", "N")
+    max_rows: int = setting(
+        32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
+    )
     max_waiting: int = setting(
         256, "limits", "requests that wait for a place in a stage's batch; more are refused", "N"
     )
-    max_context: int = setting(8192, "memory", "longest context, in tokens", "TOKENS", name="max_model_len")
+    max_context: int = setting(
+        CONTEXT, "memory", f"longest context, in tokens (default: {CONTEXT}, or the model's own where that is shorter)",
+        "TOKENS", name="max_model_len",
+    )  # fmt: skip
     max_step_tokens: int = setting(4096, "tuning", "tokens in one step of a stage", "TOKENS")
     prefill_chunk: int | None = setting(
         None, "tuning", "tokens of prompts in a step while answers are being made: bounds how long they wait "
@@ -211,8 +219,12 @@ def _turn(devices: str | None, number: int) -> str | None:
     return each[number % len(each)]
 
 
-def check_stages(config: EngineConfig, stages: Sequence[str]) -> None:
-    """Refuse settings that name other stages than a model has. Called as soon as it is known which ones these are."""
+def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int) -> None:
+    """Refuse settings that a model with these stages and so many positions cannot have. Called as soon as it is known
+    which model it is."""
     places(config.placement, stages)
+    asked = config.host.max_context
+    if asked > max_positions and asked != CONTEXT:
+        raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")
     if unknown := sorted(set(config.host.blocks) - set(stages)):
         raise Invalid(f"kv_blocks names {', '.join(unknown)}, but there are {', '.join(stages)}", "kv_blocks")

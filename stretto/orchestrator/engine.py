@@ -23,7 +23,7 @@ import numpy as np
 from stretto import errors
 from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lacking, Pcm, Text, Working
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, check_stages
+from stretto.control.settings import EngineConfig, check_model
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.named import load
@@ -57,7 +57,7 @@ class PipelineEngine:
     def __init__(self, model: Path, config: EngineConfig) -> None:
         self.config = config
         self.model = m = open_model(model)
-        check_stages(config, m.pipeline.names)
+        check_model(config, m.pipeline.names, m.info.max_positions)
         self.builder: Builder = load(m.builder)(model)
         self._threads = InThreads(self.builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
@@ -115,14 +115,15 @@ class PipelineEngine:
         }
         if self._error is not None:
             return Progress("dead", stages, self._error)
+        trouble = "; ".join(filter(None, (p.trouble for p in self._pipelines))) or None
         if not self._up:
-            return Progress("loading", stages)
+            return Progress("loading", stages, trouble)
         if self._draining:
             return Progress("draining", stages)
         paths = self.model.pipeline.paths.values()
         if not any(p.ready(path) for p in self._pipelines for path in paths):
-            return Progress("dead", stages, "no pipeline is up")
-        return Progress("ready", stages)
+            return Progress("dead", stages, trouble or "no pipeline is up")
+        return Progress("ready", stages, trouble)
 
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
@@ -160,7 +161,8 @@ class PipelineEngine:
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
             return await self._threads.build_local(*given, allow_paths=allow_paths)
 
-        return self.run(build, Ask(speak, voice, params or Params(), request_id, session=session, owner=owner))
+        asked = params or self._info.defaults
+        return self.run(build, Ask(speak, voice, asked, request_id, session=session, owner=owner))
 
     def speak(
         self,
@@ -175,7 +177,7 @@ class PipelineEngine:
         self.check(("audio",), voice)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
-        ask = Ask(True, voice, params or Params(), request_id, owner=owner)
+        ask = Ask(True, voice, params or self._info.defaults, request_id, owner=owner)
         return self.run(lambda: self._prompts.read(text, sender), ask)
 
     def session(self, *, owner: str = "", allow_paths: bool = False) -> Session:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,10 @@ from stretto.types import SECRET_BYTES, RequestId
 log = logging.getLogger(__name__)
 
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
+FIRST_STARTS = 3  # of a host that dies before its pipeline was ever up; then it is given up
 PIECE = 256 << 10  # bytes of features in one message
+TOLD = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
+"""Errors whose words say all: their names are for programmers."""
 LINK_DELAYS = (0.05, 0.2, 0.5, 1.0)
 """Pauses between tries to make a link."""
 
@@ -79,6 +83,9 @@ class Pipeline:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = [0] * len(self._places)
+        self._restarts = [0] * len(self._places)  # hosts that came back
+        self._loss_at: dict[int, float] = {}  # when a host died that is not back yet
+        self._losses: dict[int, str] = {}  # and how
         self._closing = False
         self._started = False
         self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
@@ -143,6 +150,8 @@ class Pipeline:
         """What its hosts said last of themselves, and the plan. Stages and links are told apart by their names; what is
         a host's own says which, where there are several. A dead host says nothing, and its successor begins anew."""
         values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(self.memory.get(s, 0)) for s in self.spec.names}
+        for i, place in enumerate(self._places):
+            values[f'stretto_host_restarts_total{{host="{place.name}"}}'] = float(self._restarts[i])
         for place, host in zip(self._places, self._hosts, strict=False):  # none yet, before the start
             if host.state != "dead":
                 several = len(self._hosts) > 1
@@ -190,7 +199,7 @@ class Pipeline:
                     self.progress[stage] = "ready"
                 self._notify()
             case Broken(kind=kind, message=text):
-                host.reason = f"{kind}: {text}"
+                host.reason = text if kind in TOLD else f"{kind}: {text}"
                 if host.state == "starting" and not self._started:
                     self.broken = host.reason  # later on it is tried again: what it lacked may come back
             case Stats(values=values, spans=spans):
@@ -208,7 +217,8 @@ class Pipeline:
         stages = self._places[index].stages
         for stage in stages:
             self.progress[stage] = "dead"
-        log.warning("%s", host.death())
+        self._loss_at.setdefault(index, time.monotonic())
+        self._losses[index] = self._obituary(host, index)
         self._notify()
         # What was on its way from here is lost too: a stage behind it waits for it, also where this one had ended.
         lost = set(stages)
@@ -218,10 +228,31 @@ class Pipeline:
             if link.sender in stages:
                 lost.add(link.receiver)
         self._on_loss(self, frozenset(lost), host.death())
-        if self.config.restart and self.broken is None:
-            self._task(self._restart(index))
-        elif not self._started and self.broken is None:
-            self.broken = str(host.death())
+        self._task(self._after(host, index))
+
+    async def _after(self, host: HostProcess, index: int) -> None:
+        """A host died: say how, and start it again unless that is hopeless."""
+        await host.buried()
+        if self.broken is not None:
+            return  # whoever waits for the start tells why
+        self._losses[index] = self._obituary(host, index)
+        log.warning("%s", self._losses[index])
+        if not self._started and (not self.config.restart or self._deaths[index] + 1 >= FIRST_STARTS):
+            tries = f" ({self._deaths[index] + 1} tries)" if self._deaths[index] else ""
+            self.broken = f"{self._obituary(host, index)}{tries}"
+            self._notify()
+        elif self.config.restart:
+            await self._restart(index)
+
+    def _obituary(self, host: HostProcess, index: int) -> str:
+        return f"{host.death()} (stages {', '.join(self._places[index].stages)})"
+
+    @property
+    def trouble(self) -> str | None:
+        """Why some of its stages are not there now; None: all are, or were never."""
+        if self.broken is not None:
+            return self.broken
+        return "; ".join(self._losses[i] for i in sorted(self._loss_at)) or None
 
     async def _restart(self, index: int) -> None:
         """Start a host again and make its links anew. Waits a little longer each time it died young."""
@@ -241,6 +272,10 @@ class Pipeline:
             raise
         if host.state == "ready":
             self._deaths[index] = 0
+            self._restarts[index] += 1
+            self._losses.pop(index, None)
+            away = time.monotonic() - self._loss_at.pop(index, time.monotonic())
+            log.warning("host %s is back after %.1f s", host.name, away)
 
     # -- links
 
@@ -335,4 +370,4 @@ class Pipeline:
         except TimeoutError:
             raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
         if self.broken is not None:
-            raise StageDead(f"pipeline {self.name} cannot start: {self.broken}")
+            raise StageDead(self.broken)

@@ -17,6 +17,8 @@ from stretto.errors import StageDead, StrettoError
 from stretto.prompt.packed import Bytes
 
 State = Literal["starting", "ready", "dead"]
+ENDED = "it ended"
+EXIT_S = 2.0  # for a process whose channel is gone to be gone too
 
 
 class HostProcess:
@@ -30,7 +32,7 @@ class HostProcess:
     ) -> None:
         self.name = name
         self.state: State = "starting"
-        self.reason = "it ended"  # why it died, as far as we were told
+        self.reason = ENDED  # why it died, as far as we were told
         self.stats: Mapping[str, float] = {}  # as it said last
         self.asked: float | None = None  # when it was asked for a sign of life, if none has come since
         self._on_message, self._on_death = on_message, on_death
@@ -139,10 +141,35 @@ class HostProcess:
         if self.state != "dead":
             self.state = "dead"
             self._writable.set()
+            self._see_status()
             self.kill()
             if self._transport is not None:
                 self._transport.close()  # else its descriptor would stay until this object is collected
             self._on_death(self)
+
+    async def buried(self) -> None:
+        """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang in a driver."""
+        if self._process is not None and self.reason == ENDED:
+            with suppress(TimeoutError):
+                self._name_status(await asyncio.wait_for(self._process.wait(), EXIT_S))
+
+    def _see_status(self) -> None:
+        """Look how the process ended, if it has, and leave its status to whoever waits for it."""
+        if self._process is None or self.reason != ENDED:
+            return
+        with suppress(ChildProcessError):  # its status was taken already
+            seen = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if seen is not None:
+                self._name_status(seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status)
+
+    def _name_status(self, status: int) -> None:
+        """As `subprocess` gives it: negative for a signal."""
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            why = " (the system may have run out of memory)" if -status == signal.SIGKILL else ""
+            self.reason = f"it was killed by {name}{why}"
+        elif status:
+            self.reason = f"it ended with status {status}"
 
     def death(self) -> StageDead:
         return StageDead(f"host {self.name} died: {self.reason}")

@@ -179,7 +179,7 @@ def test_more_devices_than_replicas_are_a_mistake(words: list[str]) -> None:
 def test_pace_counts_where_there_are_listeners() -> None:
     assert settle(vars(command("serve")), {})[1].min_pace == 1.0
     assert settle(vars(command("serve", "--min-pace", "0")), {})[1].min_pace == 0.0
-    config, _ = settings(command("generate", "x", "--text", "hi", "--device", "cpu"))
+    config = settings(command("generate", "x", "--text", "hi", "--device", "cpu"))
     assert config.min_pace == EngineConfig().min_pace == 0.0
     assert "--min-pace" not in options("generate")
 

@@ -14,7 +14,7 @@ from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the talker was made to pick code 0 of a frame."""
+"""How the released talker picks code 0 of a frame. What a checkpoint or a request says comes first."""
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """How the code predictor was made to pick the other codes."""
 
@@ -36,7 +36,8 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
     p = w.params
     text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(w.seed, "thinker"))
     speech = stage_seed(w.seed, "talker")
-    code0, residual = replace(CODE0, seed=speech), replace(RESIDUAL, seed=speech)
+    drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
+    code0, residual = SamplingParams(*drawn, seed=speech), replace(RESIDUAL, seed=speech)
     if p.greedy_speech:
         code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
     thinker = ThinkerParams(
