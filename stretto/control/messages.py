@@ -48,12 +48,13 @@ class Sampling(Wire, frozen=True):
 
 class Configure(Wire, frozen=True, tag="configure"):
     """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
-    `HostSettings`."""
+    `HostSettings`, `beside` the stages of each host that will load on the same card after this one."""
 
     model: str
     build: str
     stages: tuple[str, ...]
     settings: dict[str, Any]
+    beside: tuple[tuple[str, ...], ...] = ()
 
 
 class Listen(Wire, frozen=True, tag="listen"):

@@ -37,7 +37,9 @@ from stretto.errors import StageDead, StrettoError, WireError
 from stretto.family import LinkSpec, PipelineSpec
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
-from stretto.orchestrator.process import HostProcess
+from stretto.orchestrator.cards import Cards
+from stretto.orchestrator.hosts import Host, Launcher
+from stretto.orchestrator.process import LocalLauncher
 from stretto.prompt.packed import Bytes
 from stretto.prompt.spool import Stored
 from stretto.types import SECRET_BYTES, RequestId
@@ -60,13 +62,17 @@ class Pipeline:
         on_message: Callable[[FromHost, bytes], None],
         on_loss: Callable[[Pipeline, frozenset[str], StrettoError], None],
         trace: TraceWriter | None = None,
+        launcher: Launcher | None = None,
+        cards: Cards | None = None,
     ) -> None:
-        """`on_loss` is told which stages can no longer be reached, and why; `trace` is given what hosts did when."""
-        self.trace = trace
+        """`on_loss` is told which stages can no longer be reached, and why; `trace` is given what hosts did when.
+        `launcher` makes the hosts (default: children of this process); `cards` are those that other pipelines use
+        too."""
+        self.trace, self._launcher = trace, launcher or LocalLauncher()
         self.name, self.model, self.spec, self.config = name, model, spec, config
         self._places = places(config.placement, spec.names)
         self._on_message, self._on_loss = on_message, on_loss
-        self._hosts: list[HostProcess] = []
+        self._hosts: list[Host] = []
         self._stages: dict[str, int] = {s: i for i, host in enumerate(self._places) for s in host.stages}
         # Links between hosts; within one, payloads are handed over.
         self._between = {k.name: k for k in spec.links if self._stages[k.sender] != self._stages[k.receiver]}
@@ -79,6 +85,8 @@ class Pipeline:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = [0] * len(self._places)
+        self._cards = cards or Cards()
+        self._seats = [self._cards.seat(self._device(i), place.stages) for i, place in enumerate(self._places)]
         self._closing = False
         self._started = False
         self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
@@ -157,18 +165,32 @@ class Pipeline:
 
     # -- hosts
 
-    def _host(self, index: int) -> HostProcess:
-        return HostProcess(f"{self.name}.{index}", self._message, lambda h, i=index: self._died(h, i))  # type: ignore[misc]
+    def _device(self, index: int) -> str:
+        return self._places[index].device or self.config.host.device
 
-    async def _launch(self, host: HostProcess, index: int) -> None:
+    def _host(self, index: int) -> Host:
+        name, device = f"{self.name}.{index}", self._device(index)
+        return self._launcher.host(name, device, self._message, lambda h: self._died(h, index))
+
+    async def _launch(self, host: Host, index: int) -> None:
+        """Start a host and say what it is, when its card is not being loaded by another."""
+        device, seat = self._device(index), self._seats[index]
+        async with self._cards.turn(device, seat) as beside:
+            if self._closing:
+                return
+            await self._configure(host, index, beside)
+            if self._cards.shared(device):
+                await self._wait(lambda: host.state != "starting")
+                seat.loaded = host.state == "ready"
+
+    async def _configure(self, host: Host, index: int, beside: tuple[tuple[str, ...], ...]) -> None:
         await host.start()
-        place, settings = self._places[index], self.config.host
-        if place.device is not None:
-            settings = replace(settings, device=place.device)
-        settings = replace(settings, trace=self.trace is not None)
-        host.send(Configure(self.model, self.spec.build, place.stages, settings.as_dict()))
+        if self._closing:  # while it was being started
+            host.kill()
+        settings = replace(self.config.host, device=host.device, trace=self.trace is not None)
+        host.send(Configure(self.model, self.spec.build, self._places[index].stages, settings.as_dict(), beside))
 
-    def _message(self, host: HostProcess, message: FromHost, blob: bytes) -> None:
+    def _message(self, host: Host, message: FromHost, blob: bytes) -> None:
         if isinstance(message, Listening | Linked | LinkDown):
             if message.link not in self._between:
                 raise WireError(f"it speaks of a link {message.link!r}")
@@ -202,10 +224,10 @@ class Pipeline:
             case _:
                 self._on_message(message, blob)
 
-    def _died(self, host: HostProcess, index: int) -> None:
+    def _died(self, host: Host, index: int) -> None:
         if self._closing:
             return
-        stages = self._places[index].stages
+        stages, self._seats[index].loaded = self._places[index].stages, False
         for stage in stages:
             self.progress[stage] = "dead"
         log.warning("%s", host.death())

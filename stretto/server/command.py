@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import __version__
 from stretto.connector import spinwait
+from stretto.control.devices import check_cards
 from stretto.control.settings import check_stages
+from stretto.device import cards
 from stretto.errors import Invalid, StrettoError
 from stretto.prompt.settings import PoolSettings
 from stretto.server.config import ServerConfig
@@ -103,7 +105,9 @@ def run_serve(args: argparse.Namespace) -> int:
     if words := warning(config):
         _say(f"stretto: warning: {words}")
     with checkpoint(model) as directory:
-        check_stages(engine_config, open_model(directory).pipeline.names)  # before anything starts
+        stages = open_model(directory).pipeline.names
+        check_stages(engine_config, stages)  # before anything starts
+        check_cards(engine_config, stages, len(cards()))
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 

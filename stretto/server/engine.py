@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.devices import spread
 from stretto.control.settings import EngineConfig, HostSettings
-from stretto.device import find_device
+from stretto.device import cards, find_device
 from stretto.prompt.settings import PoolSettings
 from stretto.server.settings import read, stated
 
@@ -35,7 +36,7 @@ def engine_config(
     host = read(HostSettings, flags, environ, file, switches=switches)
     config = read(EngineConfig, flags, environ, file, **fixed)
     device = config.devices[0] if config.devices else find_device()
-    return replace(config, host=replace(host, device=device))
+    return spread(replace(config, host=replace(host, device=device)), len(cards()))
 
 
 def serving_config(

@@ -84,6 +84,7 @@ class Host:
             push,
             self.num_requests,
             recorder=self.recorder,
+            beside=configure.beside,
         )
         self.nodes: dict[str, Node] = {}
 
