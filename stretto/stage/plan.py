@@ -84,7 +84,7 @@ def _split(plans: Sequence[StagePlan], room: int) -> str:
         if all(needed(group) <= room for group in groups):
             hosts = ", ".join(f"{'+'.join(p.stage for p in group)}@{i}" for i, group in enumerate(groups))
             return f'or use {len(groups)} such cards: --placement "{hosts}"'
-    return "and no placement on several such cards fits"
+    return "and no --placement on several such cards fits"
 
 
 def needed_alone(plan: StagePlan) -> int:

@@ -124,7 +124,7 @@ def test_a_refusal_names_the_split_that_fits() -> None:
 
     assert advice(40, 3, 30, 6) == 'or use 2 such cards: --placement "s1@0, s0+s2@1"'
     assert advice(40, 30, 20, 25) == 'or use 3 such cards: --placement "s0@0, s2@1, s1@2"'
-    assert advice(40, 36, 1, 1) == "and no placement on several such cards fits"
+    assert advice(40, 36, 1, 1) == "and no --placement on several such cards fits"
 
 
 def test_hosts_on_one_card_leave_room_for_each_other(tiny_config: OmniConfig) -> None:
