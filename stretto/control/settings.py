@@ -89,6 +89,12 @@ def parse_blocks(text: str) -> dict[str, int]:
     return blocks
 
 
+def parse_details(text: str) -> dict[str, str]:
+    """`protocol=rdma, device=mlx5_0`"""
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
 @dataclass(frozen=True, slots=True)
 class HostSettings:
     """What a host needs to know to build its stages."""
@@ -167,6 +173,10 @@ class EngineConfig:
         "a,b+c or, with their cards, a@0,b+c@1", "HOSTS", parse=parse_placement,
     )  # fmt: skip
     connector: str = setting("shm", "model", "between processes: shm, tcp, mooncake", "NAME")
+    link_details: Mapping[str, str] = setting(
+        dict, "model", "of the mooncake connector: protocol=rdma,device=mlx5_0 (default: tcp)", "NAME=VALUE,...",
+        parse=parse_details,
+    )  # fmt: skip
     replicas: int = setting(
         1, "model", "pipelines side by side; each on a card of its own, where no device is named", "N"
     )
@@ -199,6 +209,13 @@ class EngineConfig:
             raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
         if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
             raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
+        details = {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"}
+        for name, value in self.link_details.items():
+            if self.connector != "mooncake" or not re.fullmatch(details.get(name, r"(?!)"), value):
+                raise Invalid(
+                    "link_details are protocol=tcp or rdma and device=NAME, of the mooncake connector alone; got "
+                    f"{name}={value} for {self.connector}", "link_details",
+                )  # fmt: skip
         hosts = self.placement if isinstance(self.placement, tuple) else ()
         most = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
         if most > self.replicas:

@@ -11,13 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
-from stretto.control.messages import PREFIX, FromHost, Ping, ToHost, decode_from_host, encode, lengths
+from stretto.control.messages import PREFIX, FromHost, Ping, Stats, ToHost, decode_from_host, encode, lengths
 from stretto.errors import StageDead, StrettoError
 from stretto.prompt.packed import Bytes
 
 State = Literal["starting", "ready", "dead"]
 ENDED = "it ended"
 LOOPBACK = "127.0.0.1"
+
+
+class Unusable(StageDead):
+    """A host that will not work however often it is started: of another version, say."""
 
 
 class Host(ABC):
@@ -81,6 +85,14 @@ class Host(ABC):
         if blob:
             self._write(blob)
 
+    @property
+    def offset(self) -> float:
+        """Its monotonic clock less ours."""
+        return 0.0
+
+    def told(self, stats: Stats) -> None:  # noqa: B027 - a child of ours has our clock: nothing to learn
+        """It has answered a ping."""
+
     def ping(self, number: int) -> None:
         self.send(Ping(number))
         if self.asked is None:
@@ -92,7 +104,7 @@ class Host(ABC):
             self.reason = f"it stalled: no answer for {seconds:g} s"
             self.kill()
 
-    def take(self, data: bytes) -> None:
+    def take(self, data: Bytes) -> None:
         """Bytes from the host: as many messages as they complete."""
         if self.state == "dead":
             return

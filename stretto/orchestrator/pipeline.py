@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from stretto.control.messages import (
     Broken,
     Configure,
@@ -38,7 +40,7 @@ from stretto.family import LinkSpec, PipelineSpec
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.cards import Cards
-from stretto.orchestrator.hosts import Host, Launcher
+from stretto.orchestrator.hosts import Host, Launcher, Unusable
 from stretto.orchestrator.process import LocalLauncher
 from stretto.prompt.packed import Bytes
 from stretto.prompt.spool import Stored
@@ -173,13 +175,21 @@ class Pipeline:
         return self._launcher.host(name, device, self._message, lambda h: self._died(h, index))
 
     async def _launch(self, host: Host, index: int) -> None:
-        """Start a host and say what it is, when its card is not being loaded by another."""
+        """Start a host and say what it is, when its card is not being loaded by another. One that cannot be started now
+        is a dead one, whose restart tries again; one that never can be ends the pipeline."""
         device, seat = self._device(index), self._seats[index]
         async with self._cards.turn(device, seat) as beside:
             if self._closing:
                 return
-            await self._configure(host, index, beside)
-            if self._cards.shared(device):
+            try:
+                await self._configure(host, index, beside)
+            except (Unusable, OSError) as e:
+                if isinstance(e, Unusable) and not self._started:
+                    self.broken = str(e)
+                    self._notify()
+                host.lost(str(e))
+                return
+            if self._cards.shared(device):  # the next may look at what is free only then
                 await self._wait(lambda: host.state != "starting")
                 seat.loaded = host.state == "ready"
 
@@ -217,10 +227,14 @@ class Pipeline:
                     self.broken = host.reason  # later on it is tried again: what it lacked may come back
             case Stats(values=values, spans=spans):
                 host.stats = values
+                host.told(message)
                 if self.trace is not None and spans:
-                    self.trace.write(host.name, spans)
+                    ahead = int(1e9 * host.offset)
+                    self.trace.write(host.name, [(lane, name, a - ahead, b - ahead) for lane, name, a, b in spans])
                 if not self._started:
                     self._notify()
+            case Ended():
+                self._on_message(by_our_clock(message, host.offset), blob)
             case _:
                 self._on_message(message, blob)
 
@@ -255,9 +269,6 @@ class Pipeline:
             await self._wait(lambda: host.state != "starting")
             await self._join()
             host.ping(0)
-        except OSError as e:  # no process to be had
-            host.state, host.reason = "dead", str(e)
-            self._died(host, index)
         except StageDead:
             host.kill()  # its death begins the next try
             raise
@@ -270,8 +281,9 @@ class Pipeline:
         link = message.link
         match message:
             case Listening(generation=generation, endpoint=endpoint):
-                connect = Connect(link, self.config.connector, endpoint, generation, self._secrets[link])
-                self._hosts[self._stages[self._between[link].sender]].send(connect)
+                sender = self._hosts[self._stages[self._between[link].sender]]
+                secret, details = self._secrets[link], self._details(sender)
+                sender.send(Connect(link, self.config.connector, endpoint, generation, secret, sender.address, details))
             case Linked():
                 if link == self._making:
                     self._links[link] = True
@@ -300,13 +312,18 @@ class Pipeline:
         for stage in (link.sender, link.receiver):
             self._hosts[self._stages[stage]].send(Unlink(name))
         secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)
-        listen = Listen(name, self.config.connector, self._generations[name], secret)
-        self._hosts[self._stages[link.receiver]].send(listen)
+        receiver = self._hosts[self._stages[link.receiver]]
+        generation, details = self._generations[name], self._details(receiver)
+        receiver.send(Listen(name, self.config.connector, generation, secret, receiver.address, details))
         try:
             await self._wait(lambda: self._links[name] or self._refused is not None or not self._up(link))
         finally:
             self._making = None
         return self._refused is None
+
+    def _details(self, host: Host) -> dict[str, str]:
+        """What a connector is told beside the usual: at which address the others find a host's end of a link."""
+        return {**self.config.link_details, "advertise": host.address}
 
     def _up(self, link: LinkSpec) -> bool:
         return all(self._hosts[self._stages[s]].state == "ready" for s in (link.sender, link.receiver))
@@ -358,3 +375,11 @@ class Pipeline:
             raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
         if self.broken is not None:
             raise StageDead(f"pipeline {self.name} cannot start: {self.broken}")
+
+
+def by_our_clock(message: Ended, offset: float) -> Ended:
+    """A host's times on this machine's clock, which is `offset` behind its own."""
+    if not offset:
+        return message
+    marks, chunks = (tuple(t - offset for t in times) for times in (message.marks, message.chunks))
+    return msgspec.structs.replace(message, begun=message.begun - offset, marks=marks, chunks=chunks)

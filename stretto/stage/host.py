@@ -131,7 +131,8 @@ class Host:
             case Unlink(link=name):
                 self.links.unlink(name)
             case Ping(number=n):
-                self.report(Stats(n, self.recorder.values(), tuple(self.recorder.take_spans(SPANS))), b"")
+                spans = tuple(self.recorder.take_spans(SPANS))
+                self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
