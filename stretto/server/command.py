@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import __version__
 from stretto.connector import spinwait
+from stretto.control.devices import check_cards
 from stretto.control.settings import check_model
+from stretto.device import cards
 from stretto.errors import Invalid, StrettoError
 from stretto.hub import find_model
 from stretto.observe.logs import FORMAT
@@ -120,6 +122,7 @@ def _serve(model: str | None, engine_config: EngineConfig, config: ServerConfig,
         engine_config, config = fit_card(engine_config, config, directory, stated)
         opened = open_model(directory)
         check_model(engine_config, opened.pipeline.names, opened.info.max_positions)  # before anything starts
+        check_cards(engine_config, opened.pipeline.names, len(cards()))
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 

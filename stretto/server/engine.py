@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.devices import spread
 from stretto.control.settings import EngineConfig, HostSettings
-from stretto.device import card_memory, find_device
+from stretto.device import card_memory, cards, find_device
 from stretto.prompt.settings import PoolSettings
 from stretto.server.config import ServerConfig
 from stretto.server.settings import read, stated
@@ -37,7 +38,7 @@ def engine_config(
     host = read(HostSettings, flags, environ, file, switches=switches)
     config = read(EngineConfig, flags, environ, file, **fixed)
     device = config.devices[0] if config.devices else find_device()
-    return replace(config, host=replace(host, device=device))
+    return spread(replace(config, host=replace(host, device=device)), len(cards()))
 
 
 GIB = 1 << 30

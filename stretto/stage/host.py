@@ -89,6 +89,7 @@ class Host:
             push,
             self.num_requests,
             recorder=self.recorder,
+            beside=configure.beside,
         )
         self.nodes: dict[str, Node] = {}
 
@@ -137,7 +138,8 @@ class Host:
             case Unlink(link=name):
                 self.links.unlink(name)
             case Ping(number=n):
-                self.report(Stats(n, self.recorder.values(), tuple(self.recorder.take_spans(SPANS))), b"")
+                spans = tuple(self.recorder.take_spans(SPANS))
+                self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
 

@@ -45,12 +45,14 @@ ELSEWHERE = {
 """Fields that are set under another record's name."""
 
 SAMPLES = {
+    "link_details": "protocol=rdma",
     "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6", "dtype": "float16",
     "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3", "first_frames": "2",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
     "allowed_hosts": "a.example",
 }  # fmt: skip
 BESIDE = {
+    "link_details": {"connector": "mooncake"},
     "device": {"replicas": "2"}, "ssl_certfile": {"ssl_keyfile": "k.pem"}, "ssl_keyfile": {"ssl_certfile": "c.pem"},
 }  # fmt: skip
 """What else must be said for a sample to be valid."""

@@ -75,7 +75,7 @@ class Builder:
     def _plan(self, source: Source, order: Sequence[str]) -> None:
         """Size the pools, refuse what does not fit, and begin to compile kernels."""
         c, s = self.context, self.context.settings
-        self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device)
+        self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
         plans = plan(source.config, order, s, self.blocks, source.dtype)
         free = c.fit(plans)
         if c.device.type == "cuda":
