@@ -27,11 +27,11 @@ class Keys:
     def of(cls, keys: Sequence[str]) -> Keys:
         return cls(tuple(_digest(k) for k in keys))
 
-    def owner(self, headers: Headers) -> str:
-        """Which key a request carries: `key1`, `key2` ..."""
+    def owner(self, headers: Headers, other: str | None = None) -> str:
+        """Which key a request carries: `key1`, `key2` ... `other` is one that came where headers cannot be set."""
         if not self.digests:
             return NOBODY
-        guess = _key(headers)
+        guess = _key(headers) or other
         if guess is None:
             raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
         digest, found = _digest(guess), 0

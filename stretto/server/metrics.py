@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from stretto.server.exchange import Visit
+from stretto.server.realtime.metrics import RealtimeMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
@@ -49,6 +50,7 @@ class Metrics:
         self.refused = Counter(
             "stretto_connections_refused", "Connections ended by the server, by reason", ["reason"], registry=r
         )
+        self.realtime = RealtimeMetrics(r)
 
     def record(self, visit: Visit) -> None:
         """A request is over."""
