@@ -7,7 +7,7 @@ registry finds it by the checkpoint's `model_type`. Everything here is plain dat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -98,6 +98,7 @@ class ModelInfo:
     input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
     output_modalities: tuple[Output, ...] = ("text", "audio")
     ear: Ear | None = None  # None: sound is taken whole, when it is over
+    defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
 
 
 @dataclass(frozen=True, slots=True)

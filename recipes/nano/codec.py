@@ -351,7 +351,7 @@ def train(work: Path, s: Settings) -> None:
             model.quantizer.learn(found, rests, 0.99)
     _save(work, model)
     distance = _distance(model, spectral, held)
-    hours, used = _encode_all(work, model, s, device)
+    hours, used = _encode_all(work, model, s.audio, s.encode_hours, device)
     good = finite(model.state_dict().values())
     gate(
         "codec",
@@ -404,28 +404,44 @@ def _save(work: Path, model: Codec) -> None:
 
 
 @torch.no_grad()
-def _encode_all(work: Path, model: Codec, s: Settings, device: torch.device) -> tuple[float, list[int]]:
+def _encode_all(
+    work: Path, model: Codec, audio: Path, hours: float, device: torch.device, first_file: int = 0
+) -> tuple[float, list[int]]:
     """Codes of every chunk that exists, up to the limit. Hours, and how many codes of each book are used."""
     model.eval()
     torch.backends.cudnn.allow_tf32 = False
-    tables, counts, chunks, total = [], [], [], 0
-    for chunk in corpus.made(s.audio):
-        spoken = corpus.load(s.audio, chunk)
+    tables, labels, counts, chunks, total = [], [], [], [], 0
+    for chunk in corpus.made(audio):
+        spoken = corpus.load(audio, chunk)
         sizes = [frames(len(a)) for a in spoken]
-        if total + sum(sizes) > s.encode_hours * 3600 * RATE / HOP:
+        if total + sum(sizes) > hours * 3600 * RATE / HOP:
             break
         x = np.zeros((len(spoken), max(sizes) * HOP), np.int16)
         for i, a in enumerate(spoken):
             x[i, : len(a)] = a
         found = model.encode(torch.from_numpy(x).to(device).float() / 32768).to(torch.int16).cpu().numpy()
         tables += [found[i, :n].astype(np.uint16) for i, n in enumerate(sizes)]
+        labels.append(corpus.load_labels(audio, chunk))
         counts += sizes
         chunks.append(chunk)
         total += sum(sizes)
     table = np.concatenate(tables)
-    codes.write(work, chunks, counts, table)
+    codes.write(work, chunks, counts, table, np.concatenate(labels), first_file)
     say("codec", f"{len(chunks)} chunks, {total} frames encoded")
     return total * HOP / RATE / 3600, [len(np.unique(table[:, g])) for g in range(GROUPS)]
+
+
+def encode_more(work: Path, audio: Path, hours: float, device_name: str | None, first_file: int) -> None:
+    """The codes of further speech, by the encoder of an earlier run."""
+    device = device_of(device_name)
+    model = Codec()
+    stored = {k: v.float() for k, v in load_file(work / ENCODER).items()}
+    missing, unknown = model.load_state_dict(stored, strict=False)
+    left = [k for k in missing if not k.startswith(("decoder.", "quantizer.use", "quantizer.total"))]
+    if left or unknown:
+        raise SystemExit(f"not the weights of this encoder: {left[:3]} {unknown[:3]}")
+    found, _ = _encode_all(work, model.to(device), audio, hours, device, first_file)
+    note(work, "encode", hours=round(found, 2))
 
 
 def load_decoder(work: Path, device: torch.device) -> nn.Module:

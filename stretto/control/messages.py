@@ -1,8 +1,9 @@
 """What the orchestrator and its hosts say to each other. Small and typed; no tensors but a prompt's features on their
 way in and samples on their way out, which ride behind a message as raw bytes. Imports no torch.
 
-A channel carries frames: `u32 header length | u32 blob length | header (msgpack) | blob`. It is a socket pair between
-parent and child, so it has no name, nobody else can join it, and either side sees the other's death at once."""
+A channel carries frames: `u32 header length | u32 blob length | header (msgpack) | blob`. A host's end is a socket pair
+between parent and child, so it has no name, nobody else can join it, and either side sees the other's death at once. To
+another machine, an agent relays the same bytes (`orchestrator/remote.py`)."""
 
 from __future__ import annotations
 
@@ -48,12 +49,13 @@ class Sampling(Wire, frozen=True):
 
 class Configure(Wire, frozen=True, tag="configure"):
     """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
-    `HostSettings`."""
+    `HostSettings`, `beside` the stages of each host that will load on the same card after this one."""
 
     model: str
     build: str
     stages: tuple[str, ...]
     settings: dict[str, Any]
+    beside: tuple[tuple[str, ...], ...] = ()
 
 
 class Listen(Wire, frozen=True, tag="listen"):
@@ -61,6 +63,8 @@ class Listen(Wire, frozen=True, tag="listen"):
     connector: str
     generation: int
     secret: Secret
+    host: str = "127.0.0.1"  # address of this end, at which the other one reaches it
+    details: dict[str, str] = {}  # settings of the connector
 
 
 class Connect(Wire, frozen=True, tag="connect"):
@@ -69,6 +73,8 @@ class Connect(Wire, frozen=True, tag="connect"):
     endpoint: bytes  # as the listening host gave it: the orchestrator only passes it on
     generation: int
     secret: Secret  # as the listening host was given
+    host: str = "127.0.0.1"  # address of this end
+    details: dict[str, str] = {}
 
 
 class Unlink(Wire, frozen=True, tag="unlink"):
@@ -232,6 +238,7 @@ class Failed(Wire, frozen=True, tag="failed"):
 class Stats(Wire, frozen=True, tag="stats"):
     number: int  # of the ping it answers
     values: dict[str, float]
+    clock: float = 0.0  # the host's monotonic clock when it answered
     spans: tuple[tuple[str, str, int, int], ...] = ()  # where they are recorded: see `observe.recorder`
 
 

@@ -90,11 +90,13 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
     if set(told) != set(t.stages):
         raise Bug(f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}")
     root = b"" if shared else cache_root(ask.owner)
-    bare, blob = t.prompt.without_features(), t.prompt.features
+    bare, features = t.prompt.without_features(), t.prompt.features
     encoding = [s.name for s in t.model.pipeline.stages if s.encodes_media and s.name in t.stages]
-    if encoding and len(blob) > PIECE:
-        await t.pipeline.send_features(encoding, t.id, blob)
-        blob = b""
+    blob = b""
+    if encoding and len(features) <= PIECE:
+        blob = bytes(features)
+    elif encoding:
+        await t.pipeline.send_features(encoding, t.id, features)
     for host in t.pipeline.hosts_of(t.stages):
         encodes = any(stage in host for stage in encoding)
         here = {stage: params for stage, params in told.items() if stage in host}

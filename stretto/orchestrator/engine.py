@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from stretto import errors
+from stretto.control.devices import check_cards
 from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lacking, Pcm, Text, Working
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, check_stages
+from stretto.control.settings import EngineConfig, check_model
+from stretto.device import cards
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.named import load
@@ -31,6 +33,8 @@ from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.admission import Ask, Names, announce, fitted, supply
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Progress
+from stretto.orchestrator.cards import Cards
+from stretto.orchestrator.hosts import Launcher
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.routing import Router
 from stretto.orchestrator.session import Session
@@ -54,19 +58,25 @@ PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that ot
 class PipelineEngine:
     """Implements `api.Engine`. Made by `open`."""
 
-    def __init__(self, model: Path, config: EngineConfig) -> None:
+    def __init__(self, model: Path, config: EngineConfig, launcher: Launcher | None = None) -> None:
+        """`launcher`: what starts its hosts, if they are not to be children of this process."""
         self.config = config
         self.model = m = open_model(model)
-        check_stages(config, m.pipeline.names)
+        check_model(config, m.pipeline.names, m.info.max_positions)
         self.builder: Builder = load(m.builder)(model)
         self._threads = InThreads(self.builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
         self._info = replace(m.info, max_positions=min(m.info.max_positions, config.host.max_context))
         self._trace = TraceWriter(Path(config.trace_dir)) if config.trace_dir is not None else None
+        shared = Cards()
+        self._launcher = launcher
         self._pipelines = [
-            Pipeline(f"p{i}", str(model), m.pipeline, config.replica(i), self._message, self._loss, self._trace)
-            for i in range(config.replicas)
-        ]
+            Pipeline(
+                f"p{i}", str(model), m.pipeline, config.replica(i), self._message, self._loss,
+                self._trace, launcher, shared,
+            )
+            for i in range(config.num_pipelines)
+        ]  # fmt: skip
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
         self._router, self._names = Router(self._pipelines, config), Names()
@@ -93,6 +103,8 @@ class PipelineEngine:
     async def start(self) -> None:
         """Start all hosts and wait until they are ready."""
         try:
+            if self._launcher is None:
+                check_cards(self.config, self.model.pipeline.names, len(cards()))
             await asyncio.gather(self._prompts.start(), *(p.start() for p in self._pipelines))
         except StrettoError as e:
             self._error = str(e)
@@ -115,14 +127,15 @@ class PipelineEngine:
         }
         if self._error is not None:
             return Progress("dead", stages, self._error)
+        trouble = "; ".join(filter(None, (p.trouble for p in self._pipelines))) or None
         if not self._up:
-            return Progress("loading", stages)
+            return Progress("loading", stages, trouble)
         if self._draining:
             return Progress("draining", stages)
         paths = self.model.pipeline.paths.values()
         if not any(p.ready(path) for p in self._pipelines for path in paths):
-            return Progress("dead", stages, "no pipeline is up")
-        return Progress("ready", stages)
+            return Progress("dead", stages, trouble or "no pipeline is up")
+        return Progress("ready", stages, trouble)
 
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
@@ -160,7 +173,8 @@ class PipelineEngine:
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
             return await self._threads.build_local(*given, allow_paths=allow_paths)
 
-        return self.run(build, Ask(speak, voice, params or Params(), request_id, session=session, owner=owner))
+        asked = params or self._info.defaults
+        return self.run(build, Ask(speak, voice, asked, request_id, session=session, owner=owner))
 
     def speak(
         self,
@@ -175,7 +189,7 @@ class PipelineEngine:
         self.check(("audio",), voice)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
-        ask = Ask(True, voice, params or Params(), request_id, owner=owner)
+        ask = Ask(True, voice, params or self._info.defaults, request_id, owner=owner)
         return self.run(lambda: self._prompts.read(text, sender), ask)
 
     def session(self, *, owner: str = "", allow_paths: bool = False) -> Session:

@@ -220,7 +220,7 @@ class Session:
         cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came."""
         self._check()
         setting = Setting(self._engine.check(modalities, voice), instructions, tools)
-        params = params or Params()
+        params = params or self._engine.info.defaults
         if items is None:
             self._setting = setting
         given = list(self._items if items is None else items)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from stretto.errors import WireError
 from stretto.prompt.prompt import DIGEST_BYTES, AudioClip, Patches, Piece, Prompt
+from stretto.prompt.spool import Stored
 
 Bytes = bytes | bytearray | memoryview
 MAX_PATCHES = 64  # of a picture, for each token of the prompt: more than any model merges into one
@@ -70,7 +71,7 @@ class Packed:
     """A prompt that is ready to be sent."""
 
     meta: PromptMeta
-    features: Bytes
+    features: Bytes | Stored
 
     @property
     def ids(self) -> tuple[int, ...]:

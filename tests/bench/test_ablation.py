@@ -53,7 +53,7 @@ def state(host: OneHost) -> list[object]:
     """What rows change."""
     stages = [node.stage for node in host.host.nodes.values()]
     runners = host.runners()
-    kept: list[object] = [host.host.switches, host.codec().config, host.codec()._graphs]
+    kept: list[object] = [host.host.switches, host.codec().config, host.codec().graphs]
     kept += [(s.scheduler.config, s.ahead.on) for s in stages if s is not host.codec()]
     kept.append(list(host.host.loop.stages))
     kept += [(r.graphs, r.lane.fused, r.lane.prompts) for r in runners]

@@ -16,10 +16,10 @@ from stretto.control.messages import Cancel, Ended, Sampling, Throttle
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.nodes.code2wav import Code2WavNode
 from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.speech.vocoder_node import VocoderNode
 from stretto.orchestrator.api import AudioChunk, Event, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.ticket import Ticket
@@ -224,7 +224,7 @@ def kept(driven: HandDriven) -> dict[str, Any]:
     for name, node in driven.host.nodes.items():
         stage = node.stage
         left[f"{name}: requests"] = len(stage)
-        if isinstance(node, Code2WavNode):
+        if isinstance(node, VocoderNode):
             left["slots"] = stage.config.slots - stage.num_free
             left["journals"] = len(node.journals)
         else:

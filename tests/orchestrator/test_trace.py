@@ -23,9 +23,9 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.observe.trace import TraceEvents
 from stretto.orchestrator.api import TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.timeline import trace
 from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
@@ -56,7 +56,7 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
     heard = [t for t in lanes["packets"] if t < lanes["thinker"][-1]]
     assert len(heard) > 10
 
-    events = trace([("request", spans)])["traceEvents"]
+    events = TraceEvents().of("request", [s.in_nanoseconds for s in spans])
     drawn = {e["cat"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
     assert set(drawn) == {*STAGES, "packets"}
     assert drawn["packets"] < 1e6 * lanes["thinker"][-1]

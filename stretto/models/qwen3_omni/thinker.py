@@ -18,9 +18,9 @@ from stretto.kernels.paged import KVCache, Paging
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
+from stretto.models.parts import run_through
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.parts import run_through
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
 from stretto.prompt.prompt import Prompt
 

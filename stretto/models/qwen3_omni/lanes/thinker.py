@@ -11,7 +11,7 @@ import torch
 
 from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.paged import KVCache, Paging
-from stretto.kernels.sampling import sample
+from stretto.kernels.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
@@ -160,9 +160,3 @@ def rope_rows(given: ThinkerInput, start: int, stop: int) -> npt.NDArray[np.floa
     beyond = given.first_decode + np.arange(max(start, prompt), max(stop, prompt), dtype=np.float32) - prompt
     tail = np.broadcast_to(beyond.astype(np.float32), (3, len(beyond)))
     return np.concatenate([given.positions[:, start : min(stop, prompt)], tail], 1)
-
-
-def guarded(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Tokens, with -1 where the logits are not numbers any more. (One may be -inf: forbidden on purpose.)"""
-    fine = logits.amax(-1, keepdim=True).isfinite()
-    return torch.where(fine, tokens, -1)

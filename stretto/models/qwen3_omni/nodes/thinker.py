@@ -14,16 +14,16 @@ import torch
 
 from stretto.control.messages import Admit, Lacking, Text, Working
 from stretto.errors import Bug, StrettoError
-from stretto.models.qwen3_omni.config import FRAME_S
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
 from stretto.models.qwen3_omni.nodes.encoders import Encoders
-from stretto.models.qwen3_omni.nodes.given import check_ids
 from stretto.models.qwen3_omni.nodes.prefix import thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs, runs_of
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.speech.given import check_ids
+from stretto.models.speech.talker_node import FRAME_S
 from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.links import Outlet
