@@ -94,7 +94,9 @@ class Reader:
     def check(self) -> None:
         boxes = self.boxes
         assert boxes.num_early <= boxes.early_chunks
-        assert len(self.held) == boxes.num_early + sum(map(len, boxes)), "a chunk that nobody has, or a slot too many"
+        assert len(self.held) == boxes.num_early + sum(map(len, boxes._open.values())), (
+            "a chunk that nobody has, or a slot too many"
+        )
 
 
 def fuzz_inboxes(inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
@@ -113,7 +115,7 @@ def fuzz_inboxes(inputs: int, seed: int, step: Callable[[], None]) -> Counter[st
         if what != "no chunk":
             outcomes[f"inbox: {what}"] += 1
             step()
-    for request in [box.request for box in reader.boxes] + list(reader.boxes._early):
+    for request in [*reader.boxes._open, *reader.boxes._early]:
         reader.boxes.forget(request)
     assert not reader.held, "chunks that were never let go of"
     return outcomes

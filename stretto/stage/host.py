@@ -167,9 +167,9 @@ class Host:
 
     def _supply(self, m: Supply, blob: Bytes) -> None:
         node: object = self.nodes.get(m.stage)
-        if not isinstance(node, Asking):
-            raise WireError(f"features for {m.stage!r}, which asks for none")
         try:
+            if not isinstance(node, Asking):
+                raise WireError(f"features for {m.stage!r}, which asks for none")
             node.supply(m.request, unpack_pieces(m.pieces, blob))
         except StrettoError as e:
             self._fail(m.request, m.stage, e)

@@ -170,6 +170,9 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(desk: Desk, builder:
     id = desk.announce(pack(prompt, known={piece.digest}))
     desk.settle()
     desk.driven.host.handle(Supply(RequestId("nobody"), "thinker", ()), b"")
+    desk.driven.host.handle(Supply(RequestId("another"), "talker", ()), b"")
+    assert [(m.request, m.kind) for m in desk.said(Failed)] == [("another", "WireError")], "it asks for none"
+    desk.driven.reports.clear()
     desk.driven.host.handle(Supply(id, "thinker", (PieceMeta(piece.shape, piece.digest, 0),)), b"too short")
     desk.settle()
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "WireError")]
