@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     tiny = jobs.add_parser("tiny", help="write a small random checkpoint in the released format")
     tiny.add_argument("directory", type=Path)
     tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("--family", metavar="NAME", help="of which model (a wrong name lists them)")
     tiny.set_defaults(job=run_tiny)
     add_env_parser(jobs)
     return top
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 def run_tiny(args: argparse.Namespace) -> int:
     from stretto.registry import write_tiny
 
-    write_tiny(args.directory, args.seed)
+    write_tiny(args.directory, args.seed, args.family)
     print(f"wrote a tiny checkpoint to {args.directory}")
     return 0
 

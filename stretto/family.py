@@ -13,11 +13,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from stretto.control.request import Params
+from stretto.control.request import PLAIN, Manner, Params
 from stretto.errors import Bug
 
-Capability = Literal["text", "speech", "reading"]
-"""What a request can want: an answer in words, an answer in words and speech, or a given text read aloud."""
+Capability = Literal["text", "speech", "reading", "enrolment"]
+"""What a request can want: an answer in words, an answer in words and speech, a given text read aloud, or a voice made
+of a clip."""
 Output = Literal["text", "audio"]
 
 
@@ -87,6 +88,11 @@ class ModelInfo:
     max_positions: int
     input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
     output_modalities: tuple[Output, ...] = ("text", "audio")
+    languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
+    instructions: bool = False  # how a text is to be read can be said in words
+    cloning: bool = False  # voices can be made of clips
+    live_text: bool = False  # a text can be read while it is written
+    passage: int = 0  # characters that are read at once; longer texts are cut into such passages. 0: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,8 @@ class Wanted:
     seed: int
     voice: str | None = None
     spoken: tuple[int, ...] | None = None  # the tokens that are to be read aloud
+    manner: Manner = PLAIN  # how
+    live: bool = False  # `spoken` is where they begin; the others follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,15 @@ class Cancel(Wire, frozen=True, tag="cancel"):
     request: RequestId
 
 
+class Say(Wire, frozen=True, tag="say"):
+    """More of a text that is read aloud while it is written."""
+
+    request: RequestId
+    stage: str
+    ids: tuple[TokenId, ...]
+    last: bool = False
+
+
 class Finish(Wire, frozen=True, tag="finish"):
     """What a stage has made is all there shall be (a stop string was found): it ends here, in good order, and the
     stages behind it go on with what they have got."""
@@ -123,7 +132,7 @@ class Quit(Wire, frozen=True, tag="quit"):
     pass
 
 
-ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Cancel | Finish | Throttle | Ping | Quit
+ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Say | Cancel | Finish | Throttle | Ping | Quit
 
 
 # -- host to orchestrator
@@ -185,6 +194,12 @@ class Pcm(Wire, frozen=True, tag="pcm"):
     frames: int
 
 
+class Made(Wire, frozen=True, tag="made"):
+    """A request has made something that is neither text nor sound; the blob holds it."""
+
+    request: RequestId
+
+
 class Ended(Wire, frozen=True, tag="ended"):
     """A stage is done with a request. `marks` are the times (monotonic clock) at which its outputs came."""
 
@@ -220,7 +235,20 @@ class Stats(Wire, frozen=True, tag="stats"):
 
 
 FromHost = (
-    Loading | Ready | Broken | Listening | Linked | LinkDown | Text | Codes | Pcm | Ended | Working | Failed | Stats
+    Loading
+    | Ready
+    | Broken
+    | Listening
+    | Linked
+    | LinkDown
+    | Text
+    | Codes
+    | Pcm
+    | Made
+    | Ended
+    | Working
+    | Failed
+    | Stats
 )
 
 

@@ -18,6 +18,7 @@ from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
+from stretto.server.voicestore import VoiceStore
 
 log = logging.getLogger("stretto.server")
 
@@ -32,6 +33,7 @@ class Service:
     admission: Admission
     memory: AudioMemory
     metrics: Metrics
+    voices: VoiceStore
     bodies: BodyBudget
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
@@ -49,6 +51,7 @@ class Service:
             admission=Admission(config.max_concurrent, config.max_concurrent_per_key),
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
             metrics=Metrics(),
+            voices=VoiceStore(),
             bodies=BodyBudget(config.max_bodies_bytes),
         )
 

@@ -34,6 +34,7 @@ from stretto.control.messages import (
     Ping,
     Quit,
     Ready,
+    Say,
     Stats,
     Throttle,
     ToHost,
@@ -48,7 +49,7 @@ from stretto.stage.channel import Channel
 from stretto.stage.context import Build, StageContext
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
-from stretto.stage.node import Node
+from stretto.stage.node import Node, TakesText
 from stretto.stage.report import Report, failed
 from stretto.stage.stats import record_host
 from stretto.stage.turns import Fresh, in_order
@@ -115,6 +116,11 @@ class Host:
                 self._admit(message, blob)
             case Cancel(request=id):
                 self._cancel(id)
+            case Say(request=id, stage=stage, ids=ids, last=last):
+                reader: object = self.nodes.get(stage)
+                if not isinstance(reader, TakesText):
+                    raise WireError(f"{stage!r} takes no text here")
+                reader.take_text(id, ids, last)
             case Finish(request=id, stage=stage):
                 if stage in self.nodes:
                     self.nodes[stage].finish(id)

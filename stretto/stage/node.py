@@ -8,7 +8,7 @@ a full link leaves chunks in the outlet and marks their request as blocked, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -72,3 +72,10 @@ class Node(Protocol):
     def turn(self) -> bool:
         """Do what can be done now, without waiting. True: something was."""
         ...
+
+
+@runtime_checkable
+class TakesText(Protocol):
+    """A node that can be told a text while it is written."""
+
+    def take_text(self, id: RequestId, tokens: Sequence[int], last: bool) -> None: ...
