@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     tiny = jobs.add_parser("tiny", help="write a small random checkpoint in the released format")
     tiny.add_argument("directory", type=Path)
     tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("--family", metavar="NAME", help="of which model (a wrong name lists them)")
     tiny.set_defaults(job=run_tiny)
     add_env_parser(jobs)
     for job in jobs.choices.values():
@@ -63,7 +64,7 @@ def run_tiny(args: argparse.Namespace) -> int:
     try:
         if args.directory.exists() and (not args.directory.is_dir() or any(args.directory.iterdir())):
             raise Invalid(f"{args.directory} is there already: name a new or an empty directory", "directory")
-        write_tiny(args.directory, args.seed)
+        write_tiny(args.directory, args.seed, args.family)
     except OSError as e:
         raise Invalid(f"{args.directory}: cannot be written ({e.strerror or e})", "directory") from None
     print(f"wrote a tiny checkpoint to {args.directory}")

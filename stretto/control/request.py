@@ -29,6 +29,18 @@ class ChunkSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Manner:
+    """How a text is to be read aloud, beside the voice's name. Not every model takes all of it."""
+
+    instructions: str = ""
+    language: str | None = None  # None: the model finds out
+    voice: bytes = b""  # one that was made of a clip, as `Engine.enrol` gave it
+
+
+PLAIN = Manner()
+
+
+@dataclass(frozen=True, slots=True)
 class Params:
     """How a request is answered. What a caller leaves open comes from the model (`ModelInfo.defaults`); the values here
     are for models that say nothing."""

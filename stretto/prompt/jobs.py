@@ -44,9 +44,10 @@ class Build(Wire, frozen=True, tag="build"):
 
 
 class Read(Wire, frozen=True, tag="read"):
-    """Make a prompt of a text that is to be read aloud, and its tokens."""
+    """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands behind it."""
 
     text: Span
+    instructions: Span | None = None
 
 
 class Outline(Wire, frozen=True, tag="outline"):

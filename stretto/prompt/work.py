@@ -47,9 +47,12 @@ def build_conversation(
     return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False)
 
 
-def read_aloud(builder: Builder, text: str) -> tuple[Prompt, tuple[int, ...]]:
-    """The prompt before a text that is read aloud, and the text's tokens."""
-    return builder.build([{"role": "user", "content": text}]), tuple(builder.tokenizer.encode(text))
+def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Prompt, tuple[int, ...]]:
+    """The prompt before a text that is read aloud, and the text's tokens. Without text, one that is still to be
+    written. Instructions say how it is to be read."""
+    system = [{"role": "system", "content": instructions}] if instructions or not text else []
+    spoken = [{"role": "user", "content": text}] if text else []
+    return builder.build([*system, *spoken]), tuple(builder.tokenizer.encode(text))
 
 
 def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = False) -> Mapping[str, Any]:

@@ -181,7 +181,8 @@ def do(
             recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
             return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video))
         case Read():
-            return pack(*work.read_aloud(builder, _text(_part(data, job.text))))
+            how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
+            return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
         case Outline():
             return do_outline(data, job.long, job.most)
 

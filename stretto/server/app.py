@@ -34,11 +34,13 @@ from stretto.server.openapi import document
 from stretto.server.pages import WEB, Pages
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.realtime.connection import Realtime
-from stretto.server.schema import Health, ModelCard, ModelList, Version
+from stretto.server.schema import Health, ModelCard, ModelList, Version, VoiceDeleted
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
+from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
-POSTS = ("/v1/chat/completions", "/v1/audio/speech")
+POSTS = ("/v1/chat/completions", "/v1/audio/speech", "/v1/audio/voices")
+VOICES = POSTS[2]
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
     **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
@@ -83,7 +85,8 @@ class Routes:
         largest = self.service.config.max_body_bytes
         chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
         speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
-        posts: list[ASGIApp] = [chat, speech]
+        voices = Endpoint(self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice)
+        posts: list[ASGIApp] = [chat, speech, voices]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),
@@ -100,6 +103,8 @@ class Routes:
             *(WebSocketRoute(path, realtime) for path in REALTIME),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in zip(POSTS, posts, strict=True)),
             *(Route(path, _counted(route, handler), methods=["GET"]) for path, route, handler in named),
+            Route(VOICES, _counted("voices", self.voices), methods=["GET"]),
+            Route(f"{VOICES}/{{name}}", _counted("voices", self.forget_voice), methods=["DELETE"]),
             Route("/{path:path}", _counted("page", self.page), methods=["GET"]),
         ]
 
@@ -110,6 +115,14 @@ class Routes:
     async def model(self, request: Request) -> Response:
         engine = self.service.engine()
         return _json(self._card(self.service.check_model(request.path_params["name"], engine), engine))
+
+    async def voices(self, request: Request) -> Response:
+        visit: Visit = request.scope[VISIT]
+        return _json(self.service.voices.listed(visit.owner, self.service.engine().info))
+
+    async def forget_voice(self, request: Request) -> Response:
+        visit: Visit = request.scope[VISIT]
+        return _json(VoiceDeleted(self.service.voices.forget(visit.owner, request.path_params["name"])))
 
     def _card(self, name: str, engine: Engine) -> ModelCard:
         i = engine.info
@@ -124,6 +137,9 @@ class Routes:
             max_model_len=i.max_positions,
             root=i.name,
             defaults={name: getattr(i.defaults, field) for name, field in DEFAULTS.items()},
+            languages=i.languages,
+            instructions=i.instructions,
+            cloning=i.cloning,
         )
 
     async def health(self, request: Request) -> Response:

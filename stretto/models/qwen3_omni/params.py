@@ -71,3 +71,5 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
             if w.spoken is None:
                 raise Bug("nothing to be read")
             return {"talker": talker, "code2wav": VocoderParams()}
+        case "enrolment":
+            raise Bug("this model makes no voices")
