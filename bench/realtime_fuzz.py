@@ -26,6 +26,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from bench.harness.env import describe
 from bench.harness.results import judged, parser
 from bench.harness.serving import serving
+from stretto.registry import write_tiny
 
 EVENTS_A_SESSION = 250
 SESSIONS = 4  # at once
@@ -214,13 +215,11 @@ async def fuzz_sessions(url: str, events: int, seed: int) -> tuple[Counter[str],
 
 
 def main(arguments: Sequence[str]) -> int:
-    from stretto.registry import write_tiny
-
     p = parser("realtime_fuzz", __doc__)
     p.add_argument("--events", type=int, default=100_000)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(arguments)
-    args.serve, args.env = [], []
+    args.device, args.model, args.max_rows, args.serve = "cpu", "tiny", 16, []
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(Path(folder) / "tiny")
         with serving(args, Path(folder) / "tiny", Path(folder)) as server:
