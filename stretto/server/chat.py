@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
-from stretto.control.request import ChunkSizes, Params
+from stretto.control.request import MAX_GRAMMAR, ChunkSizes, Params
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
@@ -24,6 +24,7 @@ from stretto.server import codecs
 from stretto.server.answer import closing, drop_none, finish_reason, note, report, slices, unfinished
 from stretto.server.body import ON_THE_LOOP, Body
 from stretto.server.exchange import Exchange, Visit, decode
+from stretto.server.grammar import calls_required, grammar_of
 from stretto.server.schema import (
     ABSENT,
     Audio,
@@ -93,6 +94,7 @@ class Asked:
 
     request: ChatRequest
     talk: Conversation
+    grammar: str = ""  # that the answer must follow
 
 
 async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
@@ -104,7 +106,9 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
         messages, tools = bytes(request.messages), bytes(request.tools)
         used = tools if calls_functions(request, tools) else None
         recalled = service.memory.recall(references(messages), visit.owner)
-        return Asked(request, Conversation.of(messages, used, recalled=recalled, sender=visit.sender, close=body.close))
+        grammar = grammar_of(request, used)
+        talk = Conversation.of(messages, used, recalled=recalled, sender=visit.sender, close=body.close)
+        return Asked(request, talk, grammar)
     outlined, file = await service.engine().outline(body.spool, LONG, MOST_SHORT, visit.sender)
     body.replace(file)
     view = file.view()
@@ -116,7 +120,8 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
         span = None
     recalled = service.memory.recall(outlined.references, visit.owner)
     talk = Conversation(file, outlined.long["messages"], span, recalled, visit.sender, body.close)
-    return Asked(request, talk)
+    stated = bytes(view[span[0] : min(span[1], span[0] + MAX_GRAMMAR)]) if span and calls_required(request) else None
+    return Asked(request, talk, grammar_of(request, stated))
 
 
 def calls_functions(request: ChatRequest, tools: bytes) -> bool:
@@ -146,7 +151,7 @@ async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> Non
         asked.talk,
         modalities=("text", "audio") if spoken else ("text",),
         voice=find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice"),
-        params=to_params(request, engine.info.defaults, service.config.packets),
+        params=to_params(request, engine.info.defaults, service.config.packets, asked.grammar),
         request_id=visit.request_id,
         owner=visit.owner,
     )
@@ -162,7 +167,6 @@ def refuse_unsupported(request: ChatRequest) -> None:
     r = request
     refused: list[tuple[str, bool, str]] = [
         ("n", r.n not in (None, 1), "only one answer is made per request"),
-        ("response_format", bool(r.response_format and r.response_format.type != "text"), "only text is supported"),
         ("frequency_penalty", bool(r.frequency_penalty), "only 0 is supported; see repetition_penalty"),
         ("presence_penalty", bool(r.presence_penalty), "only 0 is supported; see repetition_penalty"),
         ("logprobs", bool(r.logprobs), "log probabilities are not reported"),
@@ -172,7 +176,6 @@ def refuse_unsupported(request: ChatRequest) -> None:
         ("prediction", r.prediction != ABSENT, "predicted output is not supported"),
         ("web_search_options", r.web_search_options != ABSENT, "there is no web search"),
         ("moderation", r.moderation != ABSENT, "there is no moderation"),
-        ("tool_choice", r.tool_choice not in (ABSENT, _NONE, _AUTO), "only auto and none are supported"),
         ("stream_options", bool(r.stream_options) and not r.stream, "only allowed when stream is true"),
     ]
     for name, bad, why in refused:
@@ -188,7 +191,7 @@ def audio_format(request: ChatRequest, stream: bool) -> str:
     return format
 
 
-def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes) -> Params:
+def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, grammar: str = "") -> Params:
     r = request
     longest = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
     stop = (r.stop,) if isinstance(r.stop, str) else tuple(r.stop or ())
@@ -209,7 +212,7 @@ def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes) -> Pa
     }
     check_lengths(r.min_tokens, longest or defaults.max_text_tokens, "min_tokens")
     check_lengths(r.min_audio_frames, r.max_audio_frames or defaults.max_frames, "min_audio_frames")
-    return replace(defaults, **drop_none(given), packets=packets)
+    return replace(defaults, **drop_none(given), packets=packets, grammar=grammar)
 
 
 def speech_fields(r: ChatRequest | SpeechRequest) -> dict[str, Any]:

@@ -36,8 +36,16 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # without effect: nothing is padded here
 
 
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: Raw = field(default_factory=lambda: ABSENT)
+    strict: bool | None = None  # without effect: the schema is always followed
+    description: str | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,6 +72,7 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     tools: Raw = field(default_factory=lambda: ABSENT)
     tool_choice: Raw = field(default_factory=lambda: ABSENT)
+    response_format: ResponseFormat | None = None
 
     # Ours.
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
@@ -81,7 +90,6 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     # Known, and only good for one value.
     n: int | None = None
-    response_format: ResponseFormat | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logprobs: bool | None = None

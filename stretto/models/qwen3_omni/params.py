@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from stretto.control.messages import Positive, Sampling, TokenId
+from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Bug
 from stretto.family import Wanted
 from stretto.types import SamplingParams, stage_seed
@@ -28,6 +29,7 @@ class ThinkerParams(StageParams, frozen=True):
     min_tokens: int = 0
     logit_bias: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=1024)] = ()
     speak: bool = True  # the talker is to be told
+    grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""  # that the text follows
 
 
 class TalkerParams(StageParams, frozen=True):
@@ -62,6 +64,7 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
         tuple(p.logit_bias.items()),
         speak=w.capability == "speech",
+        grammar=p.grammar,
     )
     talker = TalkerParams(
         Sampling.of(code0),

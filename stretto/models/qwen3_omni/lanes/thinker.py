@@ -17,7 +17,7 @@ from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import BiasColumns, DeviceRows, How, SamplingColumns
+from stretto.stage.runner.rows import BiasColumns, DeviceRows, How, MaskColumns, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
@@ -53,6 +53,9 @@ class ThinkerLane:
         self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
         self.params = SamplingColumns(num_rows + 1, model.device)
         self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.rows.masks = self.masks = MaskColumns(
+            num_rows + 1, model.config.thinker.text.vocab_size, model.device, model.model.fused is not None
+        )
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
         self.fused = model.model.fused is not None
@@ -121,6 +124,7 @@ class ThinkerLane:
             return Picked(self._fused_pick(rows, positions, hidden))
         logits = self.model.logits(hidden)
         self.bias.add(logits, rows)
+        self.masks.apply(logits, rows)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
         seen = self.rows.seen[rows] if how.penalty else None
         tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
@@ -151,6 +155,7 @@ class ThinkerLane:
         params = Columns(self.params.floats, self.params.ints)
         logits = project(hidden, self.model.lm_head.weight)
         self.bias.add(logits, rows)
+        self.masks.apply(logits, rows)
         return pick_text(logits, rows, positions, params, answer, self.next)[:, None]
 
 

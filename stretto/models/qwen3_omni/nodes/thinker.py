@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,7 @@ from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
+from stretto.stage.guide import GrammarGuide, Grammars
 from stretto.stage.links import Outlet
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
@@ -86,6 +89,10 @@ class ThinkerNode:
         self.outlets = (self.outlet,)
         self.encoding: dict[RequestId, Encoding] = {}
         self.tellings: dict[RequestId, Telling] = {}
+        self.compiling: dict[RequestId, tuple[Encoding, Future[GrammarGuide]]] = {}  # until its grammar is there
+        self.guides: dict[RequestId, GrammarGuide] = {}
+        text, tokenizer = self.config.thinker.text, Path(context.model) / "tokenizer.json"
+        self.grammars, self.ring = Grammars(tokenizer, text.vocab_size, self.config.tokens.im_end), context.ring
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self._encode_ns = 0  # not before this is the next part of media encoded
         self.stage = stage(self._emit)
@@ -119,9 +126,16 @@ class ThinkerNode:
         self.tellings[a.request] = Telling(Journal(self.clock()), params.speak)
         if params.speak:
             self.outlet.open(a.request)
-        self.encoding[a.request] = Encoding(a, params, prompt, positions, first, self.model.encoding(prompt))
-        if not prompt.has_media:
-            self._encode(a.request)  # there is nothing to do
+        e = Encoding(a, params, prompt, positions, first, self.model.encoding(prompt))
+        if params.grammar:
+            self.compiling[a.request] = e, self.grammars.compile(params.grammar, self.ring)
+        else:
+            self._begin(e)
+
+    def _begin(self, e: Encoding) -> None:
+        self.encoding[e.admit.request] = e
+        if not e.prompt.has_media:
+            self._encode(e.admit.request)  # there is nothing to do
 
     def _encode(self, id: RequestId) -> None:
         """Run one part of a request's media through the encoders; when that was the last one, it is for the stage."""
@@ -146,12 +160,15 @@ class ThinkerNode:
             sampling=sampling,
             priority=a.priority,
             needs_payload=p.speak,
+            guide=self.guides.get(a.request),
             cache_root=a.cache_root,
         )
         self.stage.submit(spec, given, prompt.ids, salts=thinker_salts(a, prompt, c.tokens.media_pads))
 
     def cancel(self, id: RequestId) -> None:
         self.encoding.pop(id, None)
+        self.compiling.pop(id, None)
+        self.guides.pop(id, None)
         self.stage.cancel(id)
         self.outlet.close(id, purge=True)
         self.tellings.pop(id, None)
@@ -161,6 +178,7 @@ class ThinkerNode:
         telling = self.tellings.pop(id, None)
         if telling is None or id not in self.stage.scheduler:
             return
+        self.guides.pop(id, None)
         request = self.stage.scheduler.request(id)
         self._tell(id, telling, self.clock())
         self.stage.cancel(id)
@@ -175,6 +193,8 @@ class ThinkerNode:
     def turn(self) -> bool:
         for id in self.outlet.flush():
             self.outlet.tell(id, self.stage.scheduler)
+        if self.compiling:
+            self._take_compiled()
         now = self.loop_clock()
         encoded = bool(self.encoding) and now >= self._encode_ns
         if encoded:
@@ -183,6 +203,17 @@ class ThinkerNode:
             rest = OTHERS * (self.loop_clock() - now) if self.num_requests() > len(self.encoding) else 0
             self._encode_ns = self.loop_clock() + rest
         return self.stage.turn() or encoded
+
+    def _take_compiled(self) -> None:
+        """Requests whose grammar is there go on, those whose grammar is none fail."""
+        for id in [id for id, (_, made) in self.compiling.items() if made.done()]:
+            e, made = self.compiling.pop(id)
+            try:
+                self.guides[id] = made.result()
+                self._begin(e)
+            except StrettoError as error:
+                self.cancel(id)
+                self.report(failed(id, self.name, error), b"")
 
     def _encode_next(self) -> None:
         """A part of one request's media, each in its turn."""
@@ -211,11 +242,16 @@ class ThinkerNode:
                 journal.cached = self.stage.num_cached(id)
         elif reason is None:
             journal.mark_chunk(now)
-        if o.error is not None:
+        guide = request.spec.guide
+        error = o.error or (guide.error if guide is not None and reason is not None else None)
+        if error is not None:
             del self.tellings[id]
+            self.guides.pop(id, None)
             self.outlet.close(id, purge=True)
-            self.report(failed(id, self.name, o.error), b"")
+            self.report(failed(id, self.name, error), b"")
             return
+        if reason is not None:
+            self.guides.pop(id, None)
         if o.token is not None and reason is None and not telling.due(now):
             return
         self._tell(id, telling, now)
