@@ -17,13 +17,11 @@ import jsonschema
 import pytest
 
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.orchestrator.engine import PipelineEngine
 from stretto.server.grammar import SPACE
 from stretto.stage.guide import GrammarGuide, Grammars
-from tests.orchestrator.common import collect, run
+from tests.orchestrator.common import collect
 from tests.server.conftest import Running
 
 SCHEMA = {
@@ -110,7 +108,7 @@ def test_what_cannot_be_followed_is_a_400(real: Running, body: dict[str, Any], s
 # ---- the tokens
 
 
-def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(tiny_dir: Path) -> None:
+def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(real: Running, tiny_dir: Path) -> None:
     """With two steps in flight, beside requests without a grammar."""
     config = OmniConfig.read(tiny_dir)
     text, vocab = Grammars(tiny_dir / "tokenizer.json", config.thinker.text.vocab_size, config.tokens.im_end), []
@@ -123,19 +121,19 @@ def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(tiny_dir: 
     free = Params(temperature=0.9, max_text_tokens=20, logit_bias=bias, seed=5)
     bound = replace(free, grammar=r"start: /(.|\n)*/")
 
+    engine = real.server.service.engine()
+
+    async def ask(params: Params) -> list[int]:
+        return (await collect(engine.generate(ASK, modalities=["text"], params=params))).ids
+
     async def work() -> None:
-        async with PipelineEngine.open(tiny_dir, EngineConfig()) as engine:
+        alone = [await ask(replace(free, seed=5 + i)) for i in range(3)]
+        guided, *others = await asyncio.gather(ask(bound), *(ask(replace(free, seed=5 + i)) for i in range(3)))
+        assert len(guided) > 3
+        assert guided == alone[0]
+        assert others == alone
 
-            async def ask(params: Params) -> list[int]:
-                return (await collect(engine.generate(ASK, modalities=["text"], params=params))).ids
-
-            alone = [await ask(replace(free, seed=5 + i)) for i in range(3)]
-            guided, *others = await asyncio.gather(ask(bound), *(ask(replace(free, seed=5 + i)) for i in range(3)))
-            assert len(guided) > 3
-            assert guided == alone[0]
-            assert others == alone
-
-    run(work())
+    real.do(work())
 
 
 # ---- conformance
