@@ -40,6 +40,9 @@ class Params:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0  # tokens less likely than this times the best one are not drawn
+    frequency_penalty: float = 0.0  # taken off a token's logit each time that the answer has it
+    presence_penalty: float = 0.0  # the same, once
     seed: int | None = None  # None: a fresh one, reported in `Finished`
     speech_temperature: float = 0.9  # of the speech; 0 is greedy
     speech_top_p: float = 1.0
@@ -64,6 +67,9 @@ class Params:
             "top_p": 0.0 < self.top_p <= 1.0,
             "top_k": self.top_k >= 0,
             "repetition_penalty": 0.0 < self.repetition_penalty <= 10.0,
+            "min_p": 0.0 <= self.min_p <= 1.0,
+            "frequency_penalty": -2.0 <= self.frequency_penalty <= 2.0,
+            "presence_penalty": -2.0 <= self.presence_penalty <= 2.0,
             "speech_temperature": 0.0 <= self.speech_temperature <= 2.0,
             "speech_top_p": 0.0 < self.speech_top_p <= 1.0,
             "speech_top_k": self.speech_top_k >= 0,

@@ -167,8 +167,6 @@ def refuse_unsupported(request: ChatRequest) -> None:
     r = request
     refused: list[tuple[str, bool, str]] = [
         ("n", r.n not in (None, 1), "only one answer is made per request"),
-        ("frequency_penalty", bool(r.frequency_penalty), "only 0 is supported; see repetition_penalty"),
-        ("presence_penalty", bool(r.presence_penalty), "only 0 is supported; see repetition_penalty"),
         ("logprobs", bool(r.logprobs), "log probabilities are not reported"),
         ("top_logprobs", bool(r.top_logprobs), "log probabilities are not reported"),
         ("functions", r.functions not in (ABSENT, _EMPTY), "use tools"),
@@ -200,6 +198,9 @@ def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, gramm
         "top_p": r.top_p,
         "top_k": or_off(r.top_k),
         "repetition_penalty": r.repetition_penalty,
+        "min_p": r.min_p,
+        "frequency_penalty": r.frequency_penalty,
+        "presence_penalty": r.presence_penalty,
         "seed": r.seed,
         **speech_fields(r),
         "max_text_tokens": longest,

@@ -74,8 +74,12 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     tool_choice: Raw = field(default_factory=lambda: ABSENT)
     response_format: ResponseFormat | None = None
 
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+
     # Ours.
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
@@ -90,8 +94,6 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     # Known, and only good for one value.
     n: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     functions: Raw = field(default_factory=lambda: ABSENT)

@@ -6,7 +6,8 @@ millisecond, but a client may send one that takes a hundred."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -26,10 +27,17 @@ FUEL = 100_000
 
 
 class Guide(Protocol):
-    error: StrettoError | None  # it cannot go on: the answer ends with the next token, and has failed
+    @property
+    def error(self) -> StrettoError | None:
+        """It cannot go on: the answer ends with the next token, and has failed."""
+        ...
 
-    def mask(self) -> Bits:
-        """The tokens that may come next. Never empty."""
+    def mask(self) -> Bits | None:
+        """The tokens that may come next, at least one; None: any."""
+        ...
+
+    def bias(self) -> Sequence[tuple[int, float]] | None:
+        """What is added to the logits of some tokens; None: the same as before."""
         ...
 
     def accept(self, token: int) -> None:
@@ -54,6 +62,9 @@ class GrammarGuide:
             self._bits[self._end // 32] = np.uint32(1 << self._end % 32).astype(np.int32)
         return self._bits
 
+    def bias(self) -> None:
+        return None
+
     def accept(self, token: int) -> None:
         if self.error is None and token != self._end:
             self._matcher.consume_token(token)
@@ -62,6 +73,40 @@ class GrammarGuide:
     def _check(self) -> None:
         if self._matcher.is_error():
             self.error = Invalid(f"the grammar cannot be followed: {_words(self._matcher)}", "response_format")
+
+
+class PenaltyGuide:
+    """Of a request with a frequency or presence penalty, and of one that has a grammar (`inner`) besides: tokens that
+    the answer has are the less likely. At most `most` tokens have a bias: those that came first of the rarest lose
+    theirs."""
+
+    def __init__(
+        self, frequency: float, presence: float, stated: Mapping[int, float], most: int, inner: Guide | None = None
+    ) -> None:
+        self._frequency, self._presence, self._stated, self._most = frequency, presence, stated, most
+        self._inner = inner
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def error(self) -> StrettoError | None:
+        return self._inner.error if self._inner is not None else None
+
+    def mask(self) -> Bits | None:
+        return self._inner.mask() if self._inner is not None else None
+
+    def bias(self) -> list[tuple[int, float]]:
+        if len(self._counts) + len(self._stated) > self._most:
+            room = self._most - len(self._stated)
+            self._counts = Counter(dict(sorted(self._counts.items(), key=lambda c: -c[1])[:room]))
+        told = dict(self._stated)
+        for token, count in self._counts.items():
+            told[token] = told.get(token, 0.0) - count * self._frequency - self._presence
+        return list(told.items())
+
+    def accept(self, token: int) -> None:
+        self._counts[token] += 1
+        if self._inner is not None:
+            self._inner.accept(token)
 
 
 class Grammars:

@@ -20,7 +20,7 @@ from stretto.control.request import Params
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.server.grammar import SPACE
-from stretto.stage.guide import GrammarGuide, Grammars
+from stretto.stage.guide import GrammarGuide, Grammars, PenaltyGuide
 from tests.orchestrator.common import collect
 from tests.server.conftest import Running
 
@@ -134,6 +134,41 @@ def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(real: Runn
         assert others == alone
 
     real.do(work())
+
+
+# ---- other ways to say which tokens
+
+
+def create_short(real: Running, **more: Any) -> str:
+    body = {"messages": ASK, "max_tokens": 24, "seed": 3, **more}
+    return str(real.ask("/v1/chat/completions", body).json["choices"][0]["message"]["content"])
+
+
+def test_min_p_of_one_is_greedy_and_of_zero_is_nothing(real: Running) -> None:
+    greedy, free = create_short(real, temperature=0), create_short(real, temperature=1.0)
+    assert create_short(real, temperature=1.0, min_p=1.0) == greedy
+    assert create_short(real, temperature=1.0, min_p=0.0) == free != greedy
+
+
+def test_penalties_make_an_answer_repeat_itself_less(real: Running) -> None:
+    def repeats(**more: Any) -> int:
+        reply = real.ask("/v1/chat/completions", {"messages": ASK, "max_tokens": 64, "temperature": 0, **more}).json
+        words = reply["choices"][0]["message"]["content"].split()
+        return len(words) - len(set(words))
+
+    bias = {"logit_bias": {str(i): 20 for i in range(300, 306)}}  # few words, again and again
+    assert repeats(**bias, frequency_penalty=2.0, presence_penalty=2.0) < repeats(**bias)
+    guide = PenaltyGuide(0.5, 1.0, {7: 3.0, 9: 1.0}, 3)
+    for token in (7, 7, 8, 5):
+        guide.accept(token)
+    assert dict(guide.bias()) == {7: 3.0 - 2 * 0.5 - 1.0, 9: 1.0}  # there is room for three, and two are stated
+    assert guide.mask() is None
+
+
+def test_a_seed_gives_the_same_answer_again(real: Running) -> None:
+    first = create_short(real, temperature=1.0, seed=11)
+    assert create_short(real, temperature=1.0, seed=11) == first
+    assert create_short(real, temperature=1.0, seed=12) != first
 
 
 # ---- conformance

@@ -1,5 +1,5 @@
-"""`stretto.kernels.masks.mask_rows` as one kernel: rows without a mask leave at once, so a step in which no row has one
-pays for the launch alone. Called by lanes on the stage's stream, inside captured graphs."""
+"""`stretto.kernels.masks` as a kernel each: rows that have no mask, or no least share, leave at once, so a step in
+which no row has one pays for the launches alone. Called by lanes on the stage's stream, inside captured graphs."""
 
 from __future__ import annotations
 
@@ -33,3 +33,55 @@ def _mask(logits, stride, rows, masked, bits, words, SIZE: tl.constexpr, BLOCK: 
             tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty),
             inside & forbidden,
         )
+
+
+def floor_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    min_p: torch.Tensor,
+    temperature: torch.Tensor,
+    penalty: torch.Tensor,
+    seen: torch.Tensor,
+    held: tuple[torch.Tensor, torch.Tensor, int],
+) -> None:
+    """See `stretto.kernels.masks.floor_rows`. `held`: positions [batch], where each answer may end [rows], and the
+    end token, which is not the best one before that."""
+    batch, size = logits.shape
+    positions, ends, end = held
+    _floor[(batch,)](
+        logits, logits.stride(0), rows, min_p, temperature, penalty, seen.view(torch.uint8), seen.stride(0),
+        positions, ends, END=end, SIZE=size, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _penalised(logits, seen, token, inside, penalty, held):
+    score = tl.load(logits + token, inside & (token != held), other=float("-inf")).to(tl.float32)
+    marked = tl.load(seen + token, inside, other=0) != 0
+    return tl.where(marked, tl.where(score < 0, score * penalty, score / penalty), score)
+
+
+@triton.jit
+def _floor(
+    logits, stride, rows, min_p, temperature, penalty, seen, seen_stride, positions, ends,
+    END: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    row = tl.load(rows + at)
+    least = tl.load(min_p + row)
+    if least > 0:
+        mine = logits + at.to(tl.int64) * stride
+        marks = seen + row.to(tl.int64) * seen_stride
+        factor = tl.load(penalty + row)
+        held = tl.where(tl.load(positions + at) + 1 < tl.load(ends + row), END, -1)
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, SIZE, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            best = tl.maximum(best, _penalised(mine, marks, token, token < SIZE, factor, held))
+        floor = tl.max(best, 0) + tl.load(temperature + row) * tl.log(least)
+        for start in range(0, SIZE, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            inside = token < SIZE
+            low = _penalised(mine, marks, token, inside, factor, held) < floor
+            none = tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty)
+            tl.store(mine + token, none, inside & low)

@@ -30,6 +30,9 @@ class ThinkerParams(StageParams, frozen=True):
     logit_bias: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=1024)] = ()
     speak: bool = True  # the talker is to be told
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""  # that the text follows
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
 
 
 class TalkerParams(StageParams, frozen=True):
@@ -65,6 +68,9 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         tuple(p.logit_bias.items()),
         speak=w.capability == "speech",
         grammar=p.grammar,
+        min_p=p.min_p,
+        frequency_penalty=p.frequency_penalty,
+        presence_penalty=p.presence_penalty,
     )
     talker = TalkerParams(
         Sampling.of(code0),

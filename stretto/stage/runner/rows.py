@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.kernels.masks import mask_rows
+from stretto.kernels.masks import floor_rows, mask_rows
 from stretto.kernels.paged import KVCache, Paging
 from stretto.kernels.sampling import SamplingRows, signed
 from stretto.layers.upload import to_device
@@ -66,6 +66,7 @@ class DeviceRows:
         # Index of the first token of the answer that may be the end.
         self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
         self.masks: MaskColumns | None = None  # of a lane that takes guided requests
+        self.bias: BiasColumns | None = None
 
     def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
         """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty, and
@@ -159,6 +160,35 @@ class MaskColumns:
             part = logits[some]
             mask_rows(part, rows[some], self.masked, self.bits)
             logits[some] = part
+
+
+class FloorColumns:
+    """How likely a token must be at least, as a share of the best one's likelihood (min_p), by row. Where a row has
+    none it costs a captured step nothing but the launch."""
+
+    def __init__(self, num_rows: int, device: torch.device, fused: bool) -> None:
+        self.least = torch.zeros(num_rows, device=device)
+        self._fused = fused
+        self._used: set[int] = set()
+
+    def write(self, row: int, least: float) -> None:
+        if least or row in self._used:
+            self.least[row].fill_(least)
+        (self._used.add if least else self._used.discard)(row)
+
+    def apply(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingColumns,
+        state: DeviceRows, end: int,
+    ) -> None:  # fmt: skip
+        """To the logits of these rows, in place, `end` held back where it is. On a CPU, where nothing is captured, only
+        if there is any."""
+        given = logits, rows, self.least, params.floats[0], params.floats[2], state.seen
+        if self._fused:
+            from stretto.kernels.fast.masks import floor_rows as fast
+
+            fast(*given, (positions, state.floor, end))
+        elif self._used or self.least.device.type != "cpu":
+            floor_rows(*given)
 
 
 class BiasColumns:

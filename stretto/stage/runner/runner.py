@@ -120,10 +120,13 @@ class Runner:
         for span, request in zip(plan.spans, plan.requests, strict=True):
             guide = request.spec.guide
             if guide is not None and span.samples:
-                masks = self.lane.rows.masks
-                if masks is None:
-                    raise Bug(f"{request.id}: this stage follows no grammar")
-                masks.write(span.row, guide.mask())
+                masks, bias = self.lane.rows.masks, self.lane.rows.bias
+                if masks is None or bias is None:
+                    raise Bug(f"{request.id}: this stage follows no guide")
+                if (bits := guide.mask()) is not None:
+                    masks.write(span.row, bits)
+                if (pairs := guide.bias()) is not None:
+                    bias.write(span.row, pairs)
 
     def _plan(self, batch: Batch, find: Find) -> _Plan:
         if batch.decode_only and all(s.from_device for s in batch.spans):

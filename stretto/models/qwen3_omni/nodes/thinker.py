@@ -18,7 +18,7 @@ import torch
 from stretto.control.messages import Admit, Text, Working
 from stretto.errors import Bug, StrettoError
 from stretto.models.qwen3_omni.config import FRAME_S
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
+from stretto.models.qwen3_omni.lanes.thinker import MAX_BIAS, ThinkerInput
 from stretto.models.qwen3_omni.nodes.given import check_ids
 from stretto.models.qwen3_omni.nodes.prefix import runs_of, thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
@@ -28,7 +28,7 @@ from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
-from stretto.stage.guide import GrammarGuide, Grammars
+from stretto.stage.guide import GrammarGuide, Grammars, Guide, PenaltyGuide
 from stretto.stage.links import Outlet
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
@@ -90,7 +90,7 @@ class ThinkerNode:
         self.encoding: dict[RequestId, Encoding] = {}
         self.tellings: dict[RequestId, Telling] = {}
         self.compiling: dict[RequestId, tuple[Encoding, Future[GrammarGuide]]] = {}  # until its grammar is there
-        self.guides: dict[RequestId, GrammarGuide] = {}
+        self.guides: dict[RequestId, GrammarGuide] = {}  # of requests that are not in the stage yet
         text, tokenizer = self.config.thinker.text, Path(context.model) / "tokenizer.json"
         self.grammars, self.ring = Grammars(tokenizer, text.vocab_size, self.config.tokens.im_end), context.ring
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
@@ -152,7 +152,7 @@ class ThinkerNode:
         a, p, prompt, c = e.admit, e.params, e.prompt, self.config
         capture = media.places.numpy() if p.speak and media is not None else None
         sampling = p.sampling.params()
-        given = ThinkerInput(e.positions, e.first, sampling, media, capture, p.logit_bias, p.min_tokens)
+        given = ThinkerInput(e.positions, e.first, sampling, media, capture, p.logit_bias, p.min_tokens, p.min_p)
         spec = RequestSpec(
             a.request,
             p.max_tokens,
@@ -160,10 +160,16 @@ class ThinkerNode:
             sampling=sampling,
             priority=a.priority,
             needs_payload=p.speak,
-            guide=self.guides.get(a.request),
+            guide=self._guide(a.request, p),
             cache_root=a.cache_root,
         )
         self.stage.submit(spec, given, prompt.ids, salts=thinker_salts(a, prompt, c.tokens.media_pads))
+
+    def _guide(self, id: RequestId, p: ThinkerParams) -> Guide | None:
+        inner = self.guides.pop(id, None)
+        if not p.frequency_penalty and not p.presence_penalty:
+            return inner
+        return PenaltyGuide(p.frequency_penalty, p.presence_penalty, dict(p.logit_bias), MAX_BIAS, inner)
 
     def cancel(self, id: RequestId) -> None:
         self.encoding.pop(id, None)
@@ -178,7 +184,6 @@ class ThinkerNode:
         telling = self.tellings.pop(id, None)
         if telling is None or id not in self.stage.scheduler:
             return
-        self.guides.pop(id, None)
         request = self.stage.scheduler.request(id)
         self._tell(id, telling, self.clock())
         self.stage.cancel(id)
@@ -246,12 +251,9 @@ class ThinkerNode:
         error = o.error or (guide.error if guide is not None and reason is not None else None)
         if error is not None:
             del self.tellings[id]
-            self.guides.pop(id, None)
             self.outlet.close(id, purge=True)
             self.report(failed(id, self.name, error), b"")
             return
-        if reason is not None:
-            self.guides.pop(id, None)
         if o.token is not None and reason is None and not telling.due(now):
             return
         self._tell(id, telling, now)
