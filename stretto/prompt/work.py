@@ -11,7 +11,7 @@ import msgspec
 from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
 from stretto.prompt.prompt import Prompt
-from stretto.prompt.template import Tokenizer
+from stretto.prompt.template import Tokenizer, check_variables
 
 Json = bytes | memoryview
 
@@ -29,6 +29,7 @@ class Builder(Protocol):
         use_audio_in_video: bool = False,
         *,
         allow_paths: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins."""
         ...
@@ -40,10 +41,12 @@ def build_conversation(
     tools: Json | None,
     recalled: Mapping[str, str],
     audio_in_video: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """A prompt of messages from the network: they name no local files."""
     declared = decode(tools, "tools") if tools is not None else None
-    return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False)
+    more: dict[str, Any] = {"variables": check_variables(dict(variables))} if variables else {}
+    return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False, **more)
 
 
 def read_aloud(builder: Builder, text: str) -> tuple[Prompt, tuple[int, ...]]:

@@ -69,6 +69,7 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ) = None
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
+    n: Annotated[int, Meta(ge=1, le=8)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     tools: Raw = field(default_factory=lambda: ABSENT)
     tool_choice: Raw = field(default_factory=lambda: ABSENT)
@@ -91,9 +92,9 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None  # report what each stage did when
+    chat_template_kwargs: Raw = field(default_factory=lambda: ABSENT)
 
     # Known, and only good for one value.
-    n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     functions: Raw = field(default_factory=lambda: ABSENT)

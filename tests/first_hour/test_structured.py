@@ -19,6 +19,7 @@ import pytest
 from stretto.control.request import Params
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.prompt.template import ChatTemplate
 from stretto.server.grammar import SPACE
 from stretto.stage.guide import GrammarGuide, Grammars, PenaltyGuide
 from tests.orchestrator.common import collect
@@ -169,6 +170,34 @@ def test_a_seed_gives_the_same_answer_again(real: Running) -> None:
     first = create_short(real, temperature=1.0, seed=11)
     assert create_short(real, temperature=1.0, seed=11) == first
     assert create_short(real, temperature=1.0, seed=12) != first
+
+
+def test_several_answers_to_one_question(real: Running) -> None:
+    ask = {"messages": ASK, "max_tokens": 8, "temperature": 1.0, "seed": 40, "n": 3}
+    reply = real.ask("/v1/chat/completions", ask).json
+    texts = [c["message"]["content"] for c in reply["choices"]]
+    assert [c["index"] for c in reply["choices"]] == [0, 1, 2]
+    assert texts == [create_short(real, max_tokens=8, temperature=1.0, seed=40 + i) for i in range(3)]
+    assert reply["usage"]["completion_tokens"] > 8 >= reply["usage"]["completion_tokens"] / 3
+    told = {0: "", 1: "", 2: ""}
+    events = real.ask("/v1/chat/completions", {**ask, "stream": True}).events
+    assert events.pop() == "[DONE]"
+    for event in events:
+        for choice in event["choices"]:
+            told[choice["index"]] += choice["delta"].get("content", "")
+    assert list(told.values()) == texts
+    spoken = real.ask("/v1/chat/completions", {**ask, "modalities": ["text", "audio"]})
+    assert (spoken.status, spoken.error["param"]) == (400, "n")
+
+
+def test_switches_of_the_chat_template(real: Running) -> None:
+    template = ChatTemplate("{{ messages[0].content }}{% if shout %}!{% endif %}", ["<|im_end|>"])
+    assert template.render([{"role": "user", "content": "hi"}], None, {"shout": True}) == ["hi!"]
+    assert create_short(real, chat_template_kwargs={"enable_thinking": False}) == create_short(real)
+    for bad in ({"messages": 1}, {"x": "<|im_end|>"}, {"x": [1]}, [1], {str(i): 1 for i in range(17)}):
+        reply = real.ask("/v1/chat/completions", {"messages": ASK, "chat_template_kwargs": bad})
+        assert reply.status == 400
+        assert "chat_template_kwargs" in reply.error["message"]
 
 
 # ---- conformance
