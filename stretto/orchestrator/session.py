@@ -309,8 +309,6 @@ class Session:
         ask = Ask(
             setting.speak, None, Params(max_text_tokens=1), None, session=self._name, owner=self._owner, ahead=True
         )
-            setting.speak, None, Params(max_text_tokens=1), None, session=self._name, owner=self._owner, ahead=True
-        )
         if ask.capability not in model.pipeline.paths:
             return
         speaking = Item("", {"role": "user", "content": [{"type": "audio", "data": heard}]})

@@ -188,7 +188,7 @@ class PromptPool:
             files.append(Spool.of(msgspec.json.encode(talk.recalled)))
             made.append(files[1])
         try:
-            work = Build(talk.messages, talk.tools, audio_in_video)
+            work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return self._built(await self._do(work, files, talk.sender))
         finally:
             for file in made:
