@@ -94,16 +94,25 @@ class Rope(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, c: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, c.head_dim
+        self.layer, self.head_dim, self.heads, self.kv_heads = layer, c.head_dim, c.num_heads, c.num_kv_heads
         self.sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
         self.qkv = FusedLinear(c.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True)))
         self.o_proj = Linear(self.sizes[0], c.hidden_size)
         self.q_norm = RMSNorm(c.head_dim, c.rms_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_eps)
+        self.gains: torch.Tensor | None = None  # [heads + kv heads, head dim]: both norms' weights, set by prepare()
+
+    def prepare(self) -> None:
+        q, k = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+        self.gains = torch.cat((q, k))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv(x).split(self.sizes, -1))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        assert self.gains is not None, "prepare() comes first"
+        turned, kv = self.heads + self.kv_heads, self.kv_heads
+        every = self.qkv(x).view(len(x), turned + kv, self.head_dim)
+        # queries and keys side by side: for few rows the number of operations is what counts
+        qk = rotate(rms_norm(every[:, :turned], self.gains, self.q_norm.eps), cos, sin)
+        q, k, v = qk[:, : self.heads], qk[:, self.heads :], every[:, turned:]
         out: torch.Tensor = self.o_proj(attention(self.layer, q, k, v).flatten(1))
         return out
 
@@ -181,6 +190,9 @@ class Decoder(nn.Module):
     def prepare(self, device: torch.device) -> None:
         """Once, after the weights are in place."""
         self.rope.prepare(device)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.self_attn.prepare()
         if usable(self.norm.weight):
             from stretto.layers.fused import FusedLayers, fits
 
