@@ -12,7 +12,7 @@ demo: setup $(DEMO)/tiny/config.json
 	$(BIN)/stretto serve $(DEMO)/tiny --port $(PORT)
 
 answer: setup $(DEMO)/tiny/config.json
-	$(BIN)/stretto generate $(DEMO)/tiny --text "Hello! What do you sound like?" --max-text-tokens 40 --max-frames 60 --out $(DEMO)/answer.wav
+	$(BIN)/stretto generate $(DEMO)/tiny --text "Hello! What do you sound like?" --max-tokens 40 --max-audio-frames 60 --out $(DEMO)/answer.wav
 
 $(DEMO)/tiny/config.json: | setup
 	$(BIN)/stretto tiny $(DEMO)/tiny

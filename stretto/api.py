@@ -26,6 +26,7 @@ from stretto.control.settings import EngineConfig
 from stretto.device import find_device
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
+from stretto.hub import find_model
 from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modality, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.sync import SyncEngine
@@ -133,7 +134,7 @@ class AsyncEngine:
             modalities=modalities,
             voice=voice,
             tools=tools,
-            params=_params(params, options),
+            params=_params(params, options, self.info.defaults),
             allow_paths=True,
         )
 
@@ -148,7 +149,7 @@ class AsyncEngine:
         self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
     ) -> AsyncIterator[Event]:
         """The same as events, as they come. Closing the iterator cancels the request."""
-        return self._running.speak(text, voice=voice, params=_params(params, options))
+        return self._running.speak(text, voice=voice, params=_params(params, options, self.info.defaults))
 
     @property
     def _running(self) -> PipelineEngine:
@@ -220,7 +221,7 @@ class Engine:
             modalities=modalities,
             voice=voice,
             tools=tools,
-            params=_params(params, options),
+            params=_params(params, options, self.info.defaults),
             allow_paths=True,
         )
 
@@ -235,7 +236,7 @@ class Engine:
         self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
     ) -> Iterator[Event]:
         """The same as events, as they come. Closing the iterator cancels the request."""
-        return self._running.speak(text, voice=voice, params=_params(params, options))
+        return self._running.speak(text, voice=voice, params=_params(params, options, self.info.defaults))
 
     @property
     def _running(self) -> SyncEngine:
@@ -255,9 +256,7 @@ def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
 
 def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
     if model is not None:
-        if not Path(model).is_dir():
-            raise Invalid(f"{model}: there is no such directory", "model")
-        return Path(model)
+        return find_model(model)
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-"))) / "tiny"
     write_tiny(directory)
     return directory
@@ -267,9 +266,9 @@ def _messages(asked: Asked) -> Sequence[Message]:
     return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
 
 
-def _params(params: Params | None, options: Mapping[str, Any]) -> Params:
+def _params(params: Params | None, options: Mapping[str, Any], defaults: Params) -> Params:
     try:
-        return replace(params or Params(), **options)
+        return replace(params or defaults, **options)
     except TypeError as e:
         raise Invalid(f"there is no such option: {e}", next(iter(options), None)) from None
 

@@ -7,7 +7,7 @@ registry finds it by the checkpoint's `model_type`. Everything here is plain dat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,8 +16,10 @@ import msgspec
 from stretto.control.request import Params
 from stretto.errors import Bug
 
-Capability = Literal["text", "speech", "reading"]
-"""What a request can want: an answer in words, an answer in words and speech, or a given text read aloud."""
+Capability = Literal["text", "speech", "reading", "text_ahead", "speech_ahead"]
+"""What a request can want: an answer in words, an answer in words and speech, or a given text read aloud. Or nothing
+but that the beginning of a prompt is read ahead of its end, so that the caches have it: for an answer in words, or in
+words and speech."""
 Output = Literal["text", "audio"]
 
 
@@ -77,6 +79,14 @@ class PipelineSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Ear:
+    """How a model hears: log-mel frames of 10 ms, in windows that its encoder takes one by one."""
+
+    num_bins: int
+    window: int  # frames
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model, as its users see it."""
 
@@ -87,6 +97,8 @@ class ModelInfo:
     max_positions: int
     input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
     output_modalities: tuple[Output, ...] = ("text", "audio")
+    ear: Ear | None = None  # None: sound is taken whole, when it is over
+    defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import msgspec
 
 from stretto.control.messages import Admit, Configure, Sampling
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.models.qwen3_omni.params import Code2WavParams, TalkerParams, ThinkerParams
+from stretto.models.qwen3_omni.params import TalkerParams, ThinkerParams
+from stretto.models.speech.params import VocoderParams
 from stretto.prompt.packed import PromptMeta
 from stretto.types import RequestId
 
@@ -34,7 +35,6 @@ def announcement(
     logit_bias: tuple[tuple[int, float], ...] = (),
     spoken: tuple[int, ...] | None = None,
     priority: int = 0,
-    media: bytes = b"",
     cache_root: bytes = b"",
     **talker: Any,
 ) -> Admit:
@@ -44,13 +44,13 @@ def announcement(
         told["thinker"] = ThinkerParams(text, max_text_tokens, min_text_tokens, logit_bias, speak)
     if speak:
         told["talker"] = TalkerParams(code0, residual, max_frames, voice, spoken=spoken, **talker)
-        told["code2wav"] = Code2WavParams()
+        told["code2wav"] = VocoderParams()
     stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told.items()}
-    return Admit(request, prompt, stages, priority, media, cache_root)
+    return Admit(request, prompt, stages, priority, cache_root)
 
 
 def params_of(a: Admit, stage: str) -> Any:
-    kinds = {"thinker": ThinkerParams, "talker": TalkerParams, "code2wav": Code2WavParams}
+    kinds = {"thinker": ThinkerParams, "talker": TalkerParams, "code2wav": VocoderParams}
     return msgspec.msgpack.decode(a.stages[stage], type=kinds[stage])
 
 

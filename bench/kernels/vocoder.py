@@ -25,13 +25,14 @@ from bench.harness.results import parser, write
 from stretto.kernels.fast import usable
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
-from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, Code2WavConfig, OmniConfig, parse
+from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig, parse
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.models.speech.config import VocoderConfig
 
 Step = Callable[[], object]
 
 
-def read_config(name: str) -> Code2WavConfig:
+def read_config(name: str) -> VocoderConfig:
     match name:
         case "tiny":
             return parse(tiny_config()).code2wav
@@ -41,7 +42,7 @@ def read_config(name: str) -> Code2WavConfig:
             return OmniConfig.read(directory).code2wav
 
 
-def random_model(config: Code2WavConfig, device: torch.device, dtype: torch.dtype) -> Code2Wav:
+def random_model(config: VocoderConfig, device: torch.device, dtype: torch.dtype) -> Code2Wav:
     with torch.device("meta"):
         model = Code2Wav(config)
     model = model.to(dtype).to_empty(device=device)

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from recipes.nano import codec, shape, talker, thinker, tokens
 from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
-from stretto.models.qwen3_omni.shapes import checkpoint_shapes, spread
+from stretto.models.qwen3_omni.shapes import checkpoint_shapes
 from stretto.models.qwen3_omni.tiny import PREPROCESSOR
+from stretto.models.shapes import spread
 
 SHARD = 16_300_000  # bytes
 LIMIT = 60_000_000

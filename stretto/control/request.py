@@ -30,14 +30,19 @@ class ChunkSizes:
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """How a request is answered. Defaults are the released model's."""
+    """How a request is answered. What a caller leaves open comes from the model (`ModelInfo.defaults`); the values here
+    are for models that say nothing."""
 
     temperature: float = 0.0  # of the text; 0 is greedy
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
     seed: int | None = None  # None: a fresh one, reported in `Finished`
-    greedy_speech: bool = False  # speech without chance (the default samples, as the model was made to)
+    speech_temperature: float = 0.9  # of the speech; 0 is greedy
+    speech_top_p: float = 1.0
+    speech_top_k: int = 50
+    speech_repetition_penalty: float = 1.05
+    greedy_speech: bool = False  # speech without chance, in all that a stage draws
     max_text_tokens: int = 1024
     max_frames: int = 4095
     stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
@@ -55,6 +60,10 @@ class Params:
             "top_p": 0.0 < self.top_p <= 1.0,
             "top_k": self.top_k >= 0,
             "repetition_penalty": 0.0 < self.repetition_penalty <= 10.0,
+            "speech_temperature": 0.0 <= self.speech_temperature <= 2.0,
+            "speech_top_p": 0.0 < self.speech_top_p <= 1.0,
+            "speech_top_k": self.speech_top_k >= 0,
+            "speech_repetition_penalty": 0.0 < self.speech_repetition_penalty <= 10.0,
             "max_text_tokens": self.max_text_tokens >= 1,
             "max_frames": self.max_frames >= 1,
             "min_text_tokens": 0 <= self.min_text_tokens <= self.max_text_tokens,

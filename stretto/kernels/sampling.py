@@ -144,3 +144,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def _shift(x: torch.Tensor, n: int) -> torch.Tensor:
     """Logical shift right of a signed tensor."""
     return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def guarded(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Tokens, with -1 where the logits are not numbers any more. (One may be -inf: forbidden on purpose.)"""
+    fine = logits.amax(-1, keepdim=True).isfinite()
+    return torch.where(fine, tokens, -1)

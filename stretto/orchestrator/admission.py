@@ -11,13 +11,15 @@ from hashlib import blake2b
 from itertools import count
 
 import msgspec
+import numpy as np
 
-from stretto.control.messages import Admit
+from stretto.control.messages import Admit, Lacking, Supply
 from stretto.control.request import Params
-from stretto.errors import Bug, Invalid, TooLong
+from stretto.errors import Bug, Gone, Invalid, TooLong
 from stretto.family import Capability, Wanted
 from stretto.orchestrator.pipeline import PIECE
 from stretto.orchestrator.ticket import Ticket
+from stretto.prompt.packed import PieceMeta
 from stretto.types import RequestId
 
 _GIVEN = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # what a link carries as a request's name, less room for a number
@@ -34,10 +36,13 @@ class Ask:
     spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer to be made
     session: str | None = None
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
+    ahead: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
 
     @property
     def capability(self) -> Capability:
         """What its stages have to do."""
+        if self.ahead:
+            return "speech_ahead" if self.speak else "text_ahead"
         if not self.speak:
             return "text"
         return "speech" if self.spoken is None else "reading"
@@ -96,9 +101,27 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
         encodes = any(stage in host for stage in encoding)
         here = {stage: params for stage, params in told.items() if stage in host}
         prompt = t.prompt.meta if encodes else bare.meta
-        message = Admit(t.id, prompt, here, t.params.priority, t.prompt.media, root)
+        message = Admit(t.id, prompt, here, t.params.priority, root)
         t.pipeline.send(host[:1], message, blob if encodes else b"")
     t.prompt = bare  # nobody needs the features any more
+
+
+async def supply(t: Ticket, ask: Lacking) -> None:
+    """Send a stage the features that it asks for."""
+    metas, parts, size = [], [], 0
+    for digest in ask.digests:
+        piece = t.media.get(digest)
+        if piece is None or piece.values is None:
+            t.fail(Gone(f"{t.id}: {ask.stage} asks for media that are not there any more"))
+            return
+        metas.append(PieceMeta(piece.shape, digest, size))
+        parts.append(np.ascontiguousarray(piece.values).tobytes())
+        size += len(parts[-1])
+    blob = b"".join(parts)
+    if len(blob) > PIECE:
+        await t.pipeline.send_features((ask.stage,), t.id, blob)
+        blob = b""
+    t.pipeline.send((ask.stage,), Supply(t.id, ask.stage, tuple(metas)), blob)
 
 
 _encode = msgspec.msgpack.Encoder().encode

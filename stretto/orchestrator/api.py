@@ -65,6 +65,7 @@ class Usage:
     cached_tokens: int = 0
     audio_prompt_tokens: int = 0
     image_prompt_tokens: int = 0
+    encoded_pieces: int = 0  # of media: windows of sound, pictures, videos. Others were found in caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class TimelineSpan:
     name: str
     start: float
     stop: float
+
+    @property
+    def in_nanoseconds(self) -> tuple[str, str, int, int]:
+        """As traces have it."""
+        return self.lane, self.name, int(1e9 * self.start), int(1e9 * self.stop)
 
 
 @dataclass(frozen=True, slots=True)

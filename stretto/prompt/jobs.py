@@ -7,7 +7,7 @@ datagram, with a memory file if there is more to say; then the socket is closed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 
 from stretto.errors import Invalid
 from stretto.prompt.packed import Packed, PromptMeta
+from stretto.prompt.prompt import Piece
 from stretto.prompt.spool import Spool
 
 MAX_DATAGRAM = 1 << 16
@@ -82,7 +83,6 @@ class Built(Wire, frozen=True, tag="built"):
 
 class Head(Wire, frozen=True):
     meta: PromptMeta
-    media: bytes
     spoken: tuple[int, ...] | None = None
 
 
@@ -165,6 +165,7 @@ class BuiltPrompt:
 
     packed: Packed
     spoken: tuple[int, ...] | None = None
+    media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, since not all are along
 
 
 encode = msgspec.msgpack.Encoder().encode

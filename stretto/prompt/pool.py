@@ -362,7 +362,7 @@ class PromptPool:
             head = decode_head(file.read(0, answer.head))
         except msgspec.MsgspecError as e:
             raise errors.Bug(f"a prompt cannot be understood: {e}") from None
-        packed = Packed(head.meta, head.media, features)
+        packed = Packed(head.meta, features)
         packed.check()
         return BuiltPrompt(packed, head.spoken)
 

@@ -3,14 +3,15 @@ engine's). Pure functions; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.messages import MEDIA
+from stretto.prompt.prompt import AudioClip, Patches, Prompt
 from stretto.prompt.template import Tokenizer
 
 Json = bytes | memoryview
@@ -49,6 +50,23 @@ def build_conversation(
 def read_aloud(builder: Builder, text: str) -> tuple[Prompt, tuple[int, ...]]:
     """The prompt before a text that is read aloud, and the text's tokens."""
     return builder.build([{"role": "user", "content": text}]), tuple(builder.tokenizer.encode(text))
+
+
+def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = False) -> Mapping[str, Any]:
+    """A message with features in place of its media, so that these are decoded once for many prompts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    kinds = [MEDIA.get(str(p.get("type"))) if isinstance(p, Mapping) else None for p in parts]
+    if not any(kinds):
+        return message
+    prompt = builder.build([message], allow_paths=allow_paths)
+    media: dict[str, Iterator[AudioClip | Patches]] = {
+        "audio": iter(prompt.audios),
+        "image": iter(prompt.images),
+        "video": iter(prompt.videos),
+    }
+    ready = [{"type": k, "data": next(media[k])} if k else p for p, k in zip(parts, kinds, strict=True)]
+    return {**message, "content": ready}
 
 
 def decode(data: Json, name: str) -> Any:

@@ -44,12 +44,10 @@ class Endpoint(Generic[R]):
         try:
             self.service.engine()  # before a long body is read for nothing
             self.service.admission.check(visit.owner)
-            visit.sender = visit.owner if self.service.keys.digests else str((scope.get("client") or ("",))[0])
+            visit.sender = visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
             with Body(self.service.bodies) as body:
                 await exchange.read_body(body, self.max_bytes)
-                # From here on: clients that send slowly hold nobody else's slot.
-                with self.service.admission.slot(visit.owner):
-                    await exchange.run(self._work(body, exchange), self.service.cut)
+                await exchange.run(self._work(body, exchange), self.service.cut)
         except Left:
             visit.ended, visit.status = "left", 499  # nobody listens: there is nothing to say
         except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
@@ -57,7 +55,10 @@ class Endpoint(Generic[R]):
             await exchange.fail(e)
 
     async def _work(self, body: Body, exchange: Exchange) -> None:
-        await self.work(self.service, await self.decode(self.service, body, exchange.visit), exchange)
+        visit = exchange.visit
+        # Only now that all of it is there: clients that send slowly hold nobody else's slot.
+        async with self.service.admission.place(visit.owner) as visit.queued:
+            await self.work(self.service, await self.decode(self.service, body, visit), exchange)
 
 
 def note(event: Event, visit: Visit) -> None:
@@ -69,6 +70,7 @@ def note(event: Event, visit: Visit) -> None:
         case AudioChunk():
             visit.saw_audio(len(event.samples))
         case Finished():
+            visit.prompt_tokens, visit.cached_tokens = event.usage.prompt_tokens, event.usage.cached_tokens
             visit.ended = finish_reason(event)
 
 

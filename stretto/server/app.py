@@ -5,8 +5,9 @@ The engine comes from a factory that the app's lifespan calls; tests give one th
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +37,15 @@ from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech")
+DEFAULTS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    "max_tokens": "max_text_tokens",
+    "max_audio_frames": "max_frames",
+}
+"""Fields of a request whose defaults are the checkpoint's, and what `Params` calls them."""
+OTHERS = dict.fromkeys(("/v1/responses", "/v1/completions", "/responses", "/completions"), "/v1/chat/completions")
+"""Routes of OpenAI's that are not here, and the one that does the same."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -65,6 +75,7 @@ class Routes:
     def __init__(self, service: Service, pages: Pages) -> None:
         self.service, self.pages = service, pages
         self.loaded_at = int(time.time())
+        self.paths: dict[str, str] = {}  # and their methods
 
     def table(self) -> list[Route]:
         largest = self.service.config.max_body_bytes
@@ -81,6 +92,7 @@ class Routes:
         ]
         if self.service.config.metrics:
             named.append(("/metrics", "metrics", self.metrics))
+        self.paths = {**dict.fromkeys(POSTS, "POST"), **{path: "GET" for path, *_ in named if "{" not in path}}
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in zip(POSTS, posts, strict=True)),
             *(Route(path, _counted(route, handler), methods=["GET"]) for path, route, handler in named),
@@ -107,6 +119,7 @@ class Routes:
             sample_rate=i.sample_rate,
             max_model_len=i.max_positions,
             root=i.name,
+            defaults={name: getattr(i.defaults, field) for name, field in DEFAULTS.items()},
         )
 
     async def health(self, request: Request) -> Response:
@@ -143,10 +156,26 @@ class Routes:
         api = request.url.path.startswith("/v1")
         if error.status_code == 404 and not api and (page := self.pages.missing(request)) is not None:
             return page
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        status, headers = error.status_code, error.headers
+        if status == 405 and request.method not in ("GET", "HEAD") and path not in self.paths:
+            status, headers = 404, None  # it met the route of the pages, which takes whatever is left
         what = f"{request.method} {request.url.path[:200]}"
-        words = {404: f"there is no {what}", 405: f"{what} is not possible here"}
-        message = words.get(error.status_code, error.detail)
-        return respond(Refused(error.status_code, message, code="not_found", headers=error.headers))
+        near = nearest(path, self.paths)
+        hint = f"; did you mean {near}?" if near else ""
+        words = {404: f"there is no {what}{hint}", 405: f"{what} is not possible here"}
+        return respond(Refused(status, words.get(status, error.detail), code="not_found", headers=headers))
+
+
+def nearest(path: str, known: Mapping[str, str]) -> str | None:
+    """What someone who asked for this path most likely wants: most forget /v1, or know a newer route of OpenAI's."""
+    if path in OTHERS:
+        return f"POST {OTHERS[path]}"
+    for candidate in (f"/v1{path}", path.removeprefix("/v1"), path.replace("/v1/v1/", "/v1/"), path.rstrip("/")):
+        if candidate in known and candidate != path:
+            return f"{known[candidate]} {candidate}"
+    close = get_close_matches(path[:200], known, 1, 0.75)
+    return f"{known[close[0]]} {close[0]}" if close else None
 
 
 async def _tell(request: Request, error: Exception) -> Response:

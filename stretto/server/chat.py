@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ from stretto.server.schema import (
     Delta,
     Message,
     PromptDetails,
+    SpeechRequest,
     ToolCall,
     ToolCallDelta,
 )
@@ -145,7 +146,7 @@ async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> Non
         asked.talk,
         modalities=("text", "audio") if spoken else ("text",),
         voice=find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice"),
-        params=to_params(request, service.config.packets),
+        params=to_params(request, engine.info.defaults, service.config.packets),
         request_id=visit.request_id,
         owner=visit.owner,
     )
@@ -187,17 +188,17 @@ def audio_format(request: ChatRequest, stream: bool) -> str:
     return format
 
 
-def to_params(request: ChatRequest, packets: ChunkSizes) -> Params:
+def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes) -> Params:
     r = request
     longest = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
     stop = (r.stop,) if isinstance(r.stop, str) else tuple(r.stop or ())
     given = {
         "temperature": r.temperature,
         "top_p": r.top_p,
-        "top_k": max(0, r.top_k) if r.top_k is not None else None,  # -1 is how others say off
+        "top_k": or_off(r.top_k),
         "repetition_penalty": r.repetition_penalty,
         "seed": r.seed,
-        "greedy_speech": r.greedy_speech,
+        **speech_fields(r),
         "max_text_tokens": longest,
         "max_frames": r.max_audio_frames,
         "stop": stop,
@@ -206,9 +207,25 @@ def to_params(request: ChatRequest, packets: ChunkSizes) -> Params:
         "min_text_tokens": r.min_tokens,
         "min_frames": r.min_audio_frames,
     }
-    check_lengths(r.min_tokens, longest or Params().max_text_tokens, "min_tokens")
-    check_lengths(r.min_audio_frames, r.max_audio_frames or Params().max_frames, "min_audio_frames")
-    return Params(**drop_none(given), packets=packets)
+    check_lengths(r.min_tokens, longest or defaults.max_text_tokens, "min_tokens")
+    check_lengths(r.min_audio_frames, r.max_audio_frames or defaults.max_frames, "min_audio_frames")
+    return replace(defaults, **drop_none(given), packets=packets)
+
+
+def speech_fields(r: ChatRequest | SpeechRequest) -> dict[str, Any]:
+    """How speech is drawn, as far as a request says it."""
+    return {
+        "greedy_speech": r.greedy_speech,
+        "speech_temperature": r.speech_temperature,
+        "speech_top_p": r.speech_top_p,
+        "speech_top_k": or_off(r.speech_top_k),
+        "speech_repetition_penalty": r.speech_repetition_penalty,
+    }
+
+
+def or_off(top_k: int | None) -> int | None:
+    """-1 is how others say off."""
+    return None if top_k is None else max(0, top_k)
 
 
 def check_lengths(least: int | None, most: int, param: str) -> None:

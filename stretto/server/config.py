@@ -40,6 +40,9 @@ class ServerConfig:
         (), "clients", "names clients may use for the model; the first is reported (default: the model's own)", "NAME"
     )
     api_key: tuple[str, ...] = setting((), "clients", "keys that open /v1 (default: open to all)", "KEY")
+    api_key_file: str | None = setting(
+        None, "clients", "more keys, one a line; read again when it changes, so that keys can be exchanged", "FILE"
+    )
     allowed_origins: tuple[str, ...] = setting(
         (), "clients", "web pages that may call this server beside its own; *: any (default: those of this machine; "
         "with an API key, any)", "ORIGIN",
@@ -49,8 +52,14 @@ class ServerConfig:
         "without an API key on a loopback address)", "NAME",
     )  # fmt: skip
 
-    max_concurrent: int = setting(64, "limits", "requests answered at once; more are told to come back (429)", "N")
-    max_concurrent_per_key: int = setting(0, "limits", "the same for each API key; 0: no limit", "N")
+    max_concurrent: int = setting(64, "limits", "requests answered at once (default: twice --max-rows)", "N")
+    max_queue: int = setting(
+        256, "limits", "requests that wait for one of these places, in order; more are told to come back (429)", "N"
+    )
+    queue_timeout: float = setting(60.0, "limits", "so long at most; then they are told to come back", "SECONDS")
+    max_concurrent_per_key: int = setting(
+        0, "limits", "answered at once for each API key; more are refused (429) and do not wait; 0: no limit", "N"
+    )
     max_connections: int = setting(1024, "limits", "open connections; beyond, the longest idle one is closed", "N")
     max_header_kb: int = setting(64, "limits", "largest block of request headers, in KiB", "KIB")
     header_timeout: float = setting(10.0, "limits", "a request's headers must have arrived within so long", "SECONDS")
@@ -79,6 +88,8 @@ class ServerConfig:
         checks = {
             "port": 0 <= self.port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,
+            "max_queue": self.max_queue >= 0,
+            "queue_timeout": self.queue_timeout > 0,
             "max_concurrent_per_key": self.max_concurrent_per_key >= 0,
             "max_connections": self.max_connections >= 1,
             "max_header_kb": 1 <= self.max_header_kb <= 1024,
@@ -113,6 +124,10 @@ class ServerConfig:
         if not self.streaming:
             return ChunkSizes(WHOLE, WHOLE, None)
         return ChunkSizes(self.first_frames, self.each_frames, self.packet_ramp or None)
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self.api_key or self.api_key_file)
 
     def _shown(self, name: str) -> str:
         return "(not shown)" if name == "api_key" else repr(getattr(self, name))

@@ -22,6 +22,7 @@ from stretto.types import RequestId
 
 log = logging.getLogger("stretto.access")
 
+QUEUED = b"x-queue-wait-ms"  # how long a request waited for its turn
 _FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _QUIET = {"health", "live", "metrics", "page", "preflight"}  # asked every few seconds; worth a line only when debugging
 
@@ -46,7 +47,8 @@ class Door:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *added]
+                queued = [] if visit.queued is None else [(QUEUED, f"{1000 * visit.queued:.1f}".encode())]
+                message["headers"] = [*message.get("headers", ()), *added, *queued]
             await send(message)
 
         try:
@@ -111,7 +113,8 @@ def facts(scope: Scope, visit: Visit) -> dict[str, str | int | float]:
     out |= {"method": scope["method"], "path": _shown(scope["path"]), "status": visit.status}
     if visit.owner:
         out["key"] = visit.owner
-    for name, seconds in (("first_text_ms", visit.first_text), ("first_audio_ms", visit.first_audio)):
+    times = ("queued_ms", visit.queued), ("first_text_ms", visit.first_text), ("first_audio_ms", visit.first_audio)
+    for name, seconds in times:
         if seconds is not None:
             out[name] = round(1000 * seconds, 1)
     if visit.num_tokens:

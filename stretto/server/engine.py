@@ -4,14 +4,17 @@ Imports neither the engine nor torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.devices import spread
 from stretto.control.settings import EngineConfig, HostSettings
-from stretto.device import find_device
+from stretto.device import card_memory, cards, find_device
 from stretto.prompt.settings import PoolSettings
+from stretto.server.config import ServerConfig
 from stretto.server.settings import read, stated
 
 RECORDS = (EngineConfig, HostSettings, OverlapSwitches)
@@ -35,7 +38,34 @@ def engine_config(
     host = read(HostSettings, flags, environ, file, switches=switches)
     config = read(EngineConfig, flags, environ, file, **fixed)
     device = config.devices[0] if config.devices else find_device()
-    return replace(config, host=replace(host, device=device))
+    return spread(replace(config, host=replace(host, device=device)), len(cards()))
+
+
+GIB = 1 << 30
+ROWS = ((48 * GIB, 128), (24 * GIB, 64), (8 * GIB, 32))
+"""Rows of a stage's batch for so much memory beside the weights: a row of a few thousand tokens takes about 0.4 GiB."""
+FEWEST = 16
+FLOAT8 = 0.55  # of the bytes of a checkpoint whose experts are kept in 8 bits: they are nine tenths of it
+
+
+def fit_card(
+    engine: EngineConfig, server: ServerConfig, directory: Path, said: Collection[str]
+) -> tuple[EngineConfig, ServerConfig]:
+    """As many rows as a card has memory for, and twice as many requests, where nobody said how many (`said`: names of
+    settings that were stated anywhere). Called by `stretto serve` when it knows its model."""
+    host, concurrent = engine.host, server.max_concurrent
+    memory = card_memory(host.device) if "max_rows" not in said and engine.placement == "one" else None
+    if memory is not None:
+        size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+        host = replace(host, max_rows=rows_for(memory - int(size * (FLOAT8 if host.expert_weights == "float8" else 1))))
+    if "max_concurrent" not in said:
+        concurrent = 2 * host.max_rows * engine.replicas
+    return replace(engine, host=host, max_requests=concurrent), replace(server, max_concurrent=concurrent)
+
+
+def rows_for(spare: int) -> int:
+    """For so many bytes of a card beside the weights."""
+    return next((rows for least, rows in ROWS if spare >= least), FEWEST)
 
 
 def serving_config(

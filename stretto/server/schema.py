@@ -73,6 +73,10 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     min_audio_frames: Count | None = None
     max_audio_frames: Length | None = None
     greedy_speech: bool | None = None
+    speech_temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    speech_top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None  # report what each stage did when
 
     # Known, and only good for one value.
@@ -116,6 +120,10 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     min_audio_frames: Count | None = None
     max_audio_frames: Length | None = None
     greedy_speech: bool | None = None
+    speech_temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    speech_top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None
 
 
@@ -271,6 +279,7 @@ class ModelCard(Struct, frozen=True):
     sample_rate: int
     max_model_len: int
     root: str
+    defaults: dict[str, float]  # of the request's fields, as the checkpoint says
     owned_by: str = "stretto"
     object: Literal["model"] = "model"
 

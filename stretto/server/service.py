@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from stretto.errors import StrettoError
 from stretto.orchestrator.api import Engine, Progress
-from stretto.server.access import Admission, Keys
+from stretto.server.access import Admission
 from stretto.server.body import BodyBudget
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
+from stretto.server.keys import Keys
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
 
@@ -42,13 +43,16 @@ class Service:
 
     @classmethod
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
+        limits = config.max_concurrent, config.max_concurrent_per_key, config.max_queue, config.queue_timeout
+        admission, metrics = Admission(*limits), Metrics()
+        metrics.waiting.set_function(lambda: admission.waiting)
         return cls(
             config=config,
             open_engine=open_engine,
-            keys=Keys.of(config.api_key),
-            admission=Admission(config.max_concurrent, config.max_concurrent_per_key),
+            keys=Keys.of(config.api_key, config.api_key_file),
+            admission=admission,
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
-            metrics=Metrics(),
+            metrics=metrics,
             bodies=BodyBudget(config.max_bodies_bytes),
         )
 

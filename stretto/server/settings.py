@@ -144,7 +144,7 @@ def table(records: Sequence[type[Any]], titles: Mapping[str, str]) -> str:
         for f in (f for r in records for f in settings_of(r) if f.metadata["group"] == group):
             name, shown = name_of(f), default_text(f)
             what, _, told = f.metadata["help"].partition(" (default: ")
-            default = f"`{shown}`" if shown else told.removesuffix(")")
+            default = told.removesuffix(")") if told or not shown else f"`{shown}`"
             rows.append(
                 f"| `{flag_of(name)}` | `{PREFIX}{name.upper()}` | {default} | {what.replace('|', chr(92) + '|')} |"
             )

@@ -43,6 +43,7 @@ class StageContext:
     recorder: Recorder = field(default_factory=Recorder)
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
+    beside: tuple[tuple[str, ...], ...] = ()  # stages of each host that will load on this card after us
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -8,13 +8,13 @@ a full link leaves chunks in the outlet and marks their request as blocked, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
 
 from stretto.control.messages import Admit
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.links import Inlet, Outlet
 from stretto.types import RequestId
 
@@ -71,4 +71,13 @@ class Node(Protocol):
 
     def turn(self) -> bool:
         """Do what can be done now, without waiting. True: something was."""
+        ...
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """A node that asks for features that did not come with a request (`Lacking`)."""
+
+    def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
+        """They are here; the request may be over."""
         ...

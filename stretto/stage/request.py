@@ -155,7 +155,7 @@ class Salt:
     """Rows whose content the token ids do not tell (media), and a digest of that content.
 
     Where the stage encodes media itself, the digest is the media's. A stage that is given another one's rows uses that
-    stage's `prefix_key` up to their end: the rows depend on text that it never sees."""
+    stage's `prefix_keys` up to their end: the rows depend on text that it never sees."""
 
     span: Span
     digest: bytes
@@ -204,6 +204,7 @@ class StageRequest:
 
     # Input
     ids: list[int] = field(default_factory=list)  # all tokens known on the host: prompt rows, then confirmed tokens
+    missing: Sequence[Span] = ()  # prompt rows whose input is not here yet, in order; those in the cache need none
     closed: bool = False  # the prompt is complete: its last row samples
     max_new: int = 0  # of this segment
     num_text: int = 0  # paced: text tokens that arrived in this segment
@@ -251,8 +252,12 @@ class StageRequest:
         if self.blocked_downstream:
             return True
         cursor = self.cursor
+        if not self.closed and cursor.launched >= cursor.prompt:
+            return True
+        if self.missing and cursor.launched >= self.gap:
+            return True
         if not self.closed:
-            return cursor.launched >= cursor.prompt
+            return False
         if not self.spec.paced or self.text_ended:
             return False
         # `known == launched`: the prompt was closed after all its rows had run; the last one runs again to sample.
@@ -274,14 +279,21 @@ class StageRequest:
             deadline = float("-inf") if self.deadline is None else self.deadline
             self.order = (self.spec.priority, deadline, self.arrival)
 
+    @property
+    def gap(self) -> int:
+        """The first row that is to be computed and lacks its input, or where its piece of rows begins."""
+        filled = self.cursor.filled
+        return next((span.start for span in self.missing if span.stop > filled), _UNLIMITED)
+
     def refresh_limit(self) -> None:
         cursor = self.cursor
+        gap = self.gap if self.missing else _UNLIMITED
         if not self.closed:
-            self.limit = cursor.prompt
+            self.limit = min(cursor.prompt, gap)
             return
         # The last token of the answer is sampled by row `prompt + max_new - 2` and never fed back.
         supply = _UNLIMITED if self.text_ended or not self.spec.paced else cursor.prompt + self.num_text
-        self.limit = min(supply, cursor.prompt + self.max_new - 1)
+        self.limit = min(supply, cursor.prompt + self.max_new - 1, gap)
 
     def add_input(self, ids: Iterable[int], salts: Sequence[Salt]) -> int:
         """Appends prompt rows (`OPAQUE` for rows without an id); the cursor is the caller's to move."""

@@ -14,8 +14,9 @@ import torch
 from stretto.errors import Bug, Invalid
 from stretto.layers.capture import capture_graphs
 from stretto.layers.targets import targets
-from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState, Code2WavStream
-from stretto.models.qwen3_omni.config import Code2WavConfig
+from stretto.models.qwen3_omni.code2wav import Code2Wav
+from stretto.models.speech.config import VocoderConfig
+from stretto.models.speech.vocoder import VocoderState, VocoderStream
 
 SMALL = {
     "codebook_size": 64,
@@ -103,9 +104,9 @@ def reference(seed: int = 0, **fields: Any) -> Any:
     return model
 
 
-def config_of(model: Any) -> Code2WavConfig:
+def config_of(model: Any) -> VocoderConfig:
     c = model.config
-    return Code2WavConfig(
+    return VocoderConfig(
         codebook_size=c.codebook_size,
         num_quantizers=c.num_quantizers,
         hidden_size=c.hidden_size,
@@ -171,7 +172,7 @@ def cuts(total: int, rng: random.Random, sizes: tuple[int, ...]) -> Iterator[int
         total -= n
 
 
-def pushed(stream: Code2WavStream, codes: torch.Tensor, sizes: Iterator[int] | list[int]) -> torch.Tensor:
+def pushed(stream: VocoderStream, codes: torch.Tensor, sizes: Iterator[int] | list[int]) -> torch.Tensor:
     """Feed a stream piece by piece and check that each piece settles as many samples as it should."""
     parts: list[torch.Tensor] = []
     taken = made = 0
@@ -200,18 +201,18 @@ def test_random_pushes_equal_the_whole(pair: Pair, seed: int) -> None:
     rng = random.Random(seed)
     codes = pair.codes(rng.randint(80, 120), seed)
     sizes = cuts(len(codes), rng, (0, 1, 1, 2, 3, 4, 8, 25, 26, 60))
-    wav = pushed(Code2WavStream(pair.model), codes, sizes)
+    wav = pushed(VocoderStream(pair.model), codes, sizes)
     pair.check(wav, codes)
 
 
 def test_pushes_of_one_frame(calm: Pair) -> None:
     codes = calm.codes(90, 5)
-    calm.check(pushed(Code2WavStream(calm.model), codes, [1] * 90), codes)
+    calm.check(pushed(VocoderStream(calm.model), codes, [1] * 90), codes)
 
 
 def test_thousands_of_frames(small: Pair) -> None:
     codes = small.codes(3000, 6)
-    wav = pushed(Code2WavStream(small.model), codes, cuts(3000, random.Random(6), (1, 10, 25, 100, 300)))
+    wav = pushed(VocoderStream(small.model), codes, cuts(3000, random.Random(6), (1, 10, 25, 100, 300)))
     small.check(wav, codes)
 
 
@@ -229,7 +230,7 @@ def test_other_topologies(fields: dict[str, Any], max_frames: int, device: torch
     made = reference(**SMALL, **fields).to(device)
     pair = Pair(made, ours(made))
     codes = pair.codes(60, 3)
-    stream = Code2WavStream(pair.model, pair.model.state(2, max_frames), slot=1)
+    stream = VocoderStream(pair.model, pair.model.state(2, max_frames), slot=1)
     pair.check(pushed(stream, codes, cuts(60, random.Random(1), (1, 2, 5, 20))), codes)
 
 
@@ -240,7 +241,7 @@ class Job:
     parts: list[torch.Tensor] = field(default_factory=list)
 
 
-def garbage(model: Code2Wav, state: Code2WavState, frames: int, rng: random.Random) -> torch.Tensor:
+def garbage(model: Code2Wav, state: VocoderState, frames: int, rng: random.Random) -> torch.Tensor:
     """Codes to pad with: padding is whatever was in the buffer before."""
     shape = (state.num_slots, model.config.num_quantizers, frames)
     g = torch.Generator().manual_seed(rng.randrange(2**31))
@@ -249,7 +250,7 @@ def garbage(model: Code2Wav, state: Code2WavState, frames: int, rng: random.Rand
 
 def advance(
     model: Code2Wav,
-    state: Code2WavState,
+    state: VocoderState,
     jobs: list[Job | None],
     frames: int,
     rng: random.Random,
@@ -299,7 +300,7 @@ def test_slots_start_stop_stall_and_restart(
         pair.check(torch.cat(job.parts), job.codes)
 
 
-def slot_bits(state: Code2WavState, slot: int) -> list[torch.Tensor]:
+def slot_bits(state: VocoderState, slot: int) -> list[torch.Tensor]:
     return [state.frames[slot].clone(), state.window[:, :, 1 + slot].clone(), state.tails[slot].clone()]
 
 
@@ -369,13 +370,13 @@ def test_a_used_slot_is_as_good_as_new(pair: Pair) -> None:
     codes = pair.codes(10, 9)
     fresh = pair.model.decode(codes)
     state = pair.model.state(1)
-    Code2WavStream(pair.model, state).push(pair.codes(90, 10))
-    assert torch.equal(pushed(Code2WavStream(pair.model, state), codes, [10]), fresh)
+    VocoderStream(pair.model, state).push(pair.codes(90, 10))
+    assert torch.equal(pushed(VocoderStream(pair.model, state), codes, [10]), fresh)
 
 
 def test_streams_may_share_a_state(small: Pair) -> None:
     state = small.model.state(2)
-    streams = [Code2WavStream(small.model, state, slot) for slot in range(2)]
+    streams = [VocoderStream(small.model, state, slot) for slot in range(2)]
     codes = [small.codes(30, 20 + i) for i in range(2)]
     parts: list[list[torch.Tensor]] = [[], []]
     for start in range(0, 30, 5):
@@ -430,7 +431,7 @@ def test_misuse_is_told(small: Pair) -> None:
 def test_state_outlives_inference_mode(small: Pair) -> None:
     codes = small.codes(9, 2)
     with torch.inference_mode():
-        stream = Code2WavStream(small.model)
+        stream = VocoderStream(small.model)
         first = stream.push(codes[:4]).clone()
     wav = torch.cat([first, stream.push(codes[4:])])
     small.check(wav, codes)
@@ -466,7 +467,7 @@ def test_bfloat16_is_as_close_as_the_reference(pair: Pair) -> None:
     exact = pair.whole(codes)
     half = copy.deepcopy(pair.reference).to(torch.bfloat16)
     theirs = Pair(half, pair.model).whole(codes).float()
-    mine = pushed(Code2WavStream(ours(half)), codes, cuts(60, random.Random(0), (1, 2, 7)))
+    mine = pushed(VocoderStream(ours(half)), codes, cuts(60, random.Random(0), (1, 2, 7)))
     assert mine.dtype == torch.float32
     assert (mine - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
 

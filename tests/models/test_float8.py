@@ -24,7 +24,7 @@ from stretto.models.qwen3_omni.solo import Solo
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config
-from stretto.models.qwen3_omni.weights import CheckpointFiles, build, estimate, fill_dummy, load
+from stretto.models.weights import CheckpointFiles, build, estimate, fill_dummy, load
 from stretto.types import SamplingParams
 from tests.models.test_solo import LIMITS, check_greedy, codes, done, texts
 from tests.models.test_weights import fill_on_gpu

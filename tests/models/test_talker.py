@@ -7,8 +7,8 @@ import torch
 
 from stretto.kernels.sampling import SamplingRows
 from stretto.models.qwen3_omni.bridge import first_text_row, opening_rows, talker_prompt, user_rows
-from stretto.models.qwen3_omni.code_predictor import FrameCache
 from stretto.models.qwen3_omni.load import Models
+from stretto.models.speech.code_predictor import FrameCache
 from stretto.types import SamplingParams
 from tests.oracle import OracleRun, generate
 from tests.prompts import KINDS, make
@@ -101,7 +101,7 @@ def test_predictor_equals_a_full_forward(models: Models, oracle: Any) -> None:
 @torch.inference_mode()
 def test_frame_rows_are_independent(models: Models) -> None:
     """A frame depends on its own row: not on its neighbours, nor on what an earlier frame left in the buffers."""
-    from stretto.models.qwen3_omni.talker import FrameRows
+    from stretto.models.speech.talker import FrameRows
 
     talker, device = models.talker, models.talker.device
     g = torch.Generator().manual_seed(1)

@@ -33,7 +33,7 @@ from stretto.models.qwen3_omni.tiny_text import (
     token_ids,
     tokenizer_json,
 )
-from stretto.models.qwen3_omni.weights import build
+from stretto.models.weights import build
 from tests.oracle import PromptMaker, example_prompts, generate
 
 TOKENIZER = Tokenizer.from_str(tokenizer_json())

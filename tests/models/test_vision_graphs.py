@@ -19,7 +19,7 @@ from stretto.models.qwen3_omni.thinker import MediaRows
 from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.qwen3_omni.vision_encoder import Grid, Rope, VisionEncoder, VisionRows
 from stretto.models.qwen3_omni.vision_graphs import SIZES, FrameGraphs
-from stretto.models.qwen3_omni.weights import build, fill_dummy
+from stretto.models.weights import build, fill_dummy
 from stretto.prompt.prompt import Patches, Prompt
 from tests.models.test_vision_encoder import adopt, assert_rows, random_patches, reference
 from tests.prompts import Maker
@@ -193,7 +193,7 @@ def test_images_and_videos_of_a_prompt(lent: Models) -> None:
     thinker.visual.graphs, passes = recorded(thinker.visual)
     spoilt = Prompt(
         scenes[0][0].ids,
-        images=tuple(Patches(np.full_like(p.values, np.nan), p.grid) for p in scenes[0][0].images),
+        images=tuple(Patches.of(np.full_like(p.values, np.nan), p.grid) for p in scenes[0][0].images),
         videos=scenes[0][0].videos,
     )
     assert (media := thinker.encode(spoilt)) is not None

@@ -47,7 +47,7 @@ OWNERS = [
         'else _root(b"")',
         [ROOTS],
     ),
-    ("stages are not told the root", ADMISSION, "t.prompt.media, root)", "t.prompt.media)", [NAMELESS]),
+    ("stages are not told the root", ADMISSION, "t.params.priority, root)", "t.params.priority)", [NAMELESS]),
     ("all share", ADMISSION, 'b"" if shared else cache_root(ask.owner)', 'b""', [NAMELESS]),
     ("none can share", ADMISSION, 'b"" if shared else cache_root(ask.owner)', "cache_root(ask.owner)", [NAMELESS]),
     (

@@ -45,12 +45,14 @@ ELSEWHERE = {
 """Fields that are set under another record's name."""
 
 SAMPLES = {
+    "link_details": "protocol=rdma",
     "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6", "dtype": "float16",
     "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3", "first_frames": "2",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
     "allowed_hosts": "a.example",
 }  # fmt: skip
 BESIDE = {
+    "link_details": {"connector": "mooncake"},
     "device": {"replicas": "2"}, "ssl_certfile": {"ssl_keyfile": "k.pem"}, "ssl_keyfile": {"ssl_certfile": "c.pem"},
 }  # fmt: skip
 """What else must be said for a sample to be valid."""
@@ -179,7 +181,7 @@ def test_more_devices_than_replicas_are_a_mistake(words: list[str]) -> None:
 def test_pace_counts_where_there_are_listeners() -> None:
     assert settle(vars(command("serve")), {})[1].min_pace == 1.0
     assert settle(vars(command("serve", "--min-pace", "0")), {})[1].min_pace == 0.0
-    config, _ = settings(command("generate", "x", "--text", "hi", "--device", "cpu"))
+    config = settings(command("generate", "x", "--text", "hi", "--device", "cpu"))
     assert config.min_pace == EngineConfig().min_pace == 0.0
     assert "--min-pace" not in options("generate")
 

@@ -19,7 +19,8 @@ from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
 from stretto.errors import StrettoError
-from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.models.qwen3_omni.payloads import ThinkerRows
+from stretto.models.speech.payloads import CodecFrames
 from stretto.stage.links import Arrival, Inlet, Outlet
 from stretto.stage.payload.copies import HostToDevice
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span

@@ -4,7 +4,7 @@ import torch
 
 from stretto.connector.contract import Chunk
 from stretto.errors import Invalid, StrettoError
-from stretto.models.qwen3_omni.payloads import CodecFrames
+from stretto.models.speech.payloads import CodecFrames
 from stretto.stage.links import Arrival, Inlet, Outlet
 from stretto.types import Mark, RequestId, Span
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from stretto.connector import wire
 from stretto.connector.contract import Chunk
 from stretto.errors import Bug
-from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.models.qwen3_omni.payloads import ThinkerRows
+from stretto.models.speech.payloads import CodecFrames
 from stretto.stage.inbox import Inbox
 from stretto.stage.outbox import Outbox
 from stretto.stage.payload.schema import unpack

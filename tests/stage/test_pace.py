@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 
 from stretto.client.player import Packet, play
-from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
+from stretto.models.qwen3_omni.config import OPENING_S
+from stretto.models.speech.talker_node import FRAME_S
 from stretto.stage.pace import LATELY_S, SLACK_S, STALLED_S, Pace, Rhythm, leaving
 
 

@@ -9,7 +9,7 @@ import pytest
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.solo import Frame, Options, Solo, TextToken
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.prompt import AudioClip, Prompt
 from stretto.stage.request import Reason
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import KINDS, make
@@ -224,7 +224,7 @@ def test_media_rows_are_kept_as_long_as_their_blocks_can_be_found(models: Models
 
 def test_other_media_do_not_hit_the_cache(models: Models) -> None:
     one, other = make("audio", models.config, seed=1), make("audio", models.config, seed=1)
-    other = replace(other, audios=tuple(replace(a, mel=a.mel + 0.3) for a in other.audios))
+    other = replace(other, audios=tuple(AudioClip.of(a.mel + 0.3) for a in other.audios))
     desk = Desk(models, "thinker")
     desk.think("one", one, options(0))
     desk.run()

@@ -4,7 +4,7 @@
 of them to finish adds their parts up. What was in the cache before this step is asked for while the kernel before this
 one still runs; the new key and value come from registers. `frame` does the same for the code predictor, whose rows all
 stand at one position of a small cache. Launch protocol as in `linear`. Reference: `stretto.kernels.paged` and
-`stretto.models.qwen3_omni.code_predictor.FramePass`."""
+`stretto.models.speech.code_predictor.FramePass`."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _attend(
 
     New keys and values never go through the window: they are columns of their own, from registers. So what is read of
     the window was there before the step, and can be asked for before the wait. A column that is written here while it
-    is read holds, until then, a frame that is out of reach for all of the step's (`Code2WavState.max_frames`)."""
+    is read holds, until then, a frame that is out of reach for all of the step's (`VocoderState.max_frames`)."""
     if PDL:
         gdc_launch_dependents()
     head, slot = tl.program_id(0), tl.program_id(1)

@@ -10,14 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from stretto.errors import CheckpointError, Invalid
-from stretto.layers.config import DecoderConfig, MoeConfig
+from stretto.layers.config import DecoderConfig
+from stretto.models.section import Section, decoder_config
+from stretto.models.speech.config import FrameConfig, VocoderConfig
 
 SAMPLE_RATE_IN = 16_000
 SAMPLE_RATE_OUT = 24_000
-FRAME_S = 0.08
 OPENING_S = 0.024  # of the first frame that code2wav does not sound
 
 
@@ -55,38 +55,6 @@ class VisionConfig:
     output_size: int
     num_positions: int  # entries of the learned square position table
     deepstack_layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Code2WavConfig:
-    codebook_size: int
-    num_quantizers: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    ffn_size: int
-    window: int  # sliding attention window, self included
-    rms_eps: float
-    rope_theta: float
-    upsampling_ratios: tuple[int, ...]
-    upsample_rates: tuple[int, ...]
-    decoder_dim: int
-
-    @property
-    def samples_per_frame(self) -> int:
-        n = 1
-        for r in self.upsampling_ratios + self.upsample_rates:
-            n *= r
-        return n
-
-    @property
-    def samples_dropped(self) -> int:
-        """Samples missing at the start of a stream: n frames make n * samples_per_frame - samples_dropped."""
-        drop = 0
-        for r in self.upsample_rates:
-            drop = drop * r + r
-        return drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +129,7 @@ class TalkerConfig:
 class OmniConfig:
     thinker: ThinkerConfig
     talker: TalkerConfig
-    code2wav: Code2WavConfig
+    code2wav: VocoderConfig
     tokens: TokenIds
 
     @classmethod
@@ -174,6 +142,12 @@ class OmniConfig:
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
         return parse(raw, str(path))
+
+    @property
+    def frames(self) -> FrameConfig:
+        t, codec = self.talker, self.talker.codec
+        ids = codec.bos, codec.eos, self.tokens.tts_eos, self.tokens.tts_pad
+        return FrameConfig(t.text, t.predictor, t.num_code_groups, *ids)
 
     def with_float8_experts(self) -> OmniConfig:
         """The same model, its thinker's routed experts to be kept as float8."""
@@ -196,111 +170,7 @@ def audio_tokens(mel_frames: int, chunk_frames: int = 100) -> int:
     return full * conv_length(chunk_frames) + conv_length(tail)
 
 
-class _Section:
-    """One JSON object with typed access; errors name the file and the dotted path of the field."""
-
-    def __init__(self, raw: object, where: str, path: str = "") -> None:
-        self.where, self.path = where, path
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{where}: {path or 'the top level'} must be an object")
-        self.raw: dict[str, Any] = raw
-
-    def fail(self, key: str, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {self.path}{key} {what}")
-
-    def section(self, key: str) -> _Section:
-        return _Section(self.get(key), self.where, f"{self.path}{key}.")
-
-    def get(self, key: str) -> Any:
-        if self.raw.get(key) is None:
-            raise self.fail(key, "is missing")
-        return self.raw[key]
-
-    def integer(self, key: str, low: int = 1) -> int:
-        v = self.get(key)
-        if isinstance(v, bool) or not isinstance(v, int):
-            raise self.fail(key, f"must be an integer, got {v!r}")
-        if v < low:
-            raise self.fail(key, f"must be at least {low}, got {v}")
-        return v
-
-    def id(self, key: str, vocab: int) -> int:
-        v = self.integer(key, 0)
-        if v >= vocab:
-            raise self.fail(key, f"is {v}, outside the vocabulary of {vocab}")
-        return v
-
-    def number(self, key: str) -> float:
-        v = self.get(key)
-        if isinstance(v, bool) or not isinstance(v, int | float):
-            raise self.fail(key, f"must be a number, got {v!r}")
-        return float(v)
-
-    def flag(self, key: str) -> bool:
-        v = self.get(key)
-        if not isinstance(v, bool):
-            raise self.fail(key, f"must be true or false, got {v!r}")
-        return v
-
-    def ints(self, key: str) -> tuple[int, ...]:
-        v = self.get(key)
-        if not isinstance(v, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in v):
-            raise self.fail(key, f"must be a list of integers, got {v!r}")
-        return tuple(v)
-
-    def rope(self) -> _Section:
-        """`rope_parameters` (transformers 5) or `rope_scaling` beside a flat `rope_theta` (the released file)."""
-        if isinstance(self.raw.get("rope_parameters"), dict):
-            merged = dict(self.raw["rope_parameters"])
-        else:
-            merged = dict(self.raw.get("rope_scaling") or {})
-        merged.setdefault("rope_theta", self.raw.get("rope_theta"))
-        return _Section(merged, self.where, f"{self.path}rope_parameters.")
-
-
-def _decoder(s: _Section, *, mrope: bool, moe: bool, shared: bool) -> DecoderConfig:
-    heads, kv = s.integer("num_attention_heads"), s.integer("num_key_value_heads")
-    if heads % kv:
-        raise s.fail("num_attention_heads", f"({heads}) must be a multiple of num_key_value_heads ({kv})")
-    rope, head_dim = s.rope(), s.integer("head_dim")
-    section: tuple[int, int, int] | None = None
-    if mrope:
-        sizes = rope.ints("mrope_section")
-        if len(sizes) != 3 or sum(sizes) * 2 != head_dim:
-            raise rope.fail(
-                "mrope_section", f"must be three sizes that sum to head_dim/2 = {head_dim // 2}, got {sizes}"
-            )
-        section = (sizes[0], sizes[1], sizes[2])
-    experts = None
-    if moe:
-        experts = MoeConfig(
-            num_experts=s.integer("num_experts" if "num_experts" in s.raw else "num_local_experts"),
-            top_k=s.integer("num_experts_per_tok"),
-            expert_size=s.integer("moe_intermediate_size"),
-            norm_topk=s.flag("norm_topk_prob"),
-            shared_size=s.integer("shared_expert_intermediate_size") if shared else None,
-        )
-        if experts.top_k > experts.num_experts:
-            raise s.fail("num_experts_per_tok", f"({experts.top_k}) exceeds num_experts ({experts.num_experts})")
-    if s.raw.get("hidden_act", "silu") != "silu" or s.raw.get("attention_bias", False):
-        raise s.fail("hidden_act/attention_bias", "other than silu/false is not supported")
-    return DecoderConfig(
-        vocab_size=s.integer("vocab_size"),
-        hidden_size=s.integer("hidden_size"),
-        num_layers=s.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv,
-        head_dim=head_dim,
-        rms_eps=s.number("rms_norm_eps"),
-        rope_theta=rope.number("rope_theta"),
-        mrope_section=section,
-        max_positions=s.integer("max_position_embeddings"),
-        dense_size=None if moe else s.integer("intermediate_size"),
-        moe=experts,
-    )
-
-
-def _audio(s: _Section) -> AudioConfig:
+def _audio(s: Section) -> AudioConfig:
     c = AudioConfig(
         num_mel_bins=s.integer("num_mel_bins"),
         hidden_size=s.integer("d_model"),
@@ -317,7 +187,7 @@ def _audio(s: _Section) -> AudioConfig:
     return c
 
 
-def _vision(s: _Section) -> VisionConfig:
+def _vision(s: Section) -> VisionConfig:
     c = VisionConfig(
         hidden_size=s.integer("hidden_size"),
         num_layers=s.integer("depth"),
@@ -338,11 +208,11 @@ def _vision(s: _Section) -> VisionConfig:
     return c
 
 
-def _code2wav(s: _Section) -> Code2WavConfig:
+def _code2wav(s: Section) -> VocoderConfig:
     hidden, heads = s.integer("hidden_size"), s.integer("num_attention_heads")
     if s.integer("num_key_value_heads") != heads:
         raise s.fail("num_key_value_heads", "other than num_attention_heads is not supported")
-    return Code2WavConfig(
+    return VocoderConfig(
         codebook_size=s.integer("codebook_size"),
         num_quantizers=s.integer("num_quantizers"),
         hidden_size=hidden,
@@ -361,12 +231,12 @@ def _code2wav(s: _Section) -> Code2WavConfig:
 
 def parse(raw: object, where: str = "config.json") -> OmniConfig:
     """The frozen configuration from a parsed config.json; `where` is named in errors."""
-    top = _Section(raw, where)
+    top = Section(raw, where)
     if top.raw.get("model_type") != "qwen3_omni_moe":
         raise top.fail("model_type", f"must be 'qwen3_omni_moe', got {top.raw.get('model_type')!r}")
     th, ta, cw = top.section("thinker_config"), top.section("talker_config"), top.section("code2wav_config")
 
-    text = _decoder(th.section("text_config"), mrope=True, moe=True, shared=False)
+    text = decoder_config(th.section("text_config"), mrope=True, moe=True, shared=False)
     thinker = ThinkerConfig(
         text=text,
         audio=_audio(th.section("audio_config")),
@@ -381,8 +251,8 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
         if size != text.hidden_size:
             raise th.fail(name, f"is {size}, but the thinker's hidden_size is {text.hidden_size}")
 
-    speech = _decoder(ta.section("text_config"), mrope=True, moe=True, shared=True)
-    predictor = _decoder(ta.section("code_predictor_config"), mrope=False, moe=False, shared=False)
+    speech = decoder_config(ta.section("text_config"), mrope=True, moe=True, shared=True)
+    predictor = decoder_config(ta.section("code_predictor_config"), mrope=False, moe=False, shared=False)
     if predictor.hidden_size != speech.hidden_size:
         raise ta.fail("code_predictor_config.hidden_size", f"must equal the talker's ({speech.hidden_size})")
     codecs = speech.vocab_size

@@ -10,16 +10,13 @@ import msgspec
 from stretto.control.messages import Positive, Sampling, TokenId
 from stretto.errors import Bug
 from stretto.family import Wanted
+from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the talker was made to pick code 0 of a frame."""
+"""How the released talker picks code 0 of a frame. What a checkpoint or a request says comes first."""
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """How the code predictor was made to pick the other codes."""
-
-
-class StageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
 
 
 class ThinkerParams(StageParams, frozen=True):
@@ -30,21 +27,8 @@ class ThinkerParams(StageParams, frozen=True):
     speak: bool = True  # the talker is to be told
 
 
-class TalkerParams(StageParams, frozen=True):
-    code0: Sampling
-    residual: Sampling
-    max_frames: Positive
-    voice: str | None = None
-    min_frames: int = 0
-    first_frames: Positive = 1
-    each_frames: Positive = 1
-    ramp: int | None = 2
-    want_codes: bool = False
-    spoken: tuple[TokenId, ...] | None = None  # read these tokens aloud; there is no thinker in it
-
-
-class Code2WavParams(StageParams, frozen=True):
-    pass
+class TalkerParams(FrameParams, frozen=True):
+    ahead: bool = False  # the beginning of a prompt: take its rows, and say nothing
 
 
 def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
@@ -52,7 +36,8 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
     p = w.params
     text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(w.seed, "thinker"))
     speech = stage_seed(w.seed, "talker")
-    code0, residual = replace(CODE0, seed=speech), replace(RESIDUAL, seed=speech)
+    drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
+    code0, residual = SamplingParams(*drawn, seed=speech), replace(RESIDUAL, seed=speech)
     if p.greedy_speech:
         code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
     thinker = ThinkerParams(
@@ -60,7 +45,7 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.max_text_tokens,
         p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
         tuple(p.logit_bias.items()),
-        speak=w.capability == "speech",
+        speak=w.capability in ("speech", "speech_ahead"),
     )
     talker = TalkerParams(
         Sampling.of(code0),
@@ -73,13 +58,16 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.packets.ramp,
         p.want_codes,
         w.spoken,
+        ahead=w.capability == "speech_ahead",
     )
     match w.capability:
-        case "text":
+        case "text" | "text_ahead":
             return {"thinker": thinker}
+        case "speech_ahead":
+            return {"thinker": thinker, "talker": talker}
         case "speech":
-            return {"thinker": thinker, "talker": talker, "code2wav": Code2WavParams()}
+            return {"thinker": thinker, "talker": talker, "code2wav": VocoderParams()}
         case "reading":
             if w.spoken is None:
                 raise Bug("nothing to be read")
-            return {"talker": talker, "code2wav": Code2WavParams()}
+            return {"talker": talker, "code2wav": VocoderParams()}

@@ -1,4 +1,4 @@
-"""What crosses Qwen3-Omni's links: `ThinkerRows` and `CodecFrames`. Pure; any thread."""
+"""What crosses Qwen3-Omni's first link: `ThinkerRows`. (The second one's is `speech/payloads.py`.) Pure; any thread."""
 
 from __future__ import annotations
 
@@ -10,34 +10,6 @@ import torch
 
 from stretto.stage.payload.schema import named, within
 from stretto.types import Span
-
-
-@dataclass(frozen=True, slots=True)
-class CodecFrames:
-    """Talker to code2wav: frames of codes. `codes[i]` are the codebooks of frame `span.start + i`."""
-
-    HOST: ClassVar[frozenset[str]] = frozenset({"codes"})  # a step of the vocoder takes those of all streams along
-
-    span: Span
-    codes: torch.Tensor  # int32 [frames, codebooks]
-
-    def __post_init__(self) -> None:
-        shape = self.codes.shape
-        if len(shape) != 2 or shape[0] != len(self.span) or self.codes.dtype is not torch.int32:
-            raise ValueError(f"codes {self.codes.dtype} {tuple(self.codes.shape)} for {self.span}")
-
-    def part(self, span: Span) -> CodecFrames:
-        start, stop = within(self.span, span)
-        return CodecFrames(span, self.codes[start:stop])
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"codes": self.codes}
-
-    @classmethod
-    def read(cls, span: Span, tensors: Mapping[str, torch.Tensor]) -> CodecFrames:
-        (codes,) = named(tensors, "codes")
-        return cls(span, codes)
-
 
 _NOTHING = torch.empty(0, 0)
 

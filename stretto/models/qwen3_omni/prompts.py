@@ -18,7 +18,7 @@ from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.models.qwen3_omni.patches import PatchRule, fit_video, image_patches, video_patches
 from stretto.prompt.media import Budget, MediaLimits
 from stretto.prompt.mel import mel
-from stretto.prompt.messages import Medium, Reader
+from stretto.prompt.messages import Kind, Medium, Reader
 from stretto.prompt.prompt import Array, AudioClip, Patches, Prompt
 from stretto.prompt.template import ChatTemplate, Tokenizer, encode_rendered
 from stretto.prompt.video import Video
@@ -130,12 +130,15 @@ class _Media:
     num_tokens: int = 0
     _pads: list[tuple[int, list[int]]] = field(default_factory=list)  # the template's pad, and the ids in its place
 
-    def add(self, medium: Medium) -> None:
+    def add(self, medium: Medium, kind: Kind) -> None:
         ids = self.builder.config.tokens
         if isinstance(medium, Video):
             self._put(ids.video_pad, self._video(medium))
-        elif isinstance(medium, Image.Image):
-            patches = image_patches(medium, self.builder.rule)
+        elif isinstance(medium, Patches) and kind == "video":
+            self.videos.append(medium)
+            self._put(ids.video_pad, [ids.video_pad] * self._rows(medium))
+        elif isinstance(medium, Image.Image | Patches):
+            patches = medium if isinstance(medium, Patches) else image_patches(medium, self.builder.rule)
             self.images.append(patches)
             self._put(ids.image_pad, [ids.image_pad] * self._rows(patches))
         else:
@@ -147,11 +150,12 @@ class _Media:
         # Checked as it grows: the features of a thousand images must not pile up before the request is refused.
         self.builder.check_length(self.num_tokens, so_far=True)
 
-    def _audio(self, samples: Array) -> int:
+    def _audio(self, sound: Array | AudioClip) -> int:
         config = self.builder.config.thinker.audio
-        features = mel(samples, config.num_mel_bins)
-        self.audios.append(AudioClip(features))
-        return audio_tokens(features.shape[1], config.chunk_frames)
+        if not isinstance(sound, AudioClip):
+            sound = AudioClip.of(mel(sound, config.num_mel_bins), config.window_frames)
+        self.audios.append(sound)
+        return audio_tokens(sound.num_frames, config.chunk_frames)
 
     def _rows(self, patches: Patches) -> int:
         t, h, w = patches.grid

@@ -25,12 +25,13 @@ from stretto.models.qwen3_omni.bridge import (
     talker_prompt,
     user_rows,
 )
-from stretto.models.qwen3_omni.code2wav import Code2WavStream
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.models.qwen3_omni.talker import FrameRows, Talker
+from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
+from stretto.models.speech.talker import FrameRows
+from stretto.models.speech.vocoder import VocoderStream
 from stretto.prompt.prompt import Prompt
 from stretto.types import GREEDY, SamplingParams, stage_seed
 
@@ -183,7 +184,7 @@ class Solo:
             TalkerVoice(plan, o, b, torch.zeros_like(talker.suppress)) if plan else None
             for plan, o, b in zip(plans, options, speech_blocks)
         ]
-        streams = [Code2WavStream(code2wav) if plan else None for plan in plans]
+        streams = [VocoderStream(code2wav) if plan else None for plan in plans]
         sent = [0] * len(prompts)
 
         while any(v.finish is None for v in thinkers) or any(v and v.finish is None for v in talkers):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.models.qwen3_omni.config import OmniConfig, parse
-from stretto.models.qwen3_omni.shapes import Shape, checkpoint_shapes, spread
+from stretto.models.qwen3_omni.shapes import checkpoint_shapes
 from stretto.models.qwen3_omni.tiny_text import (
     CHAT_TEMPLATE,
     SPECIAL,
@@ -26,6 +26,7 @@ from stretto.models.qwen3_omni.tiny_text import (
     tokenizer_json,
     vocabulary,
 )
+from stretto.models.shapes import Shape, spread
 
 Weights = dict[str, npt.NDArray[np.float32]]
 

@@ -18,8 +18,8 @@ from torch import nn
 from stretto.kernels.fast import usable
 from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
+from stretto.models.parts import Parts, run_through
 from stretto.models.qwen3_omni.config import VisionConfig
-from stretto.models.qwen3_omni.parts import Parts, run_through
 from stretto.prompt.prompt import Array
 
 if TYPE_CHECKING:

@@ -91,6 +91,7 @@ class Ledger:
                 return
             self.holdings.seat(head, found)
             self._move(head, State.RUNNING)
+            self.settle(head)  # what it lacks input of may begin right behind what was found
 
     def grow(self, request: StageRequest, stop: int, idle: bool) -> int:
         """Blocks for rows up to `stop`, or for as many as there are; others are preempted only if not even one more
@@ -108,7 +109,12 @@ class Ledger:
         """Whether a row is free. If not, the request that has been starved for longest gives up its row, but keeps
         its blocks."""
         if not self.holdings.num_free_rows:
-            starved = [r for r in self.holdings.seated.values() if r.state is State.STARVED and not r.in_flight]
+            new = {join.request for join in self.holdings.joined}  # nobody has heard of: to take it back gains nothing
+            starved = [
+                r
+                for r in self.holdings.seated.values()
+                if r.state is State.STARVED and not r.in_flight and r.id not in new
+            ]
             if starved:
                 self.holdings.unseat(min(starved, key=by_age), Leave.PARKED)
         return self.holdings.num_free_rows > 0
@@ -171,7 +177,7 @@ class Ledger:
         if victim.state is State.RUNNING:
             victim.num_preemptions += 1
             victim.refresh_order(self.config.max_preemptions)
-            self._move(victim, State.WAITING)
+        self.settle(victim)
 
     def check(self) -> None:
         requests = list(self.requests.values())

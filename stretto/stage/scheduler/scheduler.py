@@ -15,7 +15,7 @@ from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, chain_keys
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.ledger import Ledger
 from stretto.stage.scheduler.queues import aged_first, most_urgent_first, split
-from stretto.types import RequestId
+from stretto.types import RequestId, Span
 
 Rows = int | Sequence[int]
 """Input rows: their token ids, or only their number when no id tells them."""
@@ -93,10 +93,11 @@ class Scheduler:
         *,
         closed: bool = True,
         salts: Sequence[Salt] = (),
+        missing: Sequence[Span] = (),
         deadline: float | None = None,
     ) -> StageRequest:
         """A new request. With `closed=False` its prompt grows by `append_rows` until `close_prompt`; it may start
-        empty (an announced request, whose first input is still to come)."""
+        empty (an announced request, whose first input is still to come). `missing`: see `set_missing`."""
         if spec.id in self._ledger.requests:
             raise Bug(f"request {spec.id} submitted twice")
         if sum(not r.was_admitted for r in self._ledger.requests.values()) >= self.config.max_waiting:
@@ -106,6 +107,7 @@ class Scheduler:
         request.refresh_order(self.config.max_preemptions)
         ids = self._fitting(request, prompt, spec.max_new, closed)
         request.cursor.append(request.add_input(ids, salts))
+        request.missing = missing
         if closed:
             self._close_prompt(request)
         request.refresh_limit()
@@ -129,6 +131,21 @@ class Scheduler:
     def close_prompt(self, id: RequestId) -> None:
         """The prompt is complete; the answer may begin."""
         self.append_rows(id, 0, last=True)
+
+    def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
+        """The prompt rows whose input is not here yet, in order; all others' is. They are not computed until it comes,
+        unless the prefix cache has them: then it need not come at all."""
+        request = self.request(id)
+        request.missing = missing
+        request.refresh_limit()
+        self._ledger.settle(request)
+
+    def num_found(self, id: RequestId) -> int:
+        """Leading rows that need not be computed: those with KV or, before it is seated, those in the prefix cache."""
+        request = self.request(id)
+        if request.row is not None or request.blocks or not self.config.prefix_cache:
+            return request.cursor.filled
+        return len(self._ledger.holdings.search(request)) * self._size
 
     def append_text(self, id: RequestId, count: int = 1) -> None:
         """`count` more text tokens arrived for a paced request: as many more decode steps may run."""

@@ -11,7 +11,7 @@ from stretto.layers import streaming
 from stretto.layers.streaming import CausalConv, Joint, OverlapUpConv, Push, Silence, Snake, Tail, residual
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
-from stretto.models.qwen3_omni.weights import build
+from stretto.models.weights import build
 from tests.kernels.fast.vocoders import CONFIG, check_captured, noise, play, random_codes, random_stream, small_vocoder
 
 kernels = pytest.importorskip("stretto.kernels.fast.convolution")

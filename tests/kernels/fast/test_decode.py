@@ -14,7 +14,7 @@ from stretto.kernels.norm import rms_norm
 from stretto.kernels.paged import KVCache, paged_attention, write_kv
 from stretto.kernels.rope import rotate
 from stretto.layers.config import DecoderConfig
-from stretto.models.qwen3_omni.code_predictor import FrameCache, FramePass
+from stretto.models.speech.code_predictor import FrameCache, FramePass
 
 fast_linear = pytest.importorskip("stretto.kernels.fast.linear")
 fast_experts = pytest.importorskip("stretto.kernels.fast.experts")

@@ -11,8 +11,9 @@ from stretto.kernels.sampling import SamplingRows
 from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.talker import FrameRows, Talker
-from stretto.models.qwen3_omni.weights import build
+from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.speech.talker import FrameRows
+from stretto.models.weights import build
 from stretto.stage.runner.rows import DeviceRows
 from stretto.types import SamplingParams
 
@@ -115,7 +116,7 @@ def test_frame_equals_the_plain_talker(
         defaults = linear.matrix_defaults
         monkeypatch.setattr(linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128})
     from stretto.kernels.fast.sampling import Columns
-    from stretto.models.qwen3_omni.fused_frame import FusedFrame
+    from stretto.models.speech.fused_frame import FusedFrame
 
     shape = {"hidden_size": 64, "head_dim": 16}
     moe = MoeConfig(8, 2, 32, True, 64)

@@ -10,7 +10,7 @@ import torch
 
 from stretto.layers import streaming
 from stretto.layers.streaming import Push, Silence, Snake, Tail
-from stretto.models.qwen3_omni import code2wav
+from stretto.models.speech import vocoder as vocoding
 from tests.kernels.fast import vocoders
 from tests.kernels.fast.vocoders import CONFIG, check_captured, play, random_codes, random_stream, small_vocoder
 
@@ -34,7 +34,7 @@ def made(channels: int, device: torch.device, dtype: torch.dtype = torch.float32
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Snake` and `Push` are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
     monkeypatch.setattr(streaming, "usable", lambda x: False)
-    monkeypatch.setattr(code2wav, "usable", lambda x: False)
+    monkeypatch.setattr(vocoding, "usable", lambda x: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 

@@ -16,17 +16,18 @@ from stretto.layers import streaming
 from stretto.layers.capture import capture_graphs
 from stretto.layers.streaming import TailLayout
 from stretto.layers.targets import targets
-from stretto.models.qwen3_omni import code2wav
-from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState, ConvNeXt
-from stretto.models.qwen3_omni.config import Code2WavConfig
-from stretto.models.qwen3_omni.weights import build
+from stretto.models.qwen3_omni.code2wav import Code2Wav
+from stretto.models.speech import vocoder as vocoding
+from stretto.models.speech.config import VocoderConfig
+from stretto.models.speech.vocoder import ConvNeXt, VocoderState
+from stretto.models.weights import build
 from tests.kernels.fast.vocoders import noise, play
 
 kernels = pytest.importorskip("stretto.kernels.fast.wave")
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 EPS = 1e-5
-CONFIG = Code2WavConfig(
+CONFIG = VocoderConfig(
     codebook_size=16,
     num_quantizers=3,
     hidden_size=24,
@@ -47,7 +48,7 @@ CONFIG = Code2WavConfig(
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is the reference here, whatever is usable, until `by_kernels`; nothing is rounded to TF32."""
     monkeypatch.setattr(streaming, "usable", lambda x: False)
-    monkeypatch.setattr(code2wav, "usable", lambda x: False)
+    monkeypatch.setattr(vocoding, "usable", lambda x: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
@@ -58,9 +59,9 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code2wav, "usable", lambda x: True)
+    monkeypatch.setattr(vocoding, "usable", lambda x: True)
     monkeypatch.setattr(Code2Wav, "_timing", None)
-    monkeypatch.setattr(code2wav.F, "layer_norm", None)
+    monkeypatch.setattr(vocoding.F, "layer_norm", None)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-5) -> None:
@@ -77,7 +78,7 @@ def alike(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> None:
     assert float((found - wanted).float().norm()) <= limit * float(wanted.float().norm())
 
 
-def vocoder(device: torch.device, config: Code2WavConfig = CONFIG, dtype: torch.dtype = torch.float32) -> Code2Wav:
+def vocoder(device: torch.device, config: VocoderConfig = CONFIG, dtype: torch.dtype = torch.float32) -> Code2Wav:
     """With weights under which every path matters and none amplifies what is rounded; samples are not clipped."""
     model = build(lambda: Code2Wav(config), device, dtype)
     g = torch.Generator().manual_seed(4)
@@ -97,7 +98,7 @@ def codes_of(*shape: int, seed: int, most: int = CONFIG.codebook_size) -> torch.
     return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def at_frames(model: Code2Wav, frames: list[int], max_frames: int, seed: int) -> Code2WavState:
+def at_frames(model: Code2Wav, frames: list[int], max_frames: int, seed: int) -> VocoderState:
     """A state whose streams are so far along, with noise where frames were written and elsewhere alike."""
     state = model.state(len(frames), max_frames)
     state.window.copy_(noise(*state.window.shape, seed=seed))
@@ -218,11 +219,11 @@ def test_attention_of_other_widths(head_dim: int, window: int, dtype: torch.dtyp
     alike(ours.window[:, :, 1:], reference.window[:, :, 1:], 0.01)
 
 
-def moment_of(model: Code2Wav, state: Code2WavState, lengths: torch.Tensor, time: int) -> code2wav.Moment:
+def moment_of(model: Code2Wav, state: VocoderState, lengths: torch.Tensor, time: int) -> vocoding.Moment:
     codes = torch.zeros(state.num_slots, 3, time, dtype=torch.int64, device=lengths.device)
     weight, norm = model.code_embedding.weight, model.pre_transformer.first_norm()
     turn = kernels.embed(codes, weight, state.frames, model.inv_freq, norm)[2]
-    return code2wav.Moment(state.frames, lengths, turn, model.config.window)
+    return vocoding.Moment(state.frames, lengths, turn, model.config.window)
 
 
 def twin(model: Code2Wav) -> Code2Wav:
@@ -271,7 +272,7 @@ def test_attention_never_looks_at_what_another_stream_left(device: torch.device)
         x, normed, turn = kernels.embed(codes, weight, state.frames, model.inv_freq, norm)
         lengths = torch.tensor([1, 2, 2], device=device)
         window = state.window.clone()
-        moment = code2wav.Moment(state.frames, lengths, turn, CONFIG.window)
+        moment = vocoding.Moment(state.frames, lengths, turn, CONFIG.window)
         out.append(model.pre_transformer.fused(x, normed, window, moment))
     assert torch.isfinite(out[0]).all()
     assert torch.equal(out[0], out[1])
@@ -329,7 +330,7 @@ def test_one_frame_of_one_stream(device: torch.device, monkeypatch: pytest.Monke
         wanted = model._transform(reference, codes, lengths)
         with monkeypatch.context() as m:
             m.setattr(kernels.F, "linear", None)
-            m.setattr(code2wav, "usable", lambda x: True)
+            m.setattr(vocoding, "usable", lambda x: True)
             close(model._transform(ours, codes, lengths), wanted)
         close(ours.window[:, :, 1:], reference.window[:, :, 1:])
         for state in (ours, reference):
@@ -371,7 +372,7 @@ def test_what_no_tile_holds_goes_the_plain_way(device: torch.device, monkeypatch
     codes = codes_of(2, 3, 2, seed=1).to(device)
     lengths = torch.tensor([2, 1], device=device)
     wanted = model.step(model.state(2, 2), codes, lengths)
-    monkeypatch.setattr(code2wav, "usable", lambda x: True)
+    monkeypatch.setattr(vocoding, "usable", lambda x: True)
     monkeypatch.setattr(Code2Wav, "_timing", spied := Spy(model._timing))
     torch.testing.assert_close(model.step(model.state(2, 2), codes, lengths), wanted, rtol=0, atol=1e-5)
     assert spied.calls == 1
@@ -407,7 +408,7 @@ def test_real_sizes(
         codes = codes_of(slots, 16, frames, seed=i, most=2048).to(device)
         with monkeypatch.context() as m:
             wanted = model._transform(reference, codes, lengths)
-            m.setattr(code2wav, "usable", lambda x: True)
+            m.setattr(vocoding, "usable", lambda x: True)
             found = model._transform(ours, codes, lengths)
         real = torch.arange(frames, device=device) < lengths[:, None]
         assert torch.isfinite(found).all()

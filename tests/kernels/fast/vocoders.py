@@ -9,11 +9,12 @@ import torch
 
 from stretto.layers.capture import capture_graphs
 from stretto.layers.targets import targets
-from stretto.models.qwen3_omni.code2wav import Code2Wav, Code2WavState
-from stretto.models.qwen3_omni.config import Code2WavConfig
-from stretto.models.qwen3_omni.weights import build
+from stretto.models.qwen3_omni.code2wav import Code2Wav
+from stretto.models.speech.config import VocoderConfig
+from stretto.models.speech.vocoder import VocoderState
+from stretto.models.weights import build
 
-CONFIG = Code2WavConfig(
+CONFIG = VocoderConfig(
     codebook_size=16,
     num_quantizers=2,
     hidden_size=16,
@@ -34,7 +35,7 @@ def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def small_vocoder(config: Code2WavConfig, device: torch.device) -> Code2Wav:
+def small_vocoder(config: VocoderConfig, device: torch.device) -> Code2Wav:
     """With weights that do not amplify what is rounded, and samples far from where they are clipped."""
     model = build(lambda: Code2Wav(config), device, torch.float32)
     g = torch.Generator().manual_seed(4)
@@ -59,7 +60,7 @@ def random_stream(model: Code2Wav, frames: int, seed: int) -> torch.Tensor:
 
 
 def play(
-    model: Code2Wav, state: Code2WavState, streams: list[torch.Tensor], steps: Iterable[tuple[int, Sequence[int]]]
+    model: Code2Wav, state: VocoderState, streams: list[torch.Tensor], steps: Iterable[tuple[int, Sequence[int]]]
 ) -> list[torch.Tensor]:
     """All streams side by side to their ends. A step is its size, and how many frames each slot would take at most (if
     it has so many left), with garbage behind them."""

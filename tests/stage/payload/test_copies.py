@@ -11,7 +11,8 @@ import torch
 from stretto.connector import wire
 from stretto.connector.contract import Chunk
 from stretto.connector.switches import OverlapSwitches
-from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.models.qwen3_omni.payloads import ThinkerRows
+from stretto.models.speech.payloads import CodecFrames
 from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.payload.schema import Payload, unpack
 from stretto.types import Mark, RequestId, Span

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from stretto.connector import wire
 from stretto.connector.contract import Corrupt
-from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.models.qwen3_omni.payloads import ThinkerRows
+from stretto.models.speech.payloads import CodecFrames
 from stretto.stage.payload.schema import unpack
 from stretto.types import Mark, RequestId, Span
 

@@ -12,7 +12,7 @@ import pytest
 
 from stretto.errors import Bug, Busy, Gone, Invalid, TooLong
 from stretto.stage.request import OPAQUE, Reason, RequestSpec, Salt, State
-from stretto.stage.scheduler import Batch, Leave, Scheduler, SchedulerConfig, StepResult, prefix_key
+from stretto.stage.scheduler import Batch, Leave, Scheduler, SchedulerConfig, StepResult, prefix_keys
 from stretto.types import RequestId, Span
 from tests.stage.fakes import Driver
 
@@ -404,7 +404,8 @@ def test_a_talker_block_with_media_depends_on_what_the_thinker_saw() -> None:
 
     def talk(id: str, system: list[int], media: bool) -> tuple[int, int]:
         user = [7, 7, 7, 7, 8, 8, 8, 8]
-        salts = [Salt(Span(0, 4), prefix_key(system + user[:4], [Salt(Span(len(system), len(system) + 4), b"wav")]))]
+        [key] = prefix_keys(system + user, [Salt(Span(len(system), len(system) + 4), b"wav")])
+        salts = [Salt(Span(0, 4), key)]
         spec = RequestSpec(RequestId(id), max_new=1, paced=True, cache_output=False)
         scheduler.submit(spec, [*user, 9], salts=salts if media else [])
         batch = scheduler.schedule()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import torch
 
 from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.paged import KVCache, Paging
-from stretto.kernels.sampling import sample
+from stretto.kernels.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
@@ -26,12 +26,12 @@ MAX_BIAS = 1024  # tokens of one request
 
 @dataclass(slots=True, eq=False)
 class ThinkerInput:
-    """What a request brings beside its ids. A new segment replaces positions and `first_decode` in one go."""
+    """What a request brings beside its ids."""
 
     positions: npt.NDArray[np.float32]  # [3, prompt]
     first_decode: float  # rotary position of the first generated token
     sampling: SamplingParams = GREEDY
-    media: MediaRows | None = None
+    media: list[MediaRows] = field(default_factory=list)  # of the pieces that are encoded by now
     capture: npt.NDArray[np.int64] | None = None  # sorted prompt positions whose accept-layer rows are wanted
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
@@ -84,7 +84,7 @@ class ThinkerLane:
 
     def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[ThinkerExtra]:
         given, device = self.inputs[request.id], self.model.device
-        media = None if given.media is None else given.media.within(start, stop)
+        media = MediaRows.joined([m.within(start, stop) for m in given.media]) if given.media else None
         x = self.model.embed(to_device(request.ids[start:stop], device, torch.int64), media)
         capture: list[int] = []
         if given.capture is not None:
@@ -160,9 +160,3 @@ def rope_rows(given: ThinkerInput, start: int, stop: int) -> npt.NDArray[np.floa
     beyond = given.first_decode + np.arange(max(start, prompt), max(stop, prompt), dtype=np.float32) - prompt
     tail = np.broadcast_to(beyond.astype(np.float32), (3, len(beyond)))
     return np.concatenate([given.positions[:, start : min(stop, prompt)], tail], 1)
-
-
-def guarded(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Tokens, with -1 where the logits are not numbers any more. (One may be -inf: forbidden on purpose.)"""
-    fine = logits.amax(-1, keepdim=True).isfinite()
-    return torch.where(fine, tokens, -1)

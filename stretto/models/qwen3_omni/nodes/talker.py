@@ -1,58 +1,36 @@
-"""The talker's node: the thinker's rows in, frames of speech out to the vocoder, when their pace says so.
+"""The talker's node: the thinker's rows in, frames of speech out.
 
 Called by the host and driven by the loop, on the loop thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-import torch
+from collections.abc import Callable
 
 from stretto.connector.contract import Corrupt
-from stretto.control.messages import Admit, Codes
-from stretto.errors import StrettoError
+from stretto.control.messages import Admit
 from stretto.models.qwen3_omni.bridge import talker_prompt
-from stretto.models.qwen3_omni.config import FRAME_S, OPENING_S
+from stretto.models.qwen3_omni.config import OPENING_S
 from stretto.models.qwen3_omni.lanes.talker import TalkerInput
-from stretto.models.qwen3_omni.nodes.given import check_ids
-from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_root, talker_salts
+from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.params import TalkerParams
-from stretto.models.qwen3_omni.payloads import CodecFrames, ThinkerRows
+from stretto.models.qwen3_omni.payloads import ThinkerRows
+from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.speech.given import check_ids
+from stretto.models.speech.talker_node import FrameNode, Known, Speaking
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
-from stretto.stage.links import Arrival, Inlet, Outlet
-from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
-from stretto.stage.report import Clock, Journal, failed
-from stretto.stage.request import Reason, RequestSpec, StageRequest, State
-from stretto.stage.stage import Emit, Output, Stage
-from stretto.types import Mark, RequestId, Span
+from stretto.stage.links import Arrival, Inlet
+from stretto.stage.pace import Pace
+from stretto.stage.report import Clock, Journal
+from stretto.stage.request import RequestSpec
+from stretto.stage.stage import Emit, Stage
+from stretto.types import Mark, RequestId
 
 
-@dataclass(slots=True, eq=False)
-class Speaking:
-    """A request whose frames are being made: those that have not left yet, and when they should."""
-
-    request: StageRequest
-    num_prompt: int  # tokens of the thinker's prompt: text begins behind them
-    want_codes: bool
-    journal: Journal
-    pace: Pace
-    frames: list[Sequence[int]] = field(default_factory=list)
-
-    @property
-    def stalled(self) -> bool:
-        """It waits for text, and no frame is on its way."""
-        return self.request.state is State.STARVED and not self.request.in_flight
-
-
-class TalkerNode:
-    name = "talker"
+class TalkerNode(FrameNode):
     params = TalkerParams
-    cheap = False
 
     def __init__(
         self,
@@ -61,106 +39,38 @@ class TalkerNode:
         context: StageContext,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.model, self.report, self.clock = model, context.report, clock
-        self.config = model.config
+        super().__init__(stage, model, context, OPENING_S, clock)
+        self.talker, self.config = model, model.config
         self.inlet = Inlet("thinker>talker", ThinkerRows, self._read, self._fail)
-        self.outlet: Outlet[CodecFrames] = Outlet("talker>code2wav", CodecFrames)
-        self.inlets, self.outlets = (self.inlet,), (self.outlet,)
-        self.voices: dict[RequestId, Speaking] = {}
-        self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
-        self._rhythm = Rhythm(FRAME_S, OPENING_S)
-        self._came = False  # frames came since the last look at them
-        self._looked = 0.0
-        self.stage = stage(self._emit)
+        self.inlets = (self.inlet,)
 
-    def __len__(self) -> int:
-        return len(self.stage)
-
-    @property
-    def due_ns(self) -> int | None:
-        return self.stage.due_ns
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        return self.stage.runner.stream
+    def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> Known:
+        plan = talker_prompt(prompt, self.config, params.voice, ahead=params.ahead)
+        given = TalkerInput(plan, params.code0.params(), params.residual.params(), min_frames=params.min_frames)
+        salts = talker_salts(prompt.ids, thinker_salts(media_pieces(prompt, self.config)), plan)
+        rows = row_ids(given, 0, len(plan.ids) if params.ahead else len(plan) - 1)
+        return Known(given, rows, a.cache_root, salts, given.missing)
 
     def admit(self, a: Admit, params: TalkerParams, prompt: Prompt) -> None:
-        id, p = a.request, params
-        check_ids(id, len(self.model.text_table), prompt.ids, p.spoken or ())
-        plan = talker_prompt(prompt, self.config, p.voice)
-        given = TalkerInput(plan, p.code0.params(), p.residual.params(), min_frames=p.min_frames)
-        spec = RequestSpec(
-            id,
-            p.max_frames + 1,
-            frozenset({self.config.talker.codec.eos}),
-            sampling=given.code0,
-            priority=a.priority,
-            paced=True,
-            last_on_device=True,
-            cache_output=False,
-            cache_root=talker_root(a, plan),
-        )
-        known = given.num_rows
-        salts = talker_salts(a, prompt, plan)
-        request = self.stage.submit(spec, given, row_ids(given, 0, known), closed=False, salts=salts)
-        pace = Pace(p.first_frames, p.each_frames, p.ramp, self._rhythm)
-        self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, Journal(self.clock()), pace)
-        self.outlet.open(id)
-        if p.spoken is not None:
-            self._text(id, given, p.spoken)
-            self._end_text(id, given)
+        if params.ahead:
+            check_ids(a.request, len(self.model.text_table), prompt.ids)
+            self._read_ahead(a, self.plan(a, params, prompt), len(prompt.ids))
         else:
-            self.inlet.open(id)
+            super().admit(a, params, prompt)
 
-    def cancel(self, id: RequestId) -> None:
-        self.stage.cancel(id)
-        self._close(id, purge=True)
+    def _read_ahead(self, a: Admit, known: Known, num_prompt: int) -> None:
+        """Rows of the user's turns for the prefix cache. One frame is picked behind them, which nobody hears: it shows
+        that they are numbers."""
+        id, given = a.request, known.given
+        spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=known.root)
+        request = self.stage.submit(spec, given, known.rows, salts=known.salts, missing=known.missing)
+        pace = Pace(1, 1, None, self._rhythm)
+        self.voices[id] = Speaking(request, num_prompt, False, Journal(self.clock()), pace, ahead=True)
+        self.inlet.open(id)
 
-    def finish(self, id: RequestId) -> None:
-        """It ends with its text, which ends by itself."""
-
-    def throttle(self, id: RequestId, on: bool) -> None:
-        self.outlet.throttle(id, on)
-        self.outlet.tell(id, self.stage.scheduler)
-
-    def turn(self) -> bool:
-        did = self.inlet.turn()
-        for id in self.outlet.flush():
-            self.outlet.tell(id, self.stage.scheduler)
-        did = self.stage.turn() or did
-        if self._waiting:
-            now = self.clock()
-            if self._came or now - self._looked > LOOK_S:
-                did = self._send_due(now) or did
-        return did
-
-    def _send_due(self, now: float) -> bool:
-        """Frames leave step by step rather than request by request, so that the vocoder gets them in one go."""
-        self._came, self._looked = False, now
-        waiting = list(self._waiting.items())
-        which = leaving([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
-        for (id, voice), go in zip(waiting, which, strict=True):
-            if go:
-                self._send(id, voice, now, Mark.MORE)
-        return any(which)
-
-    def _send(self, id: RequestId, voice: Speaking, now: float, mark: Mark) -> None:
-        frames, first = voice.frames, voice.pace.sent
-        payload = None
-        if frames:
-            # By way of the host, which has them anyway: on the device each request's few numbers would cost the
-            # vocoder's stream several launches of their own.
-            codes = np.array(frames, dtype=np.int32)
-            if voice.want_codes:
-                self.report(Codes(id, first, codes.shape[1]), codes.tobytes())
-            payload = CodecFrames(Span(first, first + len(frames)), torch.from_numpy(codes))
-            voice.pace.left(len(frames), now)
-            voice.frames = []
-            del self._waiting[id]
-        if not self.outlet.send(id, payload, mark) and mark is Mark.MORE:
-            self.outlet.tell(id, self.stage.scheduler)
-        if mark is Mark.MORE:
-            self.stage.scheduler.set_deadline(id, voice.pace.deadline)
+    def last_row(self, given: TalkerInput) -> list[int]:
+        last = len(given.prompt)
+        return row_ids(given, last - 1, last)
 
     def _read(self, id: RequestId, arrival: Arrival[ThinkerRows]) -> None:
         given: TalkerInput = self.stage.runner.lane.inputs[id]
@@ -172,8 +82,7 @@ class TalkerNode:
                 with self.stage.runner.on_stream():
                     arrival.adopt()
                     given.media.append(rows.hidden.to(self.model.device))
-                known = self.stage.scheduler.request(id).cursor.prompt
-                self.stage.scheduler.append_rows(id, row_ids(given, known, given.num_rows))
+                self.stage.scheduler.set_missing(id, given.missing)
             first = max(self.voices[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
@@ -183,59 +92,3 @@ class TalkerNode:
                 self._text(id, given, tokens)
         if arrival.mark is not Mark.MORE:
             self._end_text(id, given)
-
-    def _text(self, id: RequestId, given: TalkerInput, tokens: Sequence[int]) -> None:
-        more = len(tokens)
-        if more and not given.text:  # the first is part of the prompt, and its end
-            given.text.append(tokens[0])
-            last = given.num_rows
-            self.stage.scheduler.append_rows(id, row_ids(given, last - 1, last), last=True)
-            tokens, more = tokens[1:], more - 1
-        if more:
-            given.text.extend(tokens)
-            self.stage.scheduler.append_text(id, more)
-
-    def _end_text(self, id: RequestId, given: TalkerInput) -> None:
-        given.text_ended = True
-        if given.text:
-            self.stage.scheduler.end_text(id)
-            return
-        # Nothing to say: the talker never runs, and silence is the answer.
-        self.stage.cancel(id)
-        self.outlet.send(id, None, Mark.REQUEST_END)
-        self.report(self.voices[id].journal.ended(id, self.name, Reason.STOP), b"")
-        self._close(id, purge=False)
-
-    def _emit(self, o: Output) -> None:
-        id = o.request.id
-        voice = self.voices.get(id)
-        if voice is None:
-            return
-        if o.error is not None:
-            self._close(id, purge=True)
-            self.report(failed(id, self.name, o.error), b"")
-            return
-        now = self.clock()
-        if o.reason is not None:  # the pick that ends a request is not a frame
-            self._send(id, voice, now, Mark.REQUEST_END)
-            self.report(voice.journal.ended(id, self.name, o.reason), b"")
-            self._close(id, purge=False)
-        elif o.token is None:
-            voice.journal.mark_chunk(now)
-        else:
-            voice.journal.mark(now)
-            voice.pace.came(now)
-            voice.frames.append(o.row)
-            self._waiting[id] = voice
-            self._came = True
-
-    def _fail(self, id: RequestId, error: StrettoError) -> None:
-        if id in self.voices:
-            self.cancel(id)
-            self.report(failed(id, self.name, error), b"")
-
-    def _close(self, id: RequestId, purge: bool) -> None:
-        self.inlet.close(id, purge)
-        self.outlet.close(id, purge)
-        self.voices.pop(id, None)
-        self._waiting.pop(id, None)

@@ -27,7 +27,7 @@ from stretto.errors import CheckpointError
 from stretto.kernels.quantized import FLOAT8, finite
 from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, Target, targets
-from stretto.models.qwen3_omni.shapes import spread
+from stretto.models.shapes import spread
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,7 +1,7 @@
 """A talker's frame as fused kernels: code 0, then fifteen predictor steps, each picked on the device.
 
-The same frame as `Talker.frame` makes, for rows of persistent state: parameters, what was seen and where the sum of
-embeddings goes are looked up by row inside the kernels. Called by the talker's lane inside captured steps."""
+The same frame as `FrameTalker.frame` makes, for rows of persistent state: parameters, what was seen and where the sum
+of embeddings goes are looked up by row inside the kernels. Called by a talker's lane inside captured steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.fast.linear import project
 from stretto.kernels.fast.sampling import Answer, Columns, FrameOut, pick_code0, pick_last, pick_residual
 from stretto.layers.fused import FusedLayers
-from stretto.models.qwen3_omni.code_predictor import FrameCache
-from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.speech.code_predictor import FrameCache
+from stretto.models.speech.talker import FrameTalker
 
 
 class FusedFrame:
     def __init__(
-        self, model: Talker, layers: FusedLayers, seen: torch.Tensor, floor: torch.Tensor, code0: Columns, rest: Columns
+        self,
+        model: FrameTalker,
+        layers: FusedLayers,
+        seen: torch.Tensor,
+        floor: torch.Tensor,
+        code0: Columns,
+        rest: Columns,
     ) -> None:
         predictor = model.code_predictor
         self.model, self.layers = model, layers
         self.cos, self.sin = predictor.angles
-        self.answer = Answer(seen, floor, model.config.talker.codec.eos)
+        self.answer = Answer(seen, floor, model.frames.eos)
         self.code0, self.rest = code0, rest
         self.heads = [head.get_parameter("weight") for head in predictor.lm_head]
         self.tables = [table.get_parameter("weight") for table in predictor.model.codec_embedding]

@@ -11,9 +11,9 @@ import torch
 
 from stretto.control.messages import Admit, Pcm
 from stretto.errors import StrettoError
-from stretto.models.qwen3_omni.config import FRAME_S
-from stretto.models.qwen3_omni.params import Code2WavParams
-from stretto.models.qwen3_omni.payloads import CodecFrames
+from stretto.models.speech.params import VocoderParams
+from stretto.models.speech.payloads import CodecFrames
+from stretto.models.speech.talker_node import FRAME_S
 from stretto.prompt.prompt import Prompt
 from stretto.stage.codec import AudioEmit, AudioOutput, CodecStage
 from stretto.stage.context import StageContext
@@ -25,9 +25,9 @@ from stretto.types import Mark, RequestId
 NOTHING = torch.empty(0, 0, dtype=torch.int32)
 
 
-class Code2WavNode:
+class VocoderNode:
     name = "code2wav"
-    params = Code2WavParams
+    params = VocoderParams
     cheap = True
     due_ns: int | None = None
 
@@ -48,7 +48,7 @@ class Code2WavNode:
     def stream(self) -> torch.cuda.Stream | None:
         return self.stage.stream
 
-    def admit(self, a: Admit, params: Code2WavParams, prompt: Prompt) -> None:
+    def admit(self, a: Admit, params: VocoderParams, prompt: Prompt) -> None:
         self.stage.open(a.request)
         self.journals[a.request] = Journal(self.clock())
         self.inlet.open(a.request)

@@ -53,16 +53,20 @@ class FramePass:
 
 
 class PredictorModel(Decoder):
-    def __init__(self, c: DecoderConfig, num_groups: int) -> None:
+    def __init__(self, c: DecoderConfig, num_groups: int, width: int) -> None:
         super().__init__(c)
-        self.codec_embedding = nn.ModuleList(Embedding(c.vocab_size, c.hidden_size) for _ in range(num_groups - 1))
+        self.codec_embedding = nn.ModuleList(Embedding(c.vocab_size, width) for _ in range(num_groups - 1))
 
 
 class CodePredictor(nn.Module):
-    def __init__(self, c: DecoderConfig, num_groups: int) -> None:
+    """`width` is the talker's. Where the predictor is narrower, each of its inputs passes a projection; the sum of a
+    frame's embeddings, which is the talker's next input, does not."""
+
+    def __init__(self, c: DecoderConfig, num_groups: int, width: int) -> None:
         super().__init__()
         self.num_groups = num_groups
-        self.model = PredictorModel(c, num_groups)
+        self.model = PredictorModel(c, num_groups, width)
+        self.small_to_mtp_projection = Linear(width, c.hidden_size, bias=True) if width != c.hidden_size else None
         self.lm_head = nn.ModuleList(Linear(c.hidden_size, c.vocab_size) for _ in range(num_groups - 1))
 
     def prepare(self, device: torch.device) -> None:
@@ -70,17 +74,24 @@ class CodePredictor(nn.Module):
         self.positions = torch.arange(self.num_groups, dtype=torch.float32, device=device)
         self.angles = self.model.rope(self.positions, self.model.norm.weight.dtype)  # of every position of a frame
 
+    def fitted(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of the talker's width as inputs."""
+        if self.small_to_mtp_projection is None:
+            return x
+        out: torch.Tensor = self.small_to_mtp_projection(x)
+        return out
+
     def cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> FrameCache:
         return FrameCache(self.model.config, rows, self.num_groups, device, dtype)
 
     def forward(
         self, hidden: torch.Tensor, first: torch.Tensor, cache: FrameCache, pick: Pick
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Talker rows `hidden` and embeddings of code 0 `first` (both [rows, hidden]).
+        """Talker rows `hidden` and embeddings of code 0 `first` (both [rows, width]).
 
-        Returns the codes [rows, groups - 1] and the embeddings of all the frame's codes, summed: [rows, hidden]."""
+        Returns the codes [rows, groups - 1] and the embeddings of all the frame's codes, summed: [rows, width]."""
         rows = hidden.shape[0]
-        x = torch.stack((hidden, first), 1).flatten(0, 1)
+        x = self.fitted(torch.stack((hidden, first), 1).flatten(0, 1))
         out = self.model(x, self.positions[:2].repeat(rows), FramePass(cache, rows, 0, 2))
         last = out.view(rows, 2, -1)[:, 1]
         codes, embedded = [], [first]
@@ -91,7 +102,7 @@ class CodePredictor(nn.Module):
             embedded.append(row)
             if g + 2 < self.num_groups:
                 at = self.positions[g + 2].expand(rows)
-                last = self.model(row, at, FramePass(cache, rows, g + 2, 1))
+                last = self.model(self.fitted(row), at, FramePass(cache, rows, g + 2, 1))
         # one sum in float32, rounded once
         total = torch.stack(embedded, 1).sum(1, dtype=torch.float32).to(hidden.dtype)
         return torch.stack(codes, 1), total

@@ -1,0 +1,28 @@
+"""What a request tells a talker and a vocoder, whatever their family. Imports no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stretto.control.messages import Positive, Sampling, TokenId
+
+
+class StageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class FrameParams(StageParams, frozen=True):
+    code0: Sampling
+    residual: Sampling
+    max_frames: Positive
+    voice: str | None = None
+    min_frames: int = 0
+    first_frames: Positive = 1
+    each_frames: Positive = 1
+    ramp: int | None = 2
+    want_codes: bool = False
+    spoken: tuple[TokenId, ...] | None = None  # read these tokens aloud; no other stage writes the text
+
+
+class VocoderParams(StageParams, frozen=True):
+    pass
