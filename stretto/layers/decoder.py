@@ -16,6 +16,8 @@ from stretto.kernels.norm import rms_norm
 from stretto.kernels.paged import KVCache, Paging, paged_attention, write_kv
 from stretto.kernels.rope import rotate
 from stretto.layers.config import DecoderConfig
+from stretto.layers.host import MAX_ROWS as HOST_ROWS
+from stretto.layers.host import Array, HostLayers
 from stretto.layers.linear import FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.targets import frozen
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 class Attention(Protocol):
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's shape."""
+        ...
+
+    def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        """The same for arrays, on a CPU."""
         ...
 
 
@@ -44,6 +50,9 @@ class PagedPass:
         kv = self.cache.data[layer]
         write_kv(kv, k, v, self.paging.slots)
         return paged_attention(q, kv, self.paging)
+
+    def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        return self(layer, *(torch.from_numpy(a) for a in (q, k, v))).numpy()
 
     def decodes(self, rows: int) -> bool:
         """Every row is the one query of its sequence, and there are few."""
@@ -146,11 +155,14 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_eps)
         self.rope = Rope(c.head_dim, c.rope_theta, c.mrope_section)
         self.fused: FusedLayers | None = None  # where kernels can be used, and for few rows
+        self.host: HostLayers | None = None  # on a CPU, for few rows
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, after: AfterLayer | None = None
     ) -> torch.Tensor:
         """Input rows x [rows, hidden] -> final-normed hidden rows."""
+        if self.host is not None and len(x) <= HOST_ROWS:
+            return self.host(x, positions, attention, after)
         cos, sin = self.rope(positions, x.dtype)
         if self.fused is not None and isinstance(attention, PagedPass) and attention.decodes(len(x)):
             return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
@@ -193,6 +205,8 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.self_attn.prepare()
+        if HostLayers.fits(self):
+            self.host = HostLayers(self)
         if usable(self.norm.weight):
             from stretto.layers.fused import FusedLayers, fits
 
