@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from stretto.family import ModelInfo
 from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.spool import Spool
 from stretto.types import RequestId
+
+if TYPE_CHECKING:
+    from stretto.orchestrator.session import Session
 
 Modality = Literal["text", "audio"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -138,6 +141,10 @@ class Engine(Protocol):
     ) -> AsyncIterator[Event]:
         """Read a text aloud, instead of an answer that the model writes. `sender`: who takes
         turns with whom where prompts are built, as in `Conversation`."""
+        ...
+
+    def session(self, *, owner: str = "") -> Session:
+        """A conversation that goes on, whose sound comes in while it is spoken."""
         ...
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from stretto import __version__
@@ -32,6 +32,8 @@ from stretto.server.failures import Refused, respond
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.openapi import document
 from stretto.server.pages import WEB, Pages
+from stretto.server.realtime.connection import PATHS as REALTIME
+from stretto.server.realtime.connection import Realtime
 from stretto.server.schema import Health, ModelCard, ModelList, Version
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
@@ -77,7 +79,7 @@ class Routes:
         self.loaded_at = int(time.time())
         self.paths: dict[str, str] = {}  # and their methods
 
-    def table(self) -> list[Route]:
+    def table(self) -> list[BaseRoute]:
         largest = self.service.config.max_body_bytes
         chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
         speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
@@ -93,7 +95,9 @@ class Routes:
         if self.service.config.metrics:
             named.append(("/metrics", "metrics", self.metrics))
         self.paths = {**dict.fromkeys(POSTS, "POST"), **{path: "GET" for path, *_ in named if "{" not in path}}
+        realtime: ASGIApp = Realtime(self.service)
         return [
+            *(WebSocketRoute(path, realtime) for path in REALTIME),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in zip(POSTS, posts, strict=True)),
             *(Route(path, _counted(route, handler), methods=["GET"]) for path, route, handler in named),
             Route("/{path:path}", _counted("page", self.page), methods=["GET"]),
@@ -145,6 +149,8 @@ class Routes:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if path in POSTS:
             raise HTTPException(405, headers={"allow": "POST"})
+        if path in REALTIME:
+            raise HTTPException(426, "a WebSocket is expected here", headers={"upgrade": "websocket"})
         found = self.pages.get(path)
         if found is None:
             raise HTTPException(404)

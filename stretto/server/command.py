@@ -49,6 +49,7 @@ TITLES = {
     "clients": "who may call",
     "limits": ENGINE_TITLES["limits"],
     "speech": "packets of speech",
+    "realtime": "realtime sessions",
     "prompts": "preparing requests",
     "logging": ENGINE_TITLES["logging"],
     **{group: ENGINE_TITLES[group] for group in ("tuning", "overlap")},

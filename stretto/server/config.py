@@ -80,6 +80,18 @@ class ServerConfig:
     each_frames: int = setting(8, "speech", "frames in the others, at most", "N")
     packet_ramp: int = setting(2, "speech", "packets grow from the first by this factor; 0: at once", "N")
 
+    realtime_sessions: int = setting(64, "realtime", "sessions at once; more are told to come back (429)", "N")
+    realtime_sessions_per_key: int = setting(0, "realtime", "the same for each API key; 0: no limit", "N")
+    realtime_minutes: float = setting(60.0, "realtime", "how long a session may last", "MINUTES")
+    realtime_idle: float = setting(600.0, "realtime", "a session in which nothing happens is closed after", "SECONDS")
+    realtime_held_mb: float = setting(
+        256.0, "realtime", "sound and pictures that a session may hold, its conversation included, in MiB", "MIB"
+    )
+    realtime_lead: float = setting(10.0, "realtime", "sound is sent at most so far ahead of its playback", "SECONDS")
+    realtime_speculate: bool = setting(
+        True, "realtime", "begin to answer at a short pause, before the turn is surely over; the answers are the same"
+    )
+
     log_format: LogFormat = setting("text", "logging", "one line a request, as text or as JSON")  # noqa: RUF009
     log_level: LogLevel = setting("info", "logging", "how much to log")  # noqa: RUF009
     metrics: bool = setting(True, "logging", "serve Prometheus metrics at /metrics")
@@ -105,6 +117,12 @@ class ServerConfig:
             "audio_kept": self.audio_kept >= 0,
             "first_frames": 1 <= self.first_frames <= self.each_frames,
             "packet_ramp": self.packet_ramp == 0 or self.packet_ramp >= 2,
+            "realtime_sessions": self.realtime_sessions >= 1,
+            "realtime_sessions_per_key": self.realtime_sessions_per_key >= 0,
+            "realtime_minutes": self.realtime_minutes > 0,
+            "realtime_idle": self.realtime_idle > 0,
+            "realtime_held_mb": self.realtime_held_mb >= 1,
+            "realtime_lead": self.realtime_lead > 0,
             "api_key": all(k.isascii() and k.strip() == k and k for k in self.api_key),
             "allowed_origins": all(o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins),
             "allowed_hosts": all(h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts),

@@ -48,12 +48,13 @@ class Keys:
     def needed(self) -> bool:
         return bool(self.stated or self.file)
 
-    def owner(self, headers: Headers) -> str:
-        """Which key a request carries: `key1`, `key2` ..., or a file's `key-` and eight letters."""
+    def owner(self, headers: Headers, other: str | None = None) -> str:
+        """Which key a request carries: `key1`, `key2` ..., or a file's `key-` and eight letters. `other` is one that
+        came where headers cannot be set."""
         if not self.needed:
             return NOBODY
         self._look()
-        guess = _key(headers)
+        guess = _key(headers) or other
         if guess is None:
             raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
         digest, found = _digest(guess), ""

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from stretto import __version__
 from stretto.server.exchange import Visit
+from stretto.server.realtime.metrics import RealtimeMetrics
 from stretto.server.series import HELP
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -66,6 +67,7 @@ class Metrics:
         self.refused = Counter(
             "stretto_connections_refused", "Connections ended by the server, by reason", ["reason"], registry=r
         )
+        self.realtime = RealtimeMetrics(r)
 
     def record(self, visit: Visit) -> None:
         """A request is over."""

@@ -26,11 +26,12 @@ from stretto.server.config import ServerConfig
 from stretto.server.pages import WEB
 from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
+from stretto.server.websocket import Socket
 
 log = logging.getLogger("stretto.server")
 
 LAST_WORDS = 2.0  # seconds for connections to close once everything is answered
-WS_MAX_BYTES = 32 << 20
+WS_MAX_BYTES = 21 << 20  # of a message: 15 MiB of sound in base64, and some
 BACKLOG = 2048
 OTHER_FILES = 1024  # links, hosts, the listener: generous
 POLL_SECONDS = 0.1
@@ -137,6 +138,7 @@ class Server:
             async with asyncio.timeout(timeout):
                 await self.service.drain(timeout)
                 await self.service.admission.idle.wait()  # the engine is done; the last bytes may not be
+                await self.service.sessions.idle.wait()
         except TimeoutError:
             return
 
@@ -185,7 +187,7 @@ def _settings(config: ServerConfig, app: Starlette) -> uvicorn.Config:
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=config.ssl_keyfile_password,
         http="httptools",
-        ws="websockets-sansio",
+        ws=Socket,
         ws_max_size=WS_MAX_BYTES,
         ws_per_message_deflate=False,
         access_log=False,

@@ -19,6 +19,7 @@ from stretto.server.failures import Refused
 from stretto.server.keys import Keys
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
+from stretto.server.realtime.sessions import Sessions
 
 log = logging.getLogger("stretto.server")
 
@@ -34,6 +35,7 @@ class Service:
     memory: AudioMemory
     metrics: Metrics
     bodies: BodyBudget
+    sessions: Sessions
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be
@@ -54,6 +56,7 @@ class Service:
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
             metrics=metrics,
             bodies=BodyBudget(config.max_bodies_bytes),
+            sessions=Sessions(config.realtime_sessions, config.realtime_sessions_per_key),
         )
 
     @property
@@ -119,6 +122,7 @@ class Service:
     async def drain(self, timeout: float) -> None:
         """Take nothing new and let what runs finish, for at most so long."""
         self.draining = True
+        self.sessions.drain()
         if self._engine is not None:
             await self._engine.drain(timeout)
 
@@ -127,5 +131,6 @@ class Service:
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
             await asyncio.wait([self._loading])
+        self.sessions.close()
         if self._engine is not None:
             await self._engine.close()
