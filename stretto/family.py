@@ -98,6 +98,7 @@ class ModelInfo:
     input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
     output_modalities: tuple[Output, ...] = ("text", "audio")
     ear: Ear | None = None  # None: sound is taken whole, when it is over
+    ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
     defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
     languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
     instructions: bool = False  # how a text is to be read can be said in words

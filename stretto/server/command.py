@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto import __version__
+from stretto import __version__, embedded
 from stretto.connector import spinwait
 from stretto.control.devices import check_cards
 from stretto.control.settings import check_model
@@ -75,7 +75,7 @@ def add_serve_parser(jobs: Any) -> None:
         description="Serve a model over HTTP, as OpenAI's API. Every flag can also be set in the environment "
         "(STRETTO_PORT=8001) or in a YAML file (port: 8001); flags win over the environment, that over the file.",
     )
-    where = "checkpoint directory, or a name on the Hugging Face hub (default: a tiny built-in model, to try things)"
+    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model, to try things)"
     serve.add_argument("model", nargs="?", help=where)
     serve.add_argument("--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names")
     serve.add_argument("--settings-table", action="store_true", help="print all settings as Markdown, and end")
@@ -194,9 +194,14 @@ def _started(start: asyncio.Task[None]) -> None:
 
 @contextmanager
 def checkpoint(model: str | None) -> Iterator[Path]:
-    """The model's directory; without one, the tiny model in a folder that goes away in the end."""
+    """The model's directory; without one, the embedded model or, where that is not there either, the tiny one in a
+    folder that goes away in the end."""
     if model is not None:
         yield find_model(model, lambda line: _say(f"stretto: {line}"))
+        return
+    if (own := embedded.find()) is not None:
+        _say("stretto: no model given: serving the embedded one (a synthetic voice, a small domain)")
+        yield own
         return
     from stretto.registry import write_tiny
 

@@ -320,6 +320,7 @@ class ModelCard(Struct, frozen=True):
     sample_rate: int
     max_model_len: int
     root: str
+    ideas: tuple[str, ...]  # questions it can answer; none: the page shows its own
     defaults: dict[str, float]  # of the request's fields, as the checkpoint says
     languages: tuple[str, ...] = ()
     instructions: bool = False
