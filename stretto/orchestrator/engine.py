@@ -36,7 +36,7 @@ from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Me
 from stretto.orchestrator.cards import Cards
 from stretto.orchestrator.hosts import Launcher
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.routing import Router
+from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
@@ -135,6 +135,11 @@ class PipelineEngine:
         if not any(p.ready(path) for p in self._pipelines for path in paths):
             return Progress("dead", stages, "no pipeline is up")
         return Progress("ready", stages)
+
+    @property
+    def pace(self) -> float:
+        """How fast the slowest running speech is made, in times of real time; infinite if there is none."""
+        return min((slowest(p, self._tickets.values()) for p in self._pipelines), default=float("inf"))
 
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}

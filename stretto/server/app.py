@@ -123,10 +123,7 @@ class Routes:
         return Response(_document(), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        engine = self.service.maybe_engine
-        numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": self.service.bodies.held}
-        body = self.service.metrics.render(self.service.admission.running, numbers)
-        return Response(body, headers={"content-type": CONTENT_TYPE})
+        return Response(metrics_of(self.service), headers={"content-type": CONTENT_TYPE})
 
     async def page(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
@@ -147,6 +144,13 @@ class Routes:
         words = {404: f"there is no {what}", 405: f"{what} is not possible here"}
         message = words.get(error.status_code, error.detail)
         return respond(Refused(error.status_code, message, code="not_found", headers=error.headers))
+
+
+def metrics_of(service: Service) -> bytes:
+    """All numbers of a server, as Prometheus reads them."""
+    engine = service.maybe_engine
+    numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+    return service.metrics.render(service.admission.running, numbers)
 
 
 async def _tell(request: Request, error: Exception) -> Response:

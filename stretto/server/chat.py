@@ -147,6 +147,7 @@ async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> Non
         voice=find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice"),
         params=to_params(request, service.config.packets),
         request_id=visit.request_id,
+        session=visit.session,
         owner=visit.owner,
     )
     async with closing(events):
