@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stretto import __version__
 from stretto.client.command import add_bench_parser, add_talk_parser
+from stretto.cluster.command import run_on_ray
 from stretto.errors import Invalid, StrettoError
 from stretto.generate import add_generate_parser
 from stretto.server.command import add_env_parser, add_serve_parser
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="stretto", description="A serving engine for omni-modal models.")
     top.add_argument("--version", action="version", version=f"stretto {__version__}")
     jobs = top.add_subparsers(required=True, metavar="JOB")
-    add_serve_parser(jobs)
+    add_serve_parser(jobs, {"ray": run_on_ray})
     add_generate_parser(jobs)
     add_talk_parser(jobs)
     add_bench_parser(jobs)

@@ -131,9 +131,11 @@ class Engine(Protocol):
         params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
+        session: str | None = None,
         owner: str = "",
     ) -> AsyncIterator[Event]:
-        """Answer a conversation. A prompt is only found in caches if it was the same `owner`'s before."""
+        """Answer a conversation. A prompt is only found in caches if it was the same `owner`'s before. Requests of one
+        `session` go to the same pipeline, as long as it is up."""
         ...
 
     def speak(

@@ -38,7 +38,7 @@ from stretto.orchestrator.cards import Cards
 from stretto.orchestrator.hosts import Launcher
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.reading import check_manner, read_passages, write
-from stretto.orchestrator.routing import Router
+from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
@@ -139,6 +139,11 @@ class PipelineEngine:
         if not any(p.ready(path) for p in self._pipelines for path in paths):
             return Progress("dead", stages, trouble or "no pipeline is up")
         return Progress("ready", stages, trouble)
+
+    @property
+    def pace(self) -> float:
+        """How fast the slowest running speech is made, in times of real time; infinite if there is none."""
+        return min((slowest(p, self._tickets.values()) for p in self._pipelines), default=float("inf"))
 
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}

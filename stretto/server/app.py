@@ -157,10 +157,7 @@ class Routes:
         return Response(_document(), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        engine = self.service.maybe_engine
-        numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": self.service.bodies.held}
-        body = self.service.metrics.render(self.service.admission.running, numbers)
-        return Response(body, headers={"content-type": CONTENT_TYPE})
+        return Response(metrics_of(self.service), headers={"content-type": CONTENT_TYPE})
 
     async def page(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
@@ -199,6 +196,13 @@ def nearest(path: str, known: Mapping[str, str]) -> str | None:
             return f"{known[candidate]} {candidate}"
     close = get_close_matches(path[:200], known, 1, 0.75)
     return f"{known[close[0]]} {close[0]}" if close else None
+
+
+def metrics_of(service: Service) -> bytes:
+    """All numbers of a server, as Prometheus reads them."""
+    engine = service.maybe_engine
+    numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+    return service.metrics.render(service.admission.running, numbers)
 
 
 async def _tell(request: Request, error: Exception) -> Response:

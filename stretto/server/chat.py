@@ -172,6 +172,7 @@ async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> Non
             voice=voice,
             params=replace(params, seed=seed),
             request_id=visit.request_id if not i else RequestId(f"{visit.request_id}-{i}"),
+            session=visit.session,
             owner=visit.owner,
         )
 
