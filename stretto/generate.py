@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from stretto import embedded
 from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid, StrettoError
 from stretto.hub import find_model
@@ -39,7 +40,8 @@ def add_generate_parser(jobs: Any) -> None:
         description="Answer one conversation, or a file of them. The engine's flags can also be set in the environment "
         "(STRETTO_DEVICE=cpu).",
     )
-    gen.add_argument("model", help="checkpoint directory, or a name on the Hugging Face hub")
+    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model)"
+    gen.add_argument("model", nargs="?", help=where)
     what = gen.add_argument_group("what to answer: a question of these parts, or a file")
     what.add_argument("--text", help="a user's message; -: from standard input")
     for kind in MEDIA:
@@ -245,12 +247,20 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise Invalid(f"{path} is a directory; name a file", "out")
 
 
+def _directory(model: str | None) -> Path:
+    if model is not None:
+        return find_model(model, _say)
+    if (own := embedded.find()) is not None:
+        return own
+    raise Invalid("name a checkpoint: the embedded model is not installed here", "model")
+
+
 async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
     from stretto.orchestrator.engine import PipelineEngine
 
     config = settings(args)
     start = time.perf_counter()
-    async with PipelineEngine.open(find_model(args.model, _say), config) as engine:
+    async with PipelineEngine.open(_directory(args.model), config) as engine:
         load, params = time.perf_counter() - start, parameters(args, engine.info.defaults)
         if args.batch is not None:
             return await _batch(args, asked, engine, params, load)

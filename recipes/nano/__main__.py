@@ -47,12 +47,6 @@ def _codec(a: argparse.Namespace) -> None:
     codec.train(a.work, settings)
 
 
-def _encode(a: argparse.Namespace) -> None:
-    from recipes.nano import codec
-
-    codec.encode_more(a.work, a.audio, a.hours, a.device, a.first_file)
-
-
 def _trim(a: argparse.Namespace) -> None:
     from recipes.nano import codes, thinker
 
@@ -69,8 +63,20 @@ def _thinker(a: argparse.Namespace) -> None:
 def _talker(a: argparse.Namespace) -> None:
     from recipes.nano import talker
 
-    chosen = (a.batch, a.sampled, a.epochs, a.hours, a.device, a.steps, a.rate, a.go_on, a.eager)
-    talker.train(a.work, talker.Settings(a.seconds, *chosen))
+    settings = talker.Settings(
+        a.seconds,
+        a.batch,
+        a.sampled,
+        a.epochs,
+        a.hours,
+        a.device,
+        a.steps,
+        rate=a.rate,
+        go_on=a.go_on,
+        audio=a.audio,
+        eager=a.eager,
+    )
+    talker.train(a.work, settings)
 
 
 def _speak(a: argparse.Namespace) -> None:
@@ -149,12 +155,8 @@ def main() -> None:
             p.add_argument("--epochs", type=int, default=4)
             p.add_argument("--hours", type=float)
             p.add_argument("--rate", type=float, default=1e-3)
+            p.add_argument("--audio", type=Path, help="where the teacher speaks on meanwhile")
             p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
-    p = step("encode", _encode, "codes of further speech, by the trained encoder")
-    p.add_argument("--audio", type=Path, required=True)
-    p.add_argument("--hours", type=float, default=26.0)
-    p.add_argument("--device")
-    p.add_argument("--first-file", type=int, required=True, help="number of the first file of codes to write")
     p = step("trim", _trim, "what the talker's training needs, the codes of the first chunks only, to be carried")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--chunks", type=int, required=True)

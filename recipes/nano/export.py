@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from recipes.nano import codec, shape, talker, thinker, tokens
 from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
+from stretto import embedded
 from stretto.models.qwen3_omni.shapes import checkpoint_shapes
 from stretto.models.qwen3_omni.tiny import PREPROCESSOR
 from stretto.models.shapes import spread
@@ -30,6 +31,8 @@ GENERATION = {
     "talker_top_k": 20,
     "talker_top_p": 0.9,
 }
+IDEAS = ["What is a stretto?", "Say: the old farmer carried a heavy basket across the bridge.", "Who are you?",
+         "What is seven plus eight?", "Count from one to ten", "Tell me a joke"]  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 
 
@@ -120,6 +123,7 @@ def write(work: Path, folder: Path, cool: float = 1.0) -> None:
     )
     _json(folder / "generation_config.json", GENERATION)
     _json(folder / "preprocessor_config.json", PREPROCESSOR)
+    _json(folder / embedded.IDEAS, IDEAS)
     tokens.write_files(work, folder)
     _json(folder / "config.json", shape.config_json(Text.open(work).roles))
     size = sum(p.stat().st_size for p in folder.iterdir())

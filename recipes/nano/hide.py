@@ -35,12 +35,13 @@ def spans(rows: int, width: int, device: torch.device) -> Tensor:
     return torch.rand(rows, count, device=device).repeat_interleave(BLOCK, dim=1)[:, :width]
 
 
-def elsewhere(before: Tensor, frames: int) -> Tensor:
+def elsewhere(before: Tensor, frames: Tensor) -> Tensor:
     """Numbers of previous frames [rows, width], some spans of them moved to another place of the table."""
     rows, width = before.shape
     moved = spans(rows, width, before.device) < ELSEWHERE
-    by = torch.randint(0, frames, (rows, 1), device=before.device)
-    return torch.where(moved & (before >= 0), (before + by) % frames, before)
+    count = frames.long()
+    by = (torch.rand(rows, 1, device=before.device, dtype=torch.float64) * frames).long()
+    return torch.where(moved & (before >= 0), (before + by) % count, before)
 
 
 def noisy(codes: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 # The GPU part of the recipe in two runs of at most eight minutes, on a machine without network.
 #   run.sh first  CARRY WORK OUT   speech by festival on all cores; meanwhile thinker, then codec; then all codes
 #   run.sh second CARRY WORK OUT   talker and code predictor, codes for the score; if CARRY has festival and the encoder,
-#                                  meanwhile more speech from chunk MORE on, and its codes
+#                                  meanwhile more speech from chunk MORE on, which training takes in; and its codes
 # CARRY holds what `pack`, `tokenizer` and `rows` made (first), or what `trim` and an earlier run made (second): codes,
 # embedding, tokenizer; festival and encoder for more speech; the talker to go on from (TALKER_ARGS=--go-on).
 # OUT gets what the next step needs, each file below 16 MiB; larger ones in parts, to be put together by `cat`.
@@ -37,29 +37,25 @@ if [ "$step" = first ]; then
   tar -C "$work" -cf "$out/small.tar" tokenizer.json codes-index.npz $(cd "$work" && ls report-*.json) -C "$out" codec.log thinker.log corpus.log
   rm -f "$out"/*.log
 else
-  more=${MORE:-420} audio=${AUDIO:-/tmp/nano-audio} speaking=
+  audio=${AUDIO:-/tmp/nano-audio} speaking= growing=
   cp -n "$carry"/*.safetensors "$carry"/codes-*.np[yz] "$carry"/tokenizer.json "$work"/ 2>/dev/null
   [ -f "$carry/talker.safetensors.part-aa" ] && cat "$carry"/talker.safetensors.part-* >"$work/talker.safetensors"
-  mkdir -p "$work/speech"
+  mkdir -p "$work/speech" "$audio"
   if [ -f "$carry/festival.tar.xz" ]; then
-    OMP_NUM_THREADS=1 nice -n 10 "$python" -m recipes.nano --work "$work" corpus --audio "$audio" --first "$more" \
-      --festival "$carry/festival.tar.xz" --workers "${WORKERS:-12}" --seconds "${CORPUS_SECONDS:-340}" \
-      >"$out/corpus.log" 2>&1 &
-    speaking=$!
+    OMP_NUM_THREADS=1 nice -n 10 "$python" -m recipes.nano --work "$work" corpus --audio "$audio" \
+      --first "${MORE:-420}" --festival "$carry/festival.tar.xz" --workers "${WORKERS:-12}" \
+      --seconds "${CORPUS_SECONDS:-340}" >"$out/corpus.log" 2>&1 &
+    speaking=$! growing="--audio $audio"
   fi
-  limit=${TALKER_SECONDS:-360}
-  nano talker --seconds "$limit" ${TALKER_ARGS:-} 2>&1 | tee "$out/talker.log" ||
+  limit=${TALKER_SECONDS:-400}
+  nano talker --seconds "$limit" $growing ${TALKER_ARGS:-} 2>&1 | tee "$out/talker.log" ||
     nano talker --eager --seconds $((limit - SECONDS)) ${TALKER_ARGS:-} 2>&1 | tee -a "$out/talker.log"
   status=$?
+  [ -n "$speaking" ] && kill $speaking 2>/dev/null && tail -n 2 "$out/corpus.log"
   split -b 15M "$work/talker.safetensors" "$out/talker.safetensors.part-"
+  ls "$work"/codes-[5-9].npy >/dev/null 2>&1 && cp "$work"/codes-[5-9].npy "$work"/codes-index-5.npz "$out"/
   nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee "$out/speak.log" || status=1
   tar -C "$work" -cf "$out/small.tar" speech $(cd "$work" && ls report-*.json)
-  if [ -n "$speaking" ]; then
-    kill $speaking 2>/dev/null
-    tail -n 2 "$out/corpus.log"
-    nano encode --audio "$audio" --hours "${MORE_HOURS:-24}" --first-file 5 2>&1 | tee "$out/encode.log" || status=1
-    cp "$work"/codes-[5-9].npy "$work"/codes-index-5.npz "$out"/
-  fi
 fi
 chmod 644 "$out"/*
 ls -l "$out"

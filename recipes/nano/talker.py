@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recipes.nano import codes, corpus, grammar, hide, layout, phones, thinker
+from recipes.nano import codes, corpus, grammar, hide, layout, thinker
 from recipes.nano.aids import Aids
 from recipes.nano.decoder import Decoder, initialize, segment_mask
 from recipes.nano.graph import Schedule, Trainer, device_of
+from recipes.nano.grow import WIDTH, Data, Growing
 from recipes.nano.report import gate, note, say
 from recipes.nano.shape import CODES, GROUPS
 from recipes.nano.tokens import Text
 from stretto.models.qwen3_omni.config import OmniConfig
 
 FILE = "talker.safetensors"
-WIDTH = 256
 DROPOUT = 0.1
 END_WEIGHT = 3.0
 RESIDUAL_WEIGHT = 3.0  # of the predictor's cross entropy against that of code 0
@@ -96,38 +96,6 @@ class Talker(nn.Module):
         return [p for n, p in self.named_parameters() if not n.startswith("hidden_projection.")]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Data:
-    """Rows, codes and labels on the device."""
-
-    table: Tensor  # [frames, 16]
-    labels: Tensor  # [frames, 3]
-    text: Tensor
-    mark: Tensor
-    before: Tensor
-    frame: Tensor
-    end: Tensor
-    segments: Tensor
-    positions: Tensor
-    low: Tensor
-    high: Tensor
-
-    @classmethod
-    def place(cls, batch: layout.Batch, table: codes.Codes, labels: phones.Labels, device: torch.device) -> Data:
-        def put(a: np.ndarray) -> Tensor:  # type: ignore[type-arg]
-            return torch.from_numpy(a).to(device)
-
-        def short(a: layout.Ints) -> Tensor:
-            return put(a.astype(np.int16))
-
-        b = batch
-        return cls(put(table.astype(np.int16)), put(labels), short(b.text), short(b.mark), put(b.before), put(b.frame),
-                   put(b.end), short(b.segments), short(b.positions), short(b.low), short(b.high))  # fmt: skip
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-
 @dataclass(frozen=True, slots=True)
 class Losses:
     code0: Tensor
@@ -170,7 +138,7 @@ def losses(model: Talker, aids: Aids, embedding: Tensor, data: Data, pick: Tenso
     unseen = torch.rand(rows, width, device=before.device) < view.rate
     if view.done is not None:
         unseen = hide.hidden(rows, width, view.done, before.device)
-        past = hide.noisy(data.table[hide.elsewhere(before, len(data.table)).clamp_min(0)].long())
+        past = hide.noisy(data.table[hide.elsewhere(before, data.size[1]).clamp_min(0)].long())
     else:
         past = data.table[before.clamp_min(0)].long()  # [B, T, 16]
     has_past, seen = before >= 0, (before >= 0) & ~unseen
@@ -267,6 +235,8 @@ class Settings:
     steps: int | None = None  # tests
     rate: float = 1e-3
     go_on: bool = False  # from the weights of an earlier run
+    audio: Path | None = None  # where the teacher speaks on meanwhile
+    more_hours: float = 32.0  # of such speech to make room for
     eager: bool = False
 
 
@@ -279,8 +249,15 @@ def train(work: Path, s: Settings) -> None:
     torch.manual_seed(0)
     _, rest = codes.read(work, s.hours).split(corpus.chunk_texts(0))
     held, rest = rest.split(corpus.chunk_texts(HELD))
-    data = _placed(text, rest, "talker", s.epochs, device)
-    check = _placed(text, held, "held", 1, device)
+    rows = _rows(text, rest, "talker", s.epochs)
+    more = s.more_hours if s.audio is not None else 0.0
+    share = 1 + more / rest.hours
+    data = Data.room(int(len(rows.text) * share), int(len(rest.codes) * share), device)
+    data.add(rows, rest.codes, rest.labels)
+    check = Data.place(_rows(text, held, "held", 1), held.codes, held.labels, device)
+    growing = None
+    if s.audio is not None:
+        growing = Growing(work, s.audio, data, lambda said: _rows(text, said, said.texts[0], s.epochs), device)
     embedding = thinker.embedding(work, device)
     model = load(work, text, device).train() if s.go_on else Talker(text.config).to(device)
     aids = Aids(model.model, text.config.talker.text.hidden_size).to(device)
@@ -288,7 +265,7 @@ def train(work: Path, s: Settings) -> None:
     say("talker", f"{rest.hours:.1f} h, {len(rest.texts)} utterances, {len(data)} rows; {took:.0f} s")
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
-        pick = torch.randint(0, len(data), (s.batch,), device=device)
+        pick = (torch.rand(s.batch, device=device, dtype=torch.float64) * data.size[0]).long()
         found = losses(model, aids, embedding, data, pick, s.sampled, View(done=trainer.done))
         return found.total(), found.numbers()
 
@@ -305,7 +282,8 @@ def train(work: Path, s: Settings) -> None:
                           "phones_half": float(half.heard), "mean": mean, "step": trainer.step})  # fmt: skip
         trainer.swap()
         model.train()
-        return "held-out, past seen/half/hidden: " + " | ".join(
+        hours = "" if growing is None else f"{growing.hours:.1f} h more; "
+        return f"{hours}held-out, past seen/half/hidden: " + " | ".join(
             f"code0 {v.code0:.3f} 1-3 {v.residual[:3].mean():.3f} phones {v.heard:.3f} looked {v.looked:.3f}"
             for v in found
         ) + (" *" if best.mean == mean else "")  # fmt: skip
@@ -313,8 +291,11 @@ def train(work: Path, s: Settings) -> None:
     trained = [*model.trained(), *aids.parameters()]
     left = s.seconds - (time.monotonic() - started)
     schedule = Schedule(left, rate=s.rate, max_steps=s.steps, eager=s.eager)
-    trainer = Trainer("talker", trained, trained, loss, schedule, LABELS, device, every=20.0)
+    after = None if growing is None else lambda step: growing.look()
+    trainer = Trainer("talker", trained, trained, loss, schedule, LABELS, device, every=20.0, after_block=after)
     reached = trainer.run(validate)
+    if growing is not None:
+        growing.save()
     best.put_back()
     save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()}, work / FILE)
     held_ = {k: round(v, 4) for k, v in best.reached.items()}
@@ -324,9 +305,8 @@ def train(work: Path, s: Settings) -> None:
     note(work, "talker", minutes=minutes, hours=round(rest.hours, 2), best=held_, **reached)
 
 
-def _placed(text: Text, spoken: codes.Spoken, seed: str, epochs: int, device: torch.device) -> Data:
-    rows = layout.side_by_side(examples(text, spoken, seed, epochs), WIDTH)
-    return Data.place(rows, spoken.codes, spoken.labels, device)
+def _rows(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> layout.Batch:
+    return layout.side_by_side(examples(text, spoken, seed, epochs), WIDTH)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import NewType
 
 from stretto.errors import Bug, StrettoError
+from stretto.stage.guide import Guide
 from stretto.types import RequestId, SamplingParams, Span
 
 RowId = NewType("RowId", int)
@@ -167,6 +168,7 @@ class RequestSpec:
     last_on_device: bool = False
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
     cache_output: bool = True  # generated rows are told by their token ids (not so where a row is a frame of codes)
+    guide: Guide | None = None  # picks what this allows; each step waits for the one before to be certain
     cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
 
     def __post_init__(self) -> None:
@@ -297,6 +299,8 @@ class StageRequest:
         if self.keyable == len(ids) and spec.cache_output:
             self.keyable += 1
         ids.append(token)
+        if spec.guide is not None:
+            spec.guide.accept(token)
         if token in spec.stop_ids:
             return Reason.STOP
         return Reason.LENGTH if len(ids) - self.cursor.prompt >= self.spec.max_new else None

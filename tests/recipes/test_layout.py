@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from recipes.nano import aids, codec, export, layout, phones, speech, talker, thinker
+from recipes.nano import aids, codec, export, grow, layout, phones, speech, talker, thinker
 from recipes.nano.decoder import segment_mask
 from recipes.nano.shape import CODES, GROUPS
 from tests.recipes.conftest import Made
@@ -77,7 +77,7 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
     model = talker.load(made.work, text, torch.device("cpu"))
     embedding = thinker.load(made.work, text, torch.device("cpu")).model.embed_tokens.weight.detach()
     table = codes.numpy().astype(np.uint16)
-    data = talker.Data.place(batch, table, phones.unknown(frames), torch.device("cpu"))
+    data = grow.Data.place(batch, table, phones.unknown(frames), torch.device("cpu"))
     before = data.before.long()
     past = data.table[before.clamp_min(0)].long()
     mark = torch.where(before >= 0, past[..., 0], data.mark.long())
@@ -130,7 +130,7 @@ def test_examples_side_by_side_are_as_alone(made: Made) -> None:
     device = torch.device("cpu")
 
     def code0(examples: list[tuple[layout.Example, int]]) -> torch.Tensor:
-        data = talker.Data.place(layout.side_by_side(examples, 256), table, phones.unknown(30), device)
+        data = grow.Data.place(layout.side_by_side(examples, 256), table, phones.unknown(30), device)
         assert len(data) == 1
         with torch.no_grad():
             found = talker.losses(model, helper, embedding, data, torch.tensor([0]), 30, talker.View())

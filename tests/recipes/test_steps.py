@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.nano import aids, codec, codes, corpus, export, hide, layout, phones, speak, talker, thinker
+from recipes.nano import aids, codec, codes, corpus, export, grow, hide, layout, phones, speak, talker, thinker
 from recipes.nano.audio import HOP
 from recipes.nano.decoder import segment_mask
 from recipes.nano.festival import NO_WORD, PAUSE, PHONES, Uttered
@@ -124,7 +124,7 @@ def test_hidden_codes_do_not_reach_the_talker(made: Made) -> None:
 
     def last(frames: codes.Codes, rate: float) -> float:
         """The loss of the end code, the only row that both tables have in common as target."""
-        data = talker.Data.place(layout.side_by_side([(e, 0)], 64), frames, phones.unknown(8), CPU)
+        data = grow.Data.place(layout.side_by_side([(e, 0)], 64), frames, phones.unknown(8), CPU)
         with torch.no_grad():
             found = talker.losses(model, helper, embedding, data, torch.tensor([0]), 8, talker.View(rate))
         return float(found.end)
@@ -141,7 +141,7 @@ def test_less_is_hidden_at_the_end_of_training() -> None:
         assert nothing - 0.03 < float((rows == 0).float().mean()) < nothing + 0.1
         assert hide.ALL - 0.03 < float((rows == 1).float().mean()) < hide.ALL + 0.1
     frames = torch.arange(4000 * 64).view(4000, 64)
-    moved = hide.elsewhere(frames, frames.numel()) != frames
+    moved = hide.elsewhere(frames, torch.tensor(float(frames.numel()), dtype=torch.float64)) != frames
     assert 0.5 * hide.ELSEWHERE < float(moved.float().mean()) < 1.5 * hide.ELSEWHERE
 
 
@@ -167,3 +167,41 @@ def test_phones_that_are_not_known_do_not_count(made: Made) -> None:
     wanted = torch.tensor([[[3, 4], [phones.UNKNOWN, phones.UNKNOWN], [3, 4]]])
     alone = helper.phones(states[:, :1], wanted[:, :1], there[:, :1])
     torch.testing.assert_close(helper.phones(states, wanted, there), alone)
+
+
+def test_speech_that_is_made_meanwhile_is_taken_in(work: Path, made: Made, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = codec.Codec()
+    model.quantizer.cluster(torch.randn(600, codec.LATENT), rounds=1)
+    codec._save(work, model)
+    audio, rng = tmp_path / "audio", np.random.default_rng(2)
+    audio.mkdir()
+    spoken = [(rng.standard_normal(3 * HOP - 7) * 3000).astype(np.int16) for _ in range(100)]
+    labels = np.tile(_labels(1)[:3], (100, 1))
+
+    def rows(said: codes.Spoken) -> layout.Batch:
+        return talker._rows(made.text, said, "more", 1)
+
+    data = grow.Data.room(200, 700, CPU)
+    growing = grow.Growing(work, audio, data, rows, CPU, pause=0.0)
+    growing.look()
+    assert len(data) == 0
+    corpus.save(audio, 500, spoken, labels)
+    corpus.save(audio, 501, spoken, labels)
+    corpus.save(audio, 502, spoken, labels)  # no room for this one
+    growing.look()
+    rows_, frames = (int(n) for n in data.size.tolist())
+    assert frames == 600
+    assert growing.full
+    table, counts = codec.encode_chunk(growing.encoder, spoken, CPU)
+    assert counts == [3] * 100
+    assert (data.table[:300].numpy() == table).all()
+    assert (data.labels[300:600].numpy() == labels).all()
+    assert int(data.before[:rows_].max()) == 599
+    assert data.text[rows_:].sum() == 0
+    for path in (*work.glob("codes-[0-9].npy"), *work.glob("codes-index-*.npz")):
+        path.unlink()
+    growing.save()
+    back = codes.read(work)
+    assert (back.codes == np.concatenate((table, table))).all()
+    assert back.texts == corpus.chunk_texts(500) + corpus.chunk_texts(501)

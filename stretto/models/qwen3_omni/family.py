@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.embedded import read_ideas
 from stretto.family import Ear, LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
@@ -62,6 +63,7 @@ def open_model(directory: Path) -> Qwen3Omni:
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
             ear=Ear(config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames),
+            ideas=read_ideas(directory),
             defaults=read_defaults(directory),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),

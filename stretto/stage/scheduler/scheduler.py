@@ -291,7 +291,7 @@ class Scheduler:
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
-            if request.state is not running:
+            if request.state is not running or (request.spec.guide is not None and self._guessing(request)):
                 continue
             start, known = cursor.filled, cursor.known
             rows = min(known, request.limit) - start
@@ -302,6 +302,11 @@ class Scheduler:
             elif rows > 0:
                 prefills.append(request)
         return decodes, prefills, answering or bool(decodes)
+
+    @staticmethod
+    def _guessing(request: StageRequest) -> bool:
+        """Whether the host does not know yet what the next step would go on from."""
+        return request.in_flight > 0 and request.cursor.known > request.cursor.prompt
 
     @staticmethod
     def _num_rows(request: StageRequest) -> int:
