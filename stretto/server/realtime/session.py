@@ -171,6 +171,12 @@ class RealtimeSession:
         if self.spoken:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
         self.state = state
+        answers = state.answers
+        self.talk.expect(  # so that sound is read ahead behind the same words as the answer's prompt begins with
+            modalities=("text", "audio") if answers.spoken else ("text",),
+            instructions=answers.instructions or None,
+            tools=answers.chat_tools(),
+        )
         self.listener.configure(state.turns, state.input_format)
         self.outbox.put(s.SessionUpdated(session=state.told()))
 

@@ -102,6 +102,8 @@ def test_memory_of_two_turns(running: Running, engine: TalkEngine) -> None:
         "system: Be brief.", "user: [1.00 s]", "assistant: I know 2 messages so far.", "user: [0.50 s]",
     ]  # fmt: skip
     assert not engine.ledger.running
+    given = engine.asks[0].given  # sound was read ahead behind the same words
+    assert engine.sessions[-1].expected == {k: given[k] for k in ("modalities", "instructions", "tools")}
 
 
 def test_text_alone(running: Running, engine: TalkEngine) -> None:
