@@ -11,6 +11,7 @@ from stretto.client.command import add_bench_parser, add_talk_parser
 from stretto.errors import Invalid, StrettoError
 from stretto.generate import add_generate_parser
 from stretto.server.command import add_env_parser, add_serve_parser
+from stretto.speak import add_speak_parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     jobs = top.add_subparsers(required=True, metavar="JOB")
     add_serve_parser(jobs)
     add_generate_parser(jobs)
+    add_speak_parser(jobs)
     add_talk_parser(jobs)
     add_bench_parser(jobs)
     tiny = jobs.add_parser("tiny", help="write a small random checkpoint in the released format")
