@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import codecs
-import json
 import os
 import sys
 import time
@@ -15,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.errors import Invalid
 from stretto.server.engine import RECORDS, TITLES, engine_config
 from stretto.server.settings import add_flags
 
@@ -68,23 +65,11 @@ async def _speak(args: argparse.Namespace) -> int:
 
 
 async def _manner(args: argparse.Namespace, engine: PipelineEngine) -> Manner:
+    from stretto.api import clip
     from stretto.control.request import Manner
 
-    voice = await engine.enrol(_clip(args.clip, args.clip_text)) if args.clip is not None else b""
+    voice = await engine.enrol(clip(args.clip, args.clip_text)) if args.clip is not None else b""
     return Manner(args.instructions, args.language, voice)
-
-
-def _clip(path: Path, text: str) -> Any:
-    from stretto.prompt.jobs import Conversation
-
-    try:
-        sound = base64.b64encode(path.read_bytes()).decode()
-    except OSError as e:
-        raise Invalid(f"{path}: cannot be read ({e.strerror})", "clip") from None
-    content: list[dict[str, Any]] = [{"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}}]
-    if text.strip():
-        content.append({"type": "text", "text": text})
-    return Conversation.of(json.dumps([{"role": "user", "content": content}]).encode())
 
 
 async def _read(args: argparse.Namespace, engine: PipelineEngine, manner: Manner, params: Params) -> int:
