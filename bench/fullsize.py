@@ -30,10 +30,10 @@ def prompt(kind: str, config: OmniConfig) -> Prompt:
     media: dict[str, Any] = {}
     body = rng.integers(0, 100_000, 80).tolist()
     if kind == "audio":
-        media["audios"] = (AudioClip(rng.standard_normal((128, 1000)).astype(np.float32) * 0.5),)
+        media["audios"] = (AudioClip.of(rng.standard_normal((128, 1000)).astype(np.float32) * 0.5),)
         body = [t.audio_start, *[t.audio_pad] * audio_tokens(1000), 151670, *body[:10]]
     if kind == "image":
-        media["images"] = (Patches(rng.standard_normal((40 * 40, 1536)).astype(np.float32), (1, 40, 40)),)
+        media["images"] = (Patches.of(rng.standard_normal((40 * 40, 1536)).astype(np.float32), (1, 40, 40)),)
         body = [t.vision_start, *[t.image_pad] * 400, 151653, *body[:10]]
     ids = [t.im_start, t.user, 198, *body, t.im_end, 198, t.im_start, t.assistant, 198]
     return Prompt(tuple(ids), **media)

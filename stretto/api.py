@@ -28,8 +28,10 @@ from stretto.control.settings import EngineConfig
 from stretto.device import find_device
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
+from stretto.hub import find_model
 from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modality, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.session import Session
 from stretto.orchestrator.sync import SyncEngine
 from stretto.prompt.jobs import Conversation
 from stretto.registry import write_tiny
@@ -136,7 +138,7 @@ class AsyncEngine:
             modalities=modalities,
             voice=voice,
             tools=tools,
-            params=_params(params, options),
+            params=_params(params, options, self.info.defaults),
             allow_paths=True,
         )
 
@@ -165,11 +167,17 @@ class AsyncEngine:
     ) -> AsyncIterator[Event]:
         """The same as events, as they come; of a text that is still being written too, if the model can. Closing the
         iterator cancels the request."""
-        return self._running.speak(text, voice=voice, manner=manner, params=_params(params, options))
+        return self._running.speak(
+            text, voice=voice, manner=manner, params=_params(params, options, self.info.defaults)
+        )
 
     async def make_voice(self, path: str | Path, text: str = "") -> bytes:
         """A voice of a sound file, for `Manner.voice`; with what is said in it, a closer likeness."""
         return await self._running.enrol(clip(path, text))
+
+    def session(self) -> Session:
+        """A conversation that goes on, with sound that is heard while it is spoken; `async with` closes it."""
+        return self._running.session(allow_paths=True)
 
     @property
     def _running(self) -> PipelineEngine:
@@ -241,7 +249,7 @@ class Engine:
             modalities=modalities,
             voice=voice,
             tools=tools,
-            params=_params(params, options),
+            params=_params(params, options, self.info.defaults),
             allow_paths=True,
         )
 
@@ -269,7 +277,9 @@ class Engine:
         **options: Any,
     ) -> Iterator[Event]:
         """The same as events, as they come. Closing the iterator cancels the request."""
-        return self._running.speak(text, voice=voice, manner=manner, params=_params(params, options))
+        return self._running.speak(
+            text, voice=voice, manner=manner, params=_params(params, options, self.info.defaults)
+        )
 
     def make_voice(self, path: str | Path, text: str = "") -> bytes:
         """A voice of a sound file, for `Manner.voice`; with what is said in it, a closer likeness."""
@@ -293,9 +303,7 @@ def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
 
 def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
     if model is not None:
-        if not Path(model).is_dir():
-            raise Invalid(f"{model}: there is no such directory", "model")
-        return Path(model)
+        return find_model(model)
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-"))) / "tiny"
     write_tiny(directory)
     return directory
@@ -318,9 +326,9 @@ def clip(path: str | Path, text: str = "") -> Conversation:
     return Conversation.of(json.dumps([{"role": "user", "content": content}]).encode())
 
 
-def _params(params: Params | None, options: Mapping[str, Any]) -> Params:
+def _params(params: Params | None, options: Mapping[str, Any], defaults: Params) -> Params:
     try:
-        return replace(params or Params(), **options)
+        return replace(params or defaults, **options)
     except TypeError as e:
         raise Invalid(f"there is no such option: {e}", next(iter(options), None)) from None
 

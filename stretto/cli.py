@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 from stretto import __version__
 from stretto.client.command import add_bench_parser, add_talk_parser
+from stretto.cluster.command import run_on_ray
 from stretto.errors import Invalid, StrettoError
 from stretto.generate import add_generate_parser
 from stretto.server.command import add_env_parser, add_serve_parser
@@ -15,7 +19,9 @@ from stretto.speak import add_speak_parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(unrecognized(unknown, args.parser))  # with the usage of the job, not of all
     try:
         code: int = args.job(args)
         return code
@@ -24,13 +30,22 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(e, Invalid) else 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
+        return 128 + signal.SIGPIPE
+
+
+def unrecognized(words: list[str], job: argparse.ArgumentParser) -> str:
+    flags = [flag for action in job._actions for flag in action.option_strings]
+    near = [m for w in words if w.startswith("-") for m in get_close_matches(w.partition("=")[0], flags, 1)]
+    return f"unrecognized arguments: {' '.join(words)}" + (f" (did you mean {', '.join(near)}?)" if near else "")
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="stretto", description="A serving engine for omni-modal models.")
     top.add_argument("--version", action="version", version=f"stretto {__version__}")
     jobs = top.add_subparsers(required=True, metavar="JOB")
-    add_serve_parser(jobs)
+    add_serve_parser(jobs, {"ray": run_on_ray})
     add_generate_parser(jobs)
     add_speak_parser(jobs)
     add_talk_parser(jobs)
@@ -41,13 +56,20 @@ def parser() -> argparse.ArgumentParser:
     tiny.add_argument("--family", metavar="NAME", help="of which model (a wrong name lists them)")
     tiny.set_defaults(job=run_tiny)
     add_env_parser(jobs)
+    for job in jobs.choices.values():
+        job.set_defaults(parser=job)
     return top
 
 
 def run_tiny(args: argparse.Namespace) -> int:
     from stretto.registry import write_tiny
 
-    write_tiny(args.directory, args.seed, args.family)
+    try:
+        if args.directory.exists() and (not args.directory.is_dir() or any(args.directory.iterdir())):
+            raise Invalid(f"{args.directory} is there already: name a new or an empty directory", "directory")
+        write_tiny(args.directory, args.seed, args.family)
+    except OSError as e:
+        raise Invalid(f"{args.directory}: cannot be written ({e.strerror or e})", "directory") from None
     print(f"wrote a tiny checkpoint to {args.directory}")
     return 0
 

@@ -7,7 +7,7 @@ registry finds it by the checkpoint's `model_type`. Everything here is plain dat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,9 +16,10 @@ import msgspec
 from stretto.control.request import PLAIN, Manner, Params
 from stretto.errors import Bug
 
-Capability = Literal["text", "speech", "reading", "enrolment"]
+Capability = Literal["text", "speech", "reading", "enrolment", "text_ahead", "speech_ahead"]
 """What a request can want: an answer in words, an answer in words and speech, a given text read aloud, or a voice made
-of a clip."""
+of a clip. Or nothing but that the beginning of a prompt is read ahead of its end, so that the caches have it: for an
+answer in words, or in words and speech."""
 Output = Literal["text", "audio"]
 
 
@@ -78,6 +79,14 @@ class PipelineSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Ear:
+    """How a model hears: log-mel frames of 10 ms, in windows that its encoder takes one by one."""
+
+    num_bins: int
+    window: int  # frames
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model, as its users see it."""
 
@@ -88,6 +97,9 @@ class ModelInfo:
     max_positions: int
     input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
     output_modalities: tuple[Output, ...] = ("text", "audio")
+    ear: Ear | None = None  # None: sound is taken whole, when it is over
+    ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
+    defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
     languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
     instructions: bool = False  # how a text is to be read can be said in words
     cloning: bool = False  # voices can be made of clips

@@ -11,18 +11,23 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+from stretto import embedded
+from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid, StrettoError
+from stretto.hub import find_model
 from stretto.server.engine import RECORDS, TITLES, engine_config
 from stretto.server.settings import add_flags
 
+MEDIA = ("audio", "image", "video")
+SOUND_FILES = (".wav", ".flac")
 LEFT_OUT = ("min_pace", "share_prefix_cache")
 """Settings of an engine that are for servers: nobody listens while a file is made, and all prompts are one owner's."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.control.request import Params
     from stretto.control.settings import EngineConfig
     from stretto.orchestrator.api import Event, Finished, Modality
     from stretto.orchestrator.engine import PipelineEngine
@@ -35,15 +40,20 @@ def add_generate_parser(jobs: Any) -> None:
         description="Answer one conversation, or a file of them. The engine's flags can also be set in the environment "
         "(STRETTO_DEVICE=cpu).",
     )
-    gen.add_argument("model", type=Path, help="checkpoint directory")
-    what = gen.add_argument_group("what to answer (one of)").add_mutually_exclusive_group(required=True)
-    what.add_argument("--text", help="a user's message")
+    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model)"
+    gen.add_argument("model", nargs="?", help=where)
+    what = gen.add_argument_group("what to answer: a question of these parts, or a file")
+    what.add_argument("--text", help="a user's message; -: from standard input")
+    for kind in MEDIA:
+        files = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
+        what.add_argument(f"--{kind}", help="goes before --text; repeatable", **files)
+    what.add_argument("--system", help="system prompt")
     what.add_argument("--messages", type=Path, metavar="FILE.json", help="a conversation in OpenAI chat format")
     what.add_argument(
         "--batch", type=Path, metavar="FILE.jsonl", help="one conversation a line; answers go to --out-dir"
     )
     out = gen.add_argument_group("where the answer goes")
-    out.add_argument("--out", type=Path, metavar="A.wav", help="the speech, 16 bit, 24 kHz")
+    out.add_argument("--out", type=Path, metavar="A.wav", help="the speech, 16 bit, .wav or .flac")
     out.add_argument("--samples", type=Path, metavar="A.npy", help="float32 samples before any conversion")
     out.add_argument("--codes", type=Path, metavar="CODES.npy", help="codec frames [frames, codes]")
     out.add_argument("--json", type=Path, metavar="OUT.json", help="ids, text, counts, finish reasons, timings")
@@ -53,12 +63,15 @@ def add_generate_parser(jobs: Any) -> None:
     how = gen.add_argument_group("how")
     how.add_argument("--voice", help="one of the model's voices (case does not matter)")
     how.add_argument("--greedy", action="store_true", help="no chance in any stage")
-    how.add_argument("--temperature", type=float, default=0.0, help="of the text; 0 is greedy (default)")
-    how.add_argument("--top-p", type=float, default=1.0)
-    how.add_argument("--top-k", type=int, default=0)
+    own = "(default: the checkpoint's own)"
+    how.add_argument("--temperature", type=float, help=f"of the text; 0 is greedy {own}")
+    how.add_argument("--top-p", type=float, help=own)
+    how.add_argument("--top-k", type=int, help=own)
     how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--max-text-tokens", type=int, default=1024, metavar="N")
-    how.add_argument("--max-frames", type=int, default=4095, metavar="N", help="12.5 frames are a second")
+    how.add_argument("--max-tokens", "--max-text-tokens", type=int, metavar="N", help=f"of text {own}")
+    how.add_argument(
+        "--max-audio-frames", "--max-frames", type=int, metavar="N", help=f"12.5 frames are a second {own}"
+    )
     how.add_argument("--first-frames", type=int, default=1, metavar="N", help="frames in the first packet")
     how.add_argument("--each-frames", type=int, default=None, metavar="N", help="frames in the others")
     how.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
@@ -137,29 +150,54 @@ class Result:
             report.write_text(json.dumps(self.report(load), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def settings(args: argparse.Namespace) -> tuple[EngineConfig, Params]:
-    from stretto.control.request import ChunkSizes, Params
-
+def settings(args: argparse.Namespace) -> EngineConfig:
     config = engine_config(vars(args), os.environ, max_requests=max(args.concurrency, 1))
+    return replace(config, min_pace=0.0)
+
+
+def parameters(args: argparse.Namespace, defaults: Params) -> Params:
+    """As the flags say; what they leave open, as the checkpoint does."""
     each = args.each_frames if args.each_frames is not None else args.first_frames
-    params = Params(
-        temperature=0.0 if args.greedy else args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
+    given = {
+        "temperature": 0.0 if args.greedy else args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "max_text_tokens": args.max_tokens,
+        "max_frames": args.max_audio_frames,
+    }
+    return replace(
+        defaults,
+        **{name: value for name, value in given.items() if value is not None},
         seed=args.seed,
         greedy_speech=args.greedy,
-        max_text_tokens=args.max_text_tokens,
-        max_frames=args.max_frames,
         packets=ChunkSizes(args.first_frames, each, None),
         want_codes=args.codes is not None,
     )
-    return replace(config, min_pace=0.0), params
 
 
 def read_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if args.text is not None:
-        return [{"role": "user", "content": args.text}]
-    return _messages(_json(args.messages, args.messages.read_text), str(args.messages))
+    if args.messages is not None:
+        return _messages(_json(args.messages, args.messages.read_text), str(args.messages))
+    parts: list[dict[str, Any]] = []
+    for kind in MEDIA:
+        for path in getattr(args, kind):
+            if not path.is_file():
+                raise Invalid(f"--{kind} {path}: there is no such file", kind)
+            url = f"file://{quote(str(path.absolute()))}"
+            parts.append({"type": f"{kind}_url", f"{kind}_url": {"url": url}})
+    text = sys.stdin.read().strip() if args.text == "-" else args.text
+    if text:
+        parts.append({"type": "text", "text": text})
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return [*system, {"role": "user", "content": text if text and len(parts) == 1 else parts}]
+
+
+def read_batch(path: Path) -> list[str]:
+    """Its lines, each a conversation; what is wrong with one is told when its turn comes."""
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise Invalid(f"{path}: cannot be read ({e})", "batch") from None
 
 
 def _json(path: Path, read: Any) -> Any:
@@ -177,21 +215,56 @@ def _messages(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    check_inputs(args)
+    check_outputs(args)
+    parameters(args, Params())  # are they numbers that can be?
+    # What is asked is read before the model: a name misspelt should not cost a minute.
+    asked: list[Any] = read_batch(args.batch) if args.batch is not None else read_messages(args)
+    return asyncio.run(_generate(args, asked))
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    question = [f"--{name}" for name in ("text", *MEDIA) if getattr(args, name)]
+    files = [f"--{name}" for name in ("messages", "batch") if getattr(args, name) is not None]
+    if not question and not files:
+        raise Invalid("nothing to answer: give --text, --audio, --image, --video, --messages or --batch", "text")
+    if len(files) > 1 or (files and (question or args.system)):
+        also = [*question, *(["--system"] if args.system else []), *files[1:]]
+        raise Invalid(f"{files[0]} holds whole conversations: leave out {', '.join(also)}", files[0].strip("-"))
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse files that could not be written in the end."""
     if args.batch is not None and args.out_dir is None:
         raise Invalid("--batch needs --out-dir", "out_dir")
-    return asyncio.run(_generate(args))
+    if args.out is not None and args.out.suffix.lower() not in SOUND_FILES:
+        raise Invalid(f"--out {args.out}: can be {' or '.join(SOUND_FILES)}", "out")
+    sound = {"--out": args.out, "--samples": args.samples, "--codes": args.codes}
+    if args.text_only and (given := [flag for flag, path in sound.items() if path is not None]):
+        raise Invalid(f"--text-only makes no speech: there is nothing to write for {', '.join(given)}", "text_only")
+    for path in (*sound.values(), args.json, args.trace):
+        if path is not None and path.is_dir():
+            raise Invalid(f"{path} is a directory; name a file", "out")
 
 
-async def _generate(args: argparse.Namespace) -> int:
+def _directory(model: str | None) -> Path:
+    if model is not None:
+        return find_model(model, _say)
+    if (own := embedded.find()) is not None:
+        return own
+    raise Invalid("name a checkpoint: the embedded model is not installed here", "model")
+
+
+async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
     from stretto.orchestrator.engine import PipelineEngine
 
-    config, params = settings(args)
+    config = settings(args)
     start = time.perf_counter()
-    async with PipelineEngine.open(args.model, config) as engine:
-        load = time.perf_counter() - start
+    async with PipelineEngine.open(_directory(args.model), config) as engine:
+        load, params = time.perf_counter() - start, parameters(args, engine.info.defaults)
         if args.batch is not None:
-            return await _batch(args, engine, params, load)
-        return await _one(args, engine, params, load)
+            return await _batch(args, asked, engine, params, load)
+        return await _one(args, asked, engine, params, load)
 
 
 async def _answer(
@@ -208,15 +281,18 @@ async def _answer(
     return result
 
 
-async def _one(args: argparse.Namespace, engine: PipelineEngine, params: Params, load: float) -> int:
-    from stretto.orchestrator.timeline import trace
+async def _one(
+    args: argparse.Namespace, messages: list[dict[str, Any]], engine: PipelineEngine, params: Params, load: float
+) -> int:
+    from stretto.observe.trace import TraceEvents
 
-    result = await _answer(engine, read_messages(args), args, params, show=True)
+    result = await _answer(engine, messages, args, params, show=True)
     sys.stdout.write("\n")
     result.write(args.out, args.samples, args.codes, args.json, load)
     assert result.end is not None
     if args.trace is not None:
-        args.trace.write_text(json.dumps(trace([("request", result.end.timeline)])) + "\n")
+        spans = [s.in_nanoseconds for s in result.end.timeline]
+        args.trace.write_text(json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n")
     usage = result.end.usage
     heard = "" if args.text_only else f", {usage.samples / engine.info.sample_rate:.2f} s of speech"
     first = result.first.get("audio")
@@ -228,11 +304,12 @@ async def _one(args: argparse.Namespace, engine: PipelineEngine, params: Params,
     return 0
 
 
-async def _batch(args: argparse.Namespace, engine: PipelineEngine, params: Params, load: float) -> int:
+async def _batch(
+    args: argparse.Namespace, lines: list[str], engine: PipelineEngine, params: Params, load: float
+) -> int:
     """Every line of the file, a few at a time. A line that fails is reported and the others go on."""
     from tqdm import tqdm
 
-    lines = [line for line in args.batch.read_text(encoding="utf-8").splitlines() if line.strip()]
     gate, failed = asyncio.Semaphore(args.concurrency), 0
     bar = tqdm(total=len(lines), desc="answers", unit="answer", disable=None)
 

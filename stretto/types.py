@@ -11,11 +11,6 @@ from stretto.errors import Invalid
 
 RequestId = NewType("RequestId", str)
 """Minted once by the orchestrator; the same in every stage. Never client text."""
-SessionId = NewType("SessionId", str)
-
-Tokens = NewType("Tokens", int)
-Frames = NewType("Frames", int)
-Samples = NewType("Samples", int)
 
 SECRET_BYTES = 32
 """Of the secret of a link between processes: random, and new for each of its generations."""
@@ -28,8 +23,7 @@ class Mark(IntEnum):
     """How a chunk ends. Ordered, so that marks merge with `max`."""
 
     MORE = 0
-    SEGMENT_END = 1
-    REQUEST_END = 2
+    REQUEST_END = 1
 
 
 @dataclass(frozen=True, slots=True, order=True)

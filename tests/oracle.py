@@ -180,13 +180,13 @@ def generate(
 
 def random_mel(frames: int, seed: int = 1, bins: int = 128) -> AudioClip:
     values = np.random.default_rng(seed).standard_normal((bins, frames), dtype=np.float32)
-    return AudioClip(mel=0.5 * values)
+    return AudioClip.of(0.5 * values)
 
 
 def random_patches(grid: tuple[int, int, int], seed: int = 2, seconds_per_grid: float = 1.0) -> Patches:
     t, h, w = grid
     values = np.random.default_rng(seed).standard_normal((t * h * w, 3 * 2 * 16 * 16), dtype=np.float32)
-    return Patches(values=values, grid=grid, seconds_per_grid=seconds_per_grid)
+    return Patches.of(values, grid, seconds_per_grid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ def announcement(
     logit_bias: tuple[tuple[int, float], ...] = (),
     spoken: tuple[int, ...] | None = None,
     priority: int = 0,
-    media: bytes = b"",
     cache_root: bytes = b"",
     **talker: Any,
 ) -> Admit:
@@ -47,7 +46,7 @@ def announcement(
         told["talker"] = TalkerParams(code0, residual, max_frames, voice, spoken=spoken, **talker)
         told["code2wav"] = VocoderParams()
     stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told.items()}
-    return Admit(request, prompt, stages, priority, media, cache_root)
+    return Admit(request, prompt, stages, priority, cache_root)
 
 
 def params_of(a: Admit, stage: str) -> Any:

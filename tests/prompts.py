@@ -35,13 +35,13 @@ class Maker:
 
     def audio(self, frames: int) -> list[int]:
         mel = self.rng.standard_normal((self.config.thinker.audio.num_mel_bins, frames)).astype(np.float32) * 0.5
-        self.audios.append(AudioClip(mel))
+        self.audios.append(AudioClip.of(mel, self.config.thinker.audio.window_frames))
         return [self.t.audio_start, *[self.t.audio_pad] * audio_tokens(frames), self.words(1)[0]]
 
     def patches(self, t: int, h: int, w: int, seconds: float = 1.0) -> Patches:
         v = self.config.thinker.vision
         size = v.channels * v.temporal_patch * v.patch_size**2
-        return Patches(self.rng.standard_normal((t * h * w, size)).astype(np.float32), (t, h, w), seconds)
+        return Patches.of(self.rng.standard_normal((t * h * w, size)).astype(np.float32), (t, h, w), seconds)
 
     def image(self, h: int, w: int) -> list[int]:
         self.images.append(self.patches(1, h, w))

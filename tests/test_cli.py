@@ -48,7 +48,7 @@ def test_generate_answers_a_file_of_conversations(tiny_dir: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["generate", "/nowhere", "--text", "hi"], "config.json"),
+        (["generate", "/nowhere", "--text", "hi"], "/nowhere: there is no such directory"),
         (["generate", "TINY", "--text", "hi", "--voice", "nobody"], "nobody"),
         (["generate", "TINY", "--messages", "/nowhere.json"], "nowhere.json"),
         (["generate", "TINY", "--text", "hi", "--placement", "moon"], "placement"),

@@ -34,11 +34,11 @@ def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
     """The talker begins when the last text of the round is there, the vocoder when the last frame is. Their inputs
     wait in their inboxes meanwhile; kernels and graphs are the same."""
     scheduler, codec = host.host.nodes["talker"].stage.scheduler, host.codec()  # type: ignore[union-attr]
-    schedule, frames = scheduler.schedule, codec._schedule
+    schedule, frames = scheduler.schedule, codec.schedule
     return swapped(
         [
             (scheduler, "schedule", lambda: schedule() if host.over("thinker") else None),
-            (codec, "_schedule", lambda: frames() if host.over("talker") else []),
+            (codec, "schedule", lambda: frames() if host.over("talker") else []),
         ]
     )
 
@@ -57,7 +57,7 @@ def no_graphs(host: OneHost) -> AbstractContextManager[Any]:
     """Every kernel is launched by itself, those of prompts too."""
     runners = host.runners()
     changes = [(r, "graphs", None) for r in runners] + [(r.lane, "prompts", None) for r in runners]
-    return swapped([*changes, (host.codec(), "_graphs", {})])
+    return swapped([*changes, (host.codec(), "graphs", {})])
 
 
 def no_prompt_graphs(host: OneHost) -> AbstractContextManager[Any]:
@@ -73,7 +73,7 @@ def no_kernels(host: OneHost) -> Iterator[None]:
         changes += [(m, "fused", None) for m in lane.model.modules() if isinstance(m, Decoder)]
         changes += [(lane, "fused", False), (lane, "prompts", None)]
         if isinstance(lane, TalkerLane):
-            changes.append((lane, "_frame", None))
+            changes.append((lane, "frame", None))
     with kernels("off"), swapped(changes):
         captured: list[tuple[Any, str, Any]] = []
         for runner in host.runners():

@@ -31,7 +31,7 @@ from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.prompt.packed import media_digest, pack_prompt
+from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
@@ -50,10 +50,10 @@ def configure(model: str, stages: Sequence[str], settings: HostSettings) -> Conf
 
 def admission(id: RequestId, prompt: Prompt, wanted: Wanted) -> Question:
     """A request as the engine announces it to a host that has all stages."""
-    meta, blob = pack_prompt(prompt, features=True)
+    packed = pack(prompt)
     told = stage_params(wanted).items()
     stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told}
-    return Admit(id, meta, stages, 0, media_digest(prompt)), blob
+    return Admit(id, packed.meta, stages), bytes(packed.features)
 
 
 class OneHost:

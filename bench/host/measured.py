@@ -126,7 +126,7 @@ class MeasuredHost(OneHost):
         for name, node in self.host.nodes.items():
             if name == VOCODER:
                 codec = self.codec()
-                codec._run = self.device.watch(name, codec.stream, codec._run)
+                codec.run = self.device.watch(name, codec.stream, codec.run)
             else:
                 runner: Any = node.stage.runner  # type: ignore[attr-defined]
                 runner.launch = self.device.watch(name, runner.stream, runner.launch)
@@ -251,7 +251,7 @@ def stub_codec(stage: Any) -> None:
     def run(slots: int, size: int) -> tuple[torch.Tensor, None]:
         return torch.zeros(slots, size * rate), None
 
-    stage._run = run
+    stage.run = run
 
 
 def top(profiler: cProfile.Profile, lines: int = 45) -> str:

@@ -252,17 +252,17 @@ def shallow(model: Thinker | Talker) -> Iterator[None]:
 @contextmanager
 def overheard(heard: list[torch.Tensor]) -> Iterator[None]:
     """Copies of all logits that are picked from: every pick looks them over first."""
-    check = sampling._check
+    check = sampling.check_picks
 
     def listen(logits: torch.Tensor, *rest: torch.Tensor) -> None:
         heard.append(logits.clone())
         check(logits, *rest)
 
-    sampling._check = listen
+    sampling.check_picks = listen
     try:
         yield
     finally:
-        sampling._check = check
+        sampling.check_picks = check
 
 
 _mine: WholeStep | None = None  # in a process that compiles; None after its device went bad

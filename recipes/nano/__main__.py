@@ -15,7 +15,7 @@ def _corpus(a: argparse.Namespace) -> None:
         festival.unpack(a.festival)
     if a.packed is not None:
         corpus.unpack(a.packed, a.audio)
-    corpus.speak_all(a.audio, a.workers, a.seconds, a.chunks)
+    corpus.speak_all(a.audio, a.workers, a.seconds, a.chunks, a.first)
 
 
 def _pack(a: argparse.Namespace) -> None:
@@ -47,6 +47,13 @@ def _codec(a: argparse.Namespace) -> None:
     codec.train(a.work, settings)
 
 
+def _trim(a: argparse.Namespace) -> None:
+    from recipes.nano import codes, thinker
+
+    codes.trim(a.work, a.out, a.chunks)
+    thinker.save_embedding(a.work, a.out)
+
+
 def _thinker(a: argparse.Namespace) -> None:
     from recipes.nano import thinker
 
@@ -56,8 +63,20 @@ def _thinker(a: argparse.Namespace) -> None:
 def _talker(a: argparse.Namespace) -> None:
     from recipes.nano import talker
 
-    chosen = (a.batch, a.sampled, a.epochs, a.hours, a.device, a.steps, a.rate, a.go_on, a.eager)
-    talker.train(a.work, talker.Settings(a.seconds, *chosen))
+    settings = talker.Settings(
+        a.seconds,
+        a.batch,
+        a.sampled,
+        a.epochs,
+        a.hours,
+        a.device,
+        a.steps,
+        rate=a.rate,
+        go_on=a.go_on,
+        audio=a.audio,
+        eager=a.eager,
+    )
+    talker.train(a.work, settings)
 
 
 def _speak(a: argparse.Namespace) -> None:
@@ -69,7 +88,7 @@ def _speak(a: argparse.Namespace) -> None:
 def _export(a: argparse.Namespace) -> None:
     from recipes.nano import export
 
-    export.write(a.work, a.out)
+    export.write(a.work, a.out, a.cool)
 
 
 def _apart(a: argparse.Namespace) -> None:
@@ -105,6 +124,7 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=1)
     p.add_argument("--seconds", type=float, default=1e9)
     p.add_argument("--chunks", type=int)
+    p.add_argument("--first", type=int, default=0, help="the chunk to begin with")
     p.add_argument("--festival", type=Path, help="a packed festival, where none is installed")
     p.add_argument("--packed", type=Path, help="a folder of speech made earlier by `pack`")
     p = step("pack", _pack, "festival and some speech, for a machine without network")
@@ -134,14 +154,19 @@ def main() -> None:
             p.add_argument("--sampled", type=int, default=2048)
             p.add_argument("--epochs", type=int, default=4)
             p.add_argument("--hours", type=float)
-            p.add_argument("--rate", type=float, default=1.2e-3)
+            p.add_argument("--rate", type=float, default=1e-3)
+            p.add_argument("--audio", type=Path, help="where the teacher speaks on meanwhile")
             p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
+    p = step("trim", _trim, "what the talker's training needs, the codes of the first chunks only, to be carried")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--chunks", type=int, required=True)
     p = step("speak", _speak, "the sentences of the score, spoken by codec and model")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--device")
     p.add_argument("--count", type=int, help="only so many sentences")
     p = step("export", _export, "the checkpoint in the released layout")
     p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--cool", type=float, default=1.0, help="temperature of codes 1 to 15")
     p = step("apart", _apart, "a checkpoint back into the parts that training goes on from")
     p.add_argument("--checkpoint", type=Path, required=True)
     p = step("rows", _rows, "the thinker's training text, ahead of its training")

@@ -42,13 +42,14 @@ def resample(samples: Floats, to: int, rate: int) -> Floats:
     return result
 
 
-def tidy(samples: Floats) -> npt.NDArray[np.int16]:
-    """One loudness, and little silence at both ends."""
+def tidy(samples: Floats) -> tuple[npt.NDArray[np.int16], int]:
+    """One loudness, and little silence at both ends; how many samples the start lost."""
     peak = max(float(np.abs(samples).max()), 1.0)
     loud = np.flatnonzero(np.abs(samples) > 0.015 * peak)
-    cut = samples[max(0, loud[0] - LEAD) : loud[-1] + TAIL]
+    first = max(0, int(loud[0]) - LEAD)
+    cut = samples[first : loud[-1] + TAIL]
     cut = np.pad(cut, (0, max(0, loud[-1] + TAIL - len(samples))))
-    return np.clip(cut / peak * 0.8 * 32767, -32768, 32767).astype(np.int16)
+    return np.clip(cut / peak * 0.8 * 32767, -32768, 32767).astype(np.int16), first
 
 
 def frames(samples: int) -> int:

@@ -351,7 +351,7 @@ def train(work: Path, s: Settings) -> None:
             model.quantizer.learn(found, rests, 0.99)
     _save(work, model)
     distance = _distance(model, spectral, held)
-    hours, used = _encode_all(work, model, s, device)
+    hours, used = _encode_all(work, model, s.audio, s.encode_hours, device)
     good = finite(model.state_dict().values())
     gate(
         "codec",
@@ -404,28 +404,50 @@ def _save(work: Path, model: Codec) -> None:
 
 
 @torch.no_grad()
-def _encode_all(work: Path, model: Codec, s: Settings, device: torch.device) -> tuple[float, list[int]]:
+def _encode_all(work: Path, model: Codec, audio: Path, hours: float, device: torch.device) -> tuple[float, list[int]]:
     """Codes of every chunk that exists, up to the limit. Hours, and how many codes of each book are used."""
     model.eval()
-    torch.backends.cudnn.allow_tf32 = False
-    tables, counts, chunks, total = [], [], [], 0
-    for chunk in corpus.made(s.audio):
-        spoken = corpus.load(s.audio, chunk)
+    tables, labels, counts, chunks, total = [], [], [], [], 0
+    for chunk in corpus.made(audio):
+        spoken = corpus.load(audio, chunk)
         sizes = [frames(len(a)) for a in spoken]
-        if total + sum(sizes) > s.encode_hours * 3600 * RATE / HOP:
+        if total + sum(sizes) > hours * 3600 * RATE / HOP:
             break
-        x = np.zeros((len(spoken), max(sizes) * HOP), np.int16)
-        for i, a in enumerate(spoken):
-            x[i, : len(a)] = a
-        found = model.encode(torch.from_numpy(x).to(device).float() / 32768).to(torch.int16).cpu().numpy()
-        tables += [found[i, :n].astype(np.uint16) for i, n in enumerate(sizes)]
+        found, _ = encode_chunk(model, spoken, device)
+        tables.append(found)
+        labels.append(corpus.load_labels(audio, chunk))
         counts += sizes
         chunks.append(chunk)
         total += sum(sizes)
     table = np.concatenate(tables)
-    codes.write(work, chunks, counts, table)
+    codes.write(work, chunks, counts, table, np.concatenate(labels))
     say("codec", f"{len(chunks)} chunks, {total} frames encoded")
     return total * HOP / RATE / 3600, [len(np.unique(table[:, g])) for g in range(GROUPS)]
+
+
+@torch.no_grad()
+def encode_chunk(model: Codec, spoken: corpus.Utterances, device: torch.device) -> tuple[codes.Codes, list[int]]:
+    """Codes of utterances one after the other, and the frames of each."""
+    sizes = [frames(len(a)) for a in spoken]
+    x = np.zeros((len(spoken), max(sizes) * HOP), np.int16)
+    for i, a in enumerate(spoken):
+        x[i, : len(a)] = a
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    found = model.encode(torch.from_numpy(x).to(device).float() / 32768).to(torch.int16).cpu().numpy()
+    torch.backends.cudnn.allow_tf32 = tf32
+    return np.concatenate([found[i, :n].astype(np.uint16) for i, n in enumerate(sizes)]), sizes
+
+
+def load_encoder(work: Path, device: torch.device) -> Codec:
+    """The encoder and quantizer of an earlier run, for the codes of further speech."""
+    model = Codec()
+    stored = {k: v.float() for k, v in load_file(work / ENCODER).items()}
+    missing, unknown = model.load_state_dict(stored, strict=False)
+    left = [k for k in missing if not k.startswith(("decoder.", "quantizer.use", "quantizer.total"))]
+    if left or unknown:
+        raise SystemExit(f"not the weights of this encoder: {left[:3]} {unknown[:3]}")
+    return model.to(device).eval()
 
 
 def load_decoder(work: Path, device: torch.device) -> nn.Module:

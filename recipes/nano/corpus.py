@@ -20,19 +20,34 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from recipes.nano import festival, grammar
+from recipes.nano import festival, grammar, phones
 from recipes.nano.audio import RATE
 from recipes.nano.report import say
 from recipes.nano.sentences import FIXED
 
 CHUNK = 100
 NUM_READINGS = 40000
+NUM_SALADS = 40000
 Utterances = list[npt.NDArray[np.int16]]
 
 
 @cache
 def texts() -> tuple[str, ...]:
-    """Every sentence to be spoken, chunk by chunk; the first 80 are those of the score."""
+    """Every sentence to be spoken, chunk by chunk; the first 80 are those of the score. The last 40,000 are mostly
+    random words: what teaches reading is that no word follows from those before it."""
+    first = _first_texts()
+    rng = Random("salads")
+    seen = {grammar.plain(t) for t in first}
+    salads: list[str] = []
+    while len(salads) < NUM_SALADS:
+        text = grammar.reading(rng, (5, 20, 75))
+        if grammar.plain(text) not in seen:
+            seen.add(grammar.plain(text))
+            salads.append(text)
+    return (*first, *salads)
+
+
+def _first_texts() -> tuple[str, ...]:
     answers = sorted({p.answer for p in grammar.domain()} | {grammar.REFUSAL})
     rng = Random("texts")
     seen = {grammar.plain(a) for a in answers}
@@ -73,15 +88,16 @@ def _make(task: tuple[str, int]) -> tuple[int, float]:
     except (OSError, EOFError, subprocess.CalledProcessError, wave.Error) as e:
         say("corpus", f"chunk {chunk} failed: {e!r}")
         return chunk, 0.0
-    save(folder, chunk, spoken)
+    save(folder, chunk, [u.samples for u in spoken], np.concatenate([phones.labels(u) for u in spoken]))
     shutil.rmtree(scratch)
-    return chunk, sum(map(len, spoken)) / RATE
+    return chunk, sum(len(u.samples) for u in spoken) / RATE
 
 
-def save(folder: Path, chunk: int, spoken: Utterances) -> None:
+def save(folder: Path, chunk: int, spoken: Utterances, labels: phones.Labels) -> None:
     part = folder / f"{chunk:04d}.part"
     with part.open("wb") as file:
-        np.savez(file, samples=np.concatenate(spoken), lengths=np.array([len(s) for s in spoken]))
+        lengths = np.array([len(s) for s in spoken])
+        np.savez(file, samples=np.concatenate(spoken), lengths=lengths, labels=labels)
     part.rename(_path(folder, chunk))  # whole or not there: others read this folder meanwhile
 
 
@@ -91,17 +107,24 @@ def load(folder: Path, chunk: int) -> Utterances:
     return np.split(samples, ends[:-1])
 
 
+def load_labels(folder: Path, chunk: int) -> phones.Labels:
+    """What is said in each frame of the chunk."""
+    with np.load(_path(folder, chunk)) as file:
+        labels: phones.Labels = file["labels"]
+    return labels
+
+
 def made(folder: Path) -> list[int]:
     """The chunks that exist."""
     return sorted(int(p.stem) for p in folder.glob("[0-9]*.npz"))
 
 
-def speak_all(folder: Path, workers: int, seconds: float, chunks: int | None = None) -> None:
-    """Make chunks for so long, or until so many exist."""
+def speak_all(folder: Path, workers: int, seconds: float, chunks: int | None = None, first: int = 0) -> None:
+    """Make chunks, from this one on, for so long or until so many exist."""
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     have = set(made(folder))
-    wanted = [c for c in range(chunks or num_chunks()) if c not in have]
+    wanted = [c for c in range(first, chunks or num_chunks()) if c not in have]
     total, count = 0.0, 0
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for _, length in pool.imap_unordered(_make, [(str(folder), c) for c in wanted]):
@@ -125,6 +148,7 @@ def pack(folder: Path, out: Path, hours: float, kbps: float = 24.0) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     lengths: dict[str, list[int]] = {}
+    labels: dict[str, phones.Labels] = {}
     left = hours * 3600 * RATE
     for chunk in made(folder):
         spoken = load(folder, chunk)
@@ -135,6 +159,8 @@ def pack(folder: Path, out: Path, hours: float, kbps: float = 24.0) -> None:
         soundfile.write(out / f"{chunk:04d}.opus", np.concatenate(spoken), RATE, format="OGG", subtype="OPUS",
                         compression_level=1 - (kbps - 6) / 250)  # fmt: skip
         lengths[str(chunk)] = [len(s) for s in spoken]
+        labels[str(chunk)] = load_labels(folder, chunk)
+    np.savez_compressed(out / "labels.npz", **labels)  # type: ignore[arg-type]
     (out / "lengths.json").write_text(json.dumps(lengths))
 
 
@@ -144,11 +170,12 @@ def unpack(packed: Path, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     have = set(made(folder))
+    labels = np.load(packed / "labels.npz")
     for name, lengths in json.loads((packed / "lengths.json").read_text()).items():
         if int(name) not in have:
             samples, rate = soundfile.read(packed / f"{int(name):04d}.opus", dtype="int16")
             assert (rate, len(samples)) == (RATE, sum(lengths))
-            save(folder, int(name), np.split(samples, np.cumsum(lengths)[:-1]))
+            save(folder, int(name), np.split(samples, np.cumsum(lengths)[:-1]), labels[name])
 
 
 def hours(folder: Path, chunks: Iterable[int]) -> float:

@@ -56,12 +56,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, self.kv * self.dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dim, c.hidden_size, bias=False)
         self.q_norm, self.k_norm = Norm(self.dim, c.rms_eps), Norm(self.dim, c.rms_eps)
+        self.watched = False  # whether to keep what head 0 asks for and is offered, for a loss on where it looks
+        self.seen: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         b, t, _ = x.shape
         v = self.v_proj(x).view(b, t, self.kv, self.dim).transpose(1, 2)
         q = rotate(self.q_norm(self.q_proj(x).view(b, t, self.heads, self.dim)).transpose(1, 2), *rope).to(v.dtype)
         k = rotate(self.k_norm(self.k_proj(x).view(b, t, self.kv, self.dim)).transpose(1, 2), *rope).to(v.dtype)
+        if self.watched:
+            self.seen = q[:, 0], k[:, 0]
         k, v = (self._shared(r) for r in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(b, t, -1))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from recipes.nano import codec, shape, talker, thinker, tokens
 from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
+from stretto import embedded
 from stretto.models.qwen3_omni.shapes import checkpoint_shapes
 from stretto.models.qwen3_omni.tiny import PREPROCESSOR
 from stretto.models.shapes import spread
@@ -30,6 +31,8 @@ GENERATION = {
     "talker_top_k": 20,
     "talker_top_p": 0.9,
 }
+IDEAS = ["What is a stretto?", "Say: the old farmer carried a heavy basket across the bridge.", "Who are you?",
+         "What is seven plus eight?", "Count from one to ten", "Tell me a joke"]  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 
 
@@ -45,8 +48,9 @@ def _split(name: str, tensor: torch.Tensor) -> Tensors:
     return found
 
 
-def collect(work: Path) -> Tensors:
-    """Every tensor of the checkpoint, bfloat16."""
+def collect(work: Path, cool: float = 1.0) -> Tensors:
+    """Every tensor of the checkpoint, bfloat16. The released model draws codes 1 to 15 at a fixed temperature of 1:
+    a cooler draw is written into the heads that give their logits."""
     text = Text.open(work)
     wanted = checkpoint_shapes(text.config)
     trained: Tensors = {}
@@ -62,7 +66,8 @@ def collect(work: Path) -> Tensors:
     for name, size in wanted.items():
         if name in trained:
             assert tuple(trained[name].shape) == tuple(size), (name, trained[name].shape, size)
-            found[name] = trained[name].to(torch.bfloat16).contiguous()
+            sharper = 1 / cool if name.startswith("talker.code_predictor.lm_head.") else 1.0
+            found[name] = (trained[name].float() * sharper).to(torch.bfloat16).contiguous()
             continue
         if not name.startswith(("thinker.visual.", "thinker.audio_tower.", "talker.hidden_projection.")):
             raise SystemExit(f"nothing was trained for {name}")
@@ -95,9 +100,9 @@ def take_apart(folder: Path, work: Path) -> None:
         save_file(found[part], work / file_name)
 
 
-def write(work: Path, folder: Path) -> None:
+def write(work: Path, folder: Path, cool: float = 1.0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = collect(work)
+    tensors = collect(work, cool)
     shards: list[Tensors] = [{}]
     used = 0
     for name, tensor in tensors.items():
@@ -118,6 +123,7 @@ def write(work: Path, folder: Path) -> None:
     )
     _json(folder / "generation_config.json", GENERATION)
     _json(folder / "preprocessor_config.json", PREPROCESSOR)
+    _json(folder / embedded.IDEAS, IDEAS)
     tokens.write_files(work, folder)
     _json(folder / "config.json", shape.config_json(Text.open(work).roles))
     size = sum(p.stat().st_size for p in folder.iterdir())

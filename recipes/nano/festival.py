@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tarfile
 import wave
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,32 @@ DATA = Path("/usr/share/festival")
 PREFIX = Path("/opt/festival-packed")
 VOICE_RATE = 32000
 _HEAD = """(voice_cmu_us_slt_arctic_hts)
-(define (say f t) (utt.save.wave (utt.synth (eval (list 'Utterance 'Text t))) f 'riff))
+(define (phones u)
+ (let ((i 0))
+  (mapcar (lambda (word) (item.set_feat word 'no i) (set! i (+ i 1))) (utt.relation.items u 'Token))
+  (mapcar (lambda (s) (format t "%s %s %s\n" (item.name s)
+                       (item.feat s "R:SylStructure.parent.parent.R:Token.parent.no") (item.feat s 'end)))
+   (utt.relation.items u 'Segment))))
+(define (say f text)
+ (let ((u (utt.synth (eval (list 'Utterance 'Text text)))))
+  (utt.save.wave u f 'riff)
+  (phones u)
+  (format t "END\n")))
 """
+PHONES = """pau aa ae ah ao aw ax axr ay b ch d dh dx eh el em en er ey f g hh hv ih iy jh k l m n nx ng ow oy p r s sh
+t th uh uw v w y z zh h# brth""".split()
+PAUSE = 0
+NO_WORD = 255
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Uttered:
+    """A sentence as the teacher spoke it."""
+
+    samples: npt.NDArray[np.int16]  # at 24 kHz
+    phones: npt.NDArray[np.uint8]  # numbers in PHONES
+    words: npt.NDArray[np.uint8]  # of each phone, the number of its word in the text; NO_WORD for a pause
+    ends: npt.NDArray[np.int32]  # of each phone, in samples
 
 
 def pack(archive: Path) -> None:
@@ -60,8 +85,8 @@ def command() -> list[str]:
     return ["festival"]
 
 
-def speak(texts: list[str], scratch: Path) -> list[npt.NDArray[np.int16]]:
-    """The sentences as 24 kHz samples, by one festival process."""
+def speak(texts: list[str], scratch: Path) -> list[Uttered]:
+    """The sentences, by one festival process."""
     scratch.mkdir(parents=True, exist_ok=True)
     script = scratch / "say.scm"
     for text in texts:
@@ -69,13 +94,25 @@ def speak(texts: list[str], scratch: Path) -> list[npt.NDArray[np.int16]]:
             raise ValueError(f"not for festival: {text!r}")
     lines = [f'(say "{scratch}/{i}.wav" "{text}")\n' for i, text in enumerate(texts)]
     script.write_text(_HEAD + "".join(lines), encoding="ascii")
-    subprocess.run([*command(), "-b", str(script)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    found = []
-    for i in range(len(texts)):
-        path = scratch / f"{i}.wav"
-        with wave.open(str(path)) as file:
-            assert (file.getframerate(), file.getnchannels()) == (VOICE_RATE, 1)
-            samples = np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32)
-        path.unlink()
-        found.append(tidy(resample(samples, RATE, VOICE_RATE)))
-    return found
+    said = subprocess.run([*command(), "-b", str(script)], check=True, capture_output=True, text=True).stdout
+    listed = said.split("END\n")[:-1]
+    if len(listed) != len(texts):
+        raise EOFError(f"{len(listed)} of {len(texts)} sentences were spoken")
+    return [_uttered(scratch / f"{i}.wav", lines_) for i, lines_ in enumerate(listed)]
+
+
+def _uttered(path: Path, listed: str) -> Uttered:
+    with wave.open(str(path)) as file:
+        assert (file.getframerate(), file.getnchannels()) == (VOICE_RATE, 1)
+        samples = np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32)
+    path.unlink()
+    cut, skipped = tidy(resample(samples, RATE, VOICE_RATE))
+    phones, marks, ends = [], [], []
+    for line in listed.splitlines():
+        phone, mark, end = line.split()
+        phones.append(PHONES.index(phone))
+        marks.append(NO_WORD if phones[-1] == PAUSE else int(mark))
+        ends.append(min(max(0, round(float(end) * RATE) - skipped), len(cut)))
+    order = {m: i for i, m in enumerate(sorted({*marks} - {NO_WORD}))}  # festival's numbers have gaps
+    words = [order.get(m, NO_WORD) for m in marks]
+    return Uttered(cut, np.array(phones, np.uint8), np.array(words, np.uint8), np.array(ends, np.int32))

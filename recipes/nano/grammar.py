@@ -287,10 +287,10 @@ def _never_spoken() -> frozenset[str]:
     return frozenset(plain(s) for s in (*FIXED, *held_out_sentences()))
 
 
-def reading(rng: Random) -> str:
-    """A sentence to be read aloud, of any kind, never a held-out one."""
+def reading(rng: Random, kinds: tuple[int, int, int] = (40, 25, 35)) -> str:
+    """A sentence to be read aloud, never a held-out one; how often it is of the grammar, mixed, random words."""
     while True:
-        text = rng.choices((sentence, mixture, salad), (40, 25, 35))[0](rng)
+        text = rng.choices((sentence, mixture, salad), kinds)[0](rng)
         if plain(text) not in _never_spoken():
             return text
 

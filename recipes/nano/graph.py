@@ -52,6 +52,7 @@ class Trainer:
     rate: Tensor = field(init=False)
     bad: Tensor = field(init=False)
     weight: Tensor = field(init=False)
+    done: Tensor = field(init=False)  # how far training is, 0 to 1
     sums: Tensor = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
     average: list[Tensor] = field(init=False)
@@ -59,7 +60,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         cuda = self.device.type == "cuda"
-        self.rate, self.bad, self.weight = (torch.zeros((), device=self.device) for _ in range(3))
+        self.rate, self.bad, self.weight, self.done = (torch.zeros((), device=self.device) for _ in range(4))
         self.sums = torch.zeros(len(self.labels) + 2, device=self.device)
         self.average = [p.detach().clone() for p in self.averaged]
         extra: dict[str, bool] = {"fused": True, "capturable": True} if cuda else {"foreach": False}
@@ -99,6 +100,7 @@ class Trainer:
         done = (time.monotonic() - self.started) / s.seconds
         if s.max_steps is not None:
             done = self.step / s.max_steps
+        self.done.fill_(min(1.0, done))
         cosine = s.floor + (1 - s.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
         rate = s.rate * min(1.0, (self.step + 1) / s.warm_up) * cosine
         self.rate.fill_(rate)

@@ -21,6 +21,22 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """Which word each token of an answer is of, and which word each frame is of."""
+
+    tokens: npt.NDArray[np.int64]  # rising
+    frames: npt.NDArray[np.int64]  # numbers that no token has: of no word
+
+    def rows(self, first: int) -> tuple[Ints, Ints]:
+        """For every frame, the first and the last row with text of its word, as far as they have been fed by then."""
+        low = np.searchsorted(self.tokens, self.frames, side="left") + first
+        high = np.searchsorted(self.tokens, self.frames, side="right") - 1 + first
+        high = np.minimum(high, first + np.arange(len(self.frames)))
+        there = low <= high
+        return np.where(there, low, NONE).astype(np.int32), np.where(there, high, NONE).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """Rows of one utterance; all of one length."""
 
@@ -29,10 +45,18 @@ class Example:
     before: Ints  # number of the frame whose codes 1..15 are added, or NONE
     frame: Ints  # number of the frame this row has to give, or NONE
     end: npt.NDArray[np.bool_]  # this row has to give the end code
+    low: Ints  # the first row with text of the word that this row's frame is part of, or NONE
+    high: Ints  # the last such row
 
 
 def example(
-    config: OmniConfig, user: Sequence[int], role: Sequence[int], spoken: Sequence[int], frames: int, voice: str
+    config: OmniConfig,
+    user: Sequence[int],
+    role: Sequence[int],
+    spoken: Sequence[int],
+    frames: int,
+    voice: str,
+    said: Said | None = None,
 ) -> Example:
     """`user`: ids of the user's turns; `role`: the three ids that open the answer; `spoken`: ids of the answer."""
     t, codec = config.tokens, config.talker.codec
@@ -52,7 +76,10 @@ def example(
     frame[prefix + 8 : prefix + 8 + frames] = np.arange(frames)
     end = np.zeros(length, np.bool_)
     end[-1] = True
-    return Example(text, mark, before, frame, end)
+    low, high = np.full(length, NONE, np.int32), np.full(length, NONE, np.int32)
+    if said is not None:
+        low[prefix + 8 : prefix + 8 + frames], high[prefix + 8 : prefix + 8 + frames] = said.rows(prefix + 8)
+    return Example(text, mark, before, frame, end, low, high)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +93,8 @@ class Batch:
     end: npt.NDArray[np.bool_]
     segments: Ints
     positions: Ints
+    low: Ints  # column in the row
+    high: Ints
 
 
 def side_by_side(examples: Sequence[tuple[Example, int]], width: int) -> Batch:
@@ -88,7 +117,7 @@ def side_by_side(examples: Sequence[tuple[Example, int]], width: int) -> Batch:
         open_bins = [b for b in open_bins[-64:] if room[b] >= 40]
     count = len(bins)
     text, segments, positions = (np.zeros((count, width), np.int32) for _ in range(3))
-    mark, before, frame = (np.full((count, width), NONE, np.int32) for _ in range(3))
+    mark, before, frame, low, high = (np.full((count, width), NONE, np.int32) for _ in range(5))
     end = np.zeros((count, width), np.bool_)
     for r, members in enumerate(bins):
         used = 0
@@ -98,6 +127,8 @@ def side_by_side(examples: Sequence[tuple[Example, int]], width: int) -> Batch:
             text[r, part], mark[r, part], end[r, part] = e.text, e.mark, e.end
             before[r, part] = np.where(e.before >= 0, e.before + first, NONE)
             frame[r, part] = np.where(e.frame >= 0, e.frame + first, NONE)
+            low[r, part] = np.where(e.low >= 0, e.low + used, NONE)
+            high[r, part] = np.where(e.high >= 0, e.high + used, NONE)
             segments[r, part], positions[r, part] = number, range(len(e.text))
             used = part.stop
-    return Batch(text, mark, before, frame, end, segments, positions)
+    return Batch(text, mark, before, frame, end, segments, positions, low, high)

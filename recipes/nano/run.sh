@@ -1,9 +1,11 @@
 #!/bin/bash
 # The GPU part of the recipe in two runs of at most eight minutes, on a machine without network.
 #   run.sh first  CARRY WORK OUT   speech by festival on all cores; meanwhile thinker, then codec; then all codes
-#   run.sh second CARRY WORK OUT   talker and code predictor, checkpoint, codes for the score
-# CARRY holds what `pack`, `tokenizer` and `rows` made (first), or what the first run left in OUT (second).
-# OUT gets what the next step needs, each file below 16 MiB.
+#   run.sh second CARRY WORK OUT   talker and code predictor, codes for the score; if CARRY has festival and the encoder,
+#                                  meanwhile more speech from chunk MORE on, which training takes in; and its codes
+# CARRY holds what `pack`, `tokenizer` and `rows` made (first), or what `trim` and an earlier run made (second): codes,
+# embedding, tokenizer; festival and encoder for more speech; the talker to go on from (TALKER_ARGS=--go-on).
+# OUT gets what the next step needs, each file below 16 MiB; larger ones in parts, to be put together by `cat`.
 set -uo pipefail
 step=${1:?first or second} carry=${2:?} work=${3:?} out=${4:?}
 python=${PYTHON:-python3}
@@ -35,18 +37,25 @@ if [ "$step" = first ]; then
   tar -C "$work" -cf "$out/small.tar" tokenizer.json codes-index.npz $(cd "$work" && ls report-*.json) -C "$out" codec.log thinker.log corpus.log
   rm -f "$out"/*.log
 else
-  cp -n "$carry"/*.safetensors "$carry"/codes-[0-9].npy "$carry"/tokenizer.json "$work"/ 2>/dev/null
-  [ -f "$carry/small.tar" ] && tar -C "$work" -xf "$carry/small.tar"
-  mkdir -p "$work/speech"
-  limit=${TALKER_SECONDS:-390}
-  nano talker --seconds "$limit" ${TALKER_ARGS:-} 2>&1 | tee "$work/talker.log" ||
-    nano talker --eager --seconds $((limit - SECONDS)) ${TALKER_ARGS:-} 2>&1 | tee -a "$work/talker.log"
+  audio=${AUDIO:-/tmp/nano-audio} speaking= growing=
+  cp -n "$carry"/*.safetensors "$carry"/codes-*.np[yz] "$carry"/tokenizer.json "$work"/ 2>/dev/null
+  [ -f "$carry/talker.safetensors.part-aa" ] && cat "$carry"/talker.safetensors.part-* >"$work/talker.safetensors"
+  mkdir -p "$work/speech" "$audio"
+  if [ -f "$carry/festival.tar.xz" ]; then
+    OMP_NUM_THREADS=1 nice -n 10 "$python" -m recipes.nano --work "$work" corpus --audio "$audio" \
+      --first "${MORE:-420}" --festival "$carry/festival.tar.xz" --workers "${WORKERS:-12}" \
+      --seconds "${CORPUS_SECONDS:-340}" >"$out/corpus.log" 2>&1 &
+    speaking=$! growing="--audio $audio"
+  fi
+  limit=${TALKER_SECONDS:-400}
+  nano talker --seconds "$limit" $growing ${TALKER_ARGS:-} 2>&1 | tee "$out/talker.log" ||
+    nano talker --eager --seconds $((limit - SECONDS)) ${TALKER_ARGS:-} 2>&1 | tee -a "$out/talker.log"
   status=$?
-  nano export --out "$out" || status=1
-  nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee "$work/speak.log" || status=1
-  (cd "$out" && tar -cf "$work/rest.tar" --exclude '*.safetensors' ./* && rm -f *.json *.txt *.jinja)
-  tar -C "$work" -rf "$work/rest.tar" talker.log speak.log speech $(cd "$work" && ls report-*.json)
-  cp "$work/rest.tar" "$out/small.tar"
+  [ -n "$speaking" ] && kill $speaking 2>/dev/null && tail -n 2 "$out/corpus.log"
+  split -b 15M "$work/talker.safetensors" "$out/talker.safetensors.part-"
+  ls "$work"/codes-[5-9].npy >/dev/null 2>&1 && cp "$work"/codes-[5-9].npy "$work"/codes-index-5.npz "$out"/
+  nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee "$out/speak.log" || status=1
+  tar -C "$work" -cf "$out/small.tar" speech $(cd "$work" && ls report-*.json)
 fi
 chmod 644 "$out"/*
 ls -l "$out"

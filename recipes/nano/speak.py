@@ -24,6 +24,7 @@ _OTHERS = speech.Draw(1.0, 50, 0.8)  # fixed in the released model
 SHIPPED = speech.Sampling(
     speech.Draw(GENERATION["talker_temperature"], int(GENERATION["talker_top_k"]), GENERATION["talker_top_p"]), _OTHERS
 )
+COOL = speech.Sampling(SHIPPED.first, speech.Draw(0.6, 50, 0.8))  # what `export --cool 0.6` gives
 RELEASED = speech.Sampling(speech.Draw(0.9, 50), _OTHERS)
 
 
@@ -34,14 +35,14 @@ def domain_pairs(count: int = 40) -> list[grammar.Pair]:
     return rng.sample(held, count * 2 // 3) + rng.sample(grammar.domain_kinds()["talk"], count // 3)
 
 
-def write(work: Path, out: Path, device_name: str | None, count: int | None = None) -> None:
+def write(work: Path, out: Path, device_name: str | None, count: int | None = None, limit: int = 130) -> None:
     started = time.monotonic()
     device, text = device_of(device_name), Text.open(work)
     torch.manual_seed(0)
     out.mkdir(parents=True, exist_ok=True)
     score, _ = codes.read(work, 0.2).split(corpus.chunk_texts(0))
     _save(out, "codec", score.texts, [score.codes[s : s + n] for s, n in zip(score.starts, score.frames, strict=True)])
-    embedding = thinker.load(work, text, device).model.embed_tokens.weight.detach()
+    embedding = thinker.embedding(work, device)
     model = talker.load(work, text, device)
     rng = Random("speak")
     asked = [(grammar.say(rng, t).question, t) for t in score.texts][:count]
@@ -51,9 +52,10 @@ def write(work: Path, out: Path, device_name: str | None, count: int | None = No
         ("greedy", asked, GREEDY),
         ("sampled", asked, SHIPPED),
         ("hot", asked, RELEASED),
+        ("cool", asked, COOL),
         ("domain", answers, SHIPPED),
     ):
-        found, ends = speech.generate(model, embedding, text, pairs, sampling)
+        found, ends = speech.generate(model, embedding, text, pairs, sampling, limit)
         _save(out, name, [t for _, t in pairs], [c.numpy().astype(np.uint16) for c in found])
         ended[name] = sum(ends) / len(ends)
         seconds = sum(map(len, found)) * HOP / RATE

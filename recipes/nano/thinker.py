@@ -22,7 +22,7 @@ from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
 from stretto.layers.config import DecoderConfig
 
-FILE, ROWS = "thinker.safetensors", "thinker-rows.npz"
+FILE, ROWS, EMBEDDING = "thinker.safetensors", "thinker-rows.npz", "embedding.safetensors"
 WIDTH = 256  # tokens per row of the batch
 UNEVEN = 0.01  # weight of the experts' balance in the loss
 Ints = npt.NDArray[np.int16]
@@ -212,6 +212,19 @@ def train(work: Path, s: Settings) -> None:
     overall = sum(exact[p.kind] for p in pairs) / len(pairs)
     gate("thinker", f"held-out questions answered exactly: {overall:.3f}, wanted above 0.95", overall > 0.95)
     note(work, "thinker", minutes=round((time.monotonic() - started) / 60, 2), exact=exact, overall=overall, **reached)
+
+
+def embedding(work: Path, device: torch.device) -> Tensor:
+    """The word embedding that the talker reads: all it needs of the thinker, and all that has to be carried."""
+    whole = work / FILE
+    name = "model.embed_tokens.weight"
+    return load_file(whole if whole.exists() else work / EMBEDDING)[name].float().to(device)
+
+
+def save_embedding(work: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    name = "model.embed_tokens.weight"
+    save_file({name: load_file(work / FILE)[name]}, out / EMBEDDING)
 
 
 def load(work: Path, text: Text, device: torch.device) -> Thinker:

@@ -13,6 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from recipes.nano import corpus, grammar, shape
@@ -76,6 +78,14 @@ class Text:
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def words(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
+        """Of each text, the number of the word that each token is of; words are what spaces part."""
+        found = []
+        for text, e in zip(texts, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            spaces = np.cumsum([c == " " for c in text])
+            found.append(spaces[[end - 1 for _, end in e.offsets]])
+        return found
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from stretto.client.player import Packet
+from stretto.client.player import Packet, play
 from stretto.client.wire import Ended, Piece, RequestFailed, Sound, Used, Words
 from stretto.client.workload import poisson
 
@@ -87,6 +87,12 @@ class Sample:
         return self.packets[0].at if self.packets else None
 
     @property
+    def token_seconds(self) -> float | None:
+        """Mean time from one text token to the next (TPOT)."""
+        count = self.text_tokens or len(self.words)
+        return (self.words[-1] - self.words[0]) / (count - 1) if len(self.words) > 1 and count > 1 else None
+
+    @property
     def audio_seconds(self) -> float:
         return sum(p.seconds for p in self.packets)
 
@@ -107,6 +113,25 @@ class Sample:
                 self.text_tokens = details.get("text_tokens") or usage.get("completion_tokens")
             case Ended(reason=reason):
                 self.finish = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What makes an answer a good one, in seconds: its first sound (or, unspoken, first text) came in time, and a
+    player that starts at once waits no longer in all."""
+
+    first: float = 1.0
+    wait: float = 0.1
+
+    def met(self, sample: Sample) -> bool:
+        begun = sample.first_audio if sample.packets else sample.first_text
+        heard = play(sample.packets)
+        return (
+            sample.error is None
+            and begun is not None
+            and begun <= self.first
+            and (heard is None or heard.wait <= self.wait)
+        )
 
 
 @dataclass(slots=True)

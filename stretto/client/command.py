@@ -36,7 +36,7 @@ def add_bench_parser(jobs: Any) -> None:
     )
     bench.add_argument("url", help=f"the server, such as {DEFAULT_URL}")
     bench.add_argument("--model", help="default: the first the server lists")
-    bench.add_argument("--key", help="API key", metavar="KEY")
+    bench.add_argument("--api-key", "--key", help="API key", metavar="KEY")
     ask = bench.add_argument_group("what is asked")
     what = ask.add_mutually_exclusive_group()
     what.add_argument("--prompt", help="the same text each time")
@@ -71,22 +71,34 @@ def add_bench_parser(jobs: Any) -> None:
         "--prebuffer", type=float, nargs="+", default=[0.0, 0.2], metavar="S",
         help="seconds in hand before a simulated player starts (default: 0 0.2)",
     )  # fmt: skip
+    out.add_argument(
+        "--good-first", type=float, default=1.0, metavar="S",
+        help="an answer is good if its first sound (or text) comes within S seconds (default: %(default)s) ...",
+    )  # fmt: skip
+    out.add_argument(
+        "--good-wait", type=float, default=0.1, metavar="S",
+        help="... and a player that starts with it waits no longer than this in all (default: %(default)s)",
+    )  # fmt: skip
     out.add_argument("--json", type=Path, metavar="FILE", help="everything, every sample included")
     out.add_argument("--quiet", action="store_true", help="no progress bar")
     bench.set_defaults(job=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
+    from stretto.client.bench import Goal
     from stretto.client.report import overview, record, table
 
+    goal = Goal(args.good_first, args.good_wait)
+    check(goal.first > 0 and goal.wait >= 0, "--good-first must be above 0, --good-wait not negative")
     workload, loads = read_workload(args), read_loads(args)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    levels, server = asyncio.run(bench(args, workload, loads, lambda level: say(table(level, args.prebuffer))))
+    levels, server = asyncio.run(bench(args, workload, loads, lambda level: say(table(level, args.prebuffer, goal))))
     if len(levels) > 1:
-        say("all levels, p50 where nothing else is said:\n" + overview(levels))
+        say("all levels, p50 where nothing else is said:\n" + overview(levels, goal))
     if args.json:
-        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("job", "key")}
-        text = json.dumps(record(levels, args.prebuffer, arguments, server, started), ensure_ascii=False)
+        left_out = ("job", "parser", "api_key")
+        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out}
+        text = json.dumps(record(levels, args.prebuffer, arguments, server, started, goal), ensure_ascii=False)
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(text + "\n", encoding="utf-8")
         say(f"wrote {args.json}")
@@ -108,7 +120,7 @@ async def bench(
     clock, levels = SystemClock(), []
     pool = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
-        base_url=api_root(args.url), headers=headers(args.key), timeout=timeouts(args.timeout), limits=pool
+        base_url=api_root(args.url), headers=headers(args.api_key), timeout=timeouts(args.timeout), limits=pool
     ) as client:
         model, server = await look(client, args.model)
 
@@ -228,7 +240,7 @@ def add_talk_parser(jobs: Any) -> None:
     )
     talk.add_argument("url", nargs="?", default=DEFAULT_URL, help="default: %(default)s")
     talk.add_argument("--model", help="default: the first the server lists")
-    talk.add_argument("--key", help="API key", metavar="KEY")
+    talk.add_argument("--api-key", "--key", help="API key", metavar="KEY")
     once = talk.add_argument_group("one question, then leave")
     once.add_argument("--file", type=Path, metavar="QUESTION.wav", help="a spoken question")
     once.add_argument("--text", help="a written one, or what goes with the file")
@@ -249,7 +261,8 @@ def run_talk(args: argparse.Namespace) -> int:
     from stretto.client.sound import find_sound
     from stretto.client.talk import Talk
 
-    with httpx.Client(base_url=api_root(args.url), headers=headers(args.key), timeout=timeouts(args.timeout)) as client:
+    sent, patience = headers(args.api_key), timeouts(args.timeout)
+    with httpx.Client(base_url=api_root(args.url), headers=sent, timeout=patience) as client:
         with failures():
             listed = client.get("models")
         listing = read_models(listed.status_code, listed.content)

@@ -14,9 +14,11 @@ from importlib.metadata import version
 from typing import Any
 
 from stretto import __version__
-from stretto.client.bench import Closed, Level, Sample
+from stretto.client.bench import Closed, Goal, Level, Sample
 from stretto.client.player import gaps, play
 from stretto.client.stats import Summary, summarize
+
+USUAL = Goal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ def rows(level: Level, prebuffers: Sequence[float]) -> dict[str, Row]:
     table = {
         "first_text_s": Row("first text", summarize(s.first_text for s in good), "s"),
         "first_audio_s": Row("first audio", summarize(s.first_audio for s in good), "s"),
+        "token_s": Row("per text token", summarize(s.token_seconds for s in good), "s"),
         "gap_s": Row("between packets", summarize(g for s in good for g in gaps(s.packets)), "s"),
         "end_to_end_s": Row("end to end", summarize(s.end for s in good), "s"),
         "rtf": Row("RTF", summarize(s.rtf for s in good), "x"),
@@ -48,10 +51,13 @@ def rows(level: Level, prebuffers: Sequence[float]) -> dict[str, Row]:
     return table
 
 
-def rates(level: Level) -> dict[str, float]:
-    """What the server did in a second of this level."""
+def rates(level: Level, goal: Goal = USUAL) -> dict[str, float]:
+    """What the server did in a second of this level, and how much of it was good: those that failed count too."""
     time = level.seconds or float("inf")
+    met = sum(goal.met(s) for s in level.samples)
     return {
+        "good_share": met / len(level.samples) if level.samples else 0.0,
+        "good_requests_per_s": met / time,
         "requests_per_s": len(level.good) / time,
         "audio_s_per_s": sum(s.audio_seconds for s in level.good) / time,
         "text_tokens_per_s": sum(s.text_tokens or len(s.words) for s in level.good) / time,
@@ -68,13 +74,19 @@ def show(value: float, unit: str) -> str:
     return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def table(level: Level, prebuffers: Sequence[float]) -> str:
+def table(level: Level, prebuffers: Sequence[float], goal: Goal = USUAL) -> str:
     """A level for people."""
-    speed = rates(level)
+    speed = rates(level, goal)
     bad = len(level.samples) - len(level.good)
     head = f"{level.load}: {len(level.good)} answers in {level.seconds:.1f} s"
     head += f", {speed['requests_per_s']:.2f} requests/s, {speed['audio_s_per_s']:.2f} s of speech per second"
+    head += f", {speed['text_tokens_per_s']:.1f} text tokens/s"
     lines = [head + (" (interrupted)" if level.interrupted else "")]
+    lines.append(
+        f"  goodput: {100 * speed['good_share']:.0f} % of {len(level.samples)} requests, "
+        f"{speed['good_requests_per_s']:.2f} a second (first sound within {show(goal.first, 's')}, waits of at most "
+        f"{show(goal.wait, 's')})"
+    )
     lines.append(f"  {'':27}{'p50':>11}{'p90':>11}{'p99':>11}{'max':>11}")
     for row in rows(level, prebuffers).values():
         if row.summary is not None:
@@ -86,18 +98,19 @@ def table(level: Level, prebuffers: Sequence[float]) -> str:
     return "\n".join(lines)
 
 
-def overview(levels: Sequence[Level]) -> str:
+def overview(levels: Sequence[Level], goal: Goal = USUAL) -> str:
     """All levels side by side, a line each."""
-    names = ("load", "first text", "first audio", "p99", "RTF", "speech s/s", "stutter", "failed")
+    names = ("load", "first text", "first audio", "p99", "RTF", "speech s/s", "tokens/s", "stutter", "good", "failed")
     lines = ["".join(f"{n:>18}" if i == 0 else f"{n:>13}" for i, n in enumerate(names))]
     for level in levels:
-        found, speed = rows(level, (0.0,)), rates(level)
+        found, speed = rows(level, (0.0,)), rates(level, goal)
         first = found["first_audio_s"].summary
         stuttering = [s for s in level.good if (p := play(s.packets)) is not None and p.underruns]
         share = f"{100 * len(stuttering) / len(level.good):.0f} %" if level.good else "-"
         cells = (
             _p50(found["first_text_s"]), _p50(found["first_audio_s"]), show(first.p99, "s") if first else "-",
-            _p50(found["rtf"]), f"{speed['audio_s_per_s']:.1f}", share, str(len(level.samples) - len(level.good)),
+            _p50(found["rtf"]), f"{speed['audio_s_per_s']:.1f}", f"{speed['text_tokens_per_s']:.1f}", share,
+            f"{100 * speed['good_share']:.0f} %", str(len(level.samples) - len(level.good)),
         )  # fmt: skip
         lines.append(f"{level.load!s:>18}" + "".join(f"{cell:>13}" for cell in cells))
     return "\n".join(lines)
@@ -113,6 +126,7 @@ def record(
     arguments: Mapping[str, Any],
     server: Mapping[str, Any],
     started: str,
+    goal: Goal = USUAL,
 ) -> dict[str, Any]:
     """The whole run as JSON: what was asked of whom from where, summaries, and every sample."""
     return {
@@ -126,7 +140,8 @@ def record(
                 "load": {"kind": "closed" if isinstance(level.load, Closed) else "open", **asdict(level.load)},
                 "seconds": level.seconds,
                 "interrupted": level.interrupted,
-                "rates": rates(level),
+                "goal": asdict(goal),
+                "rates": rates(level, goal),
                 "errors": errors(level),
                 "summary": {k: asdict(r.summary) for k, r in rows(level, prebuffers).items() if r.summary is not None},
                 "samples": [_sample(s) for s in level.samples],

@@ -17,10 +17,11 @@ from stretto.client.wire import PCM_RATE, Piece, RequestFailed, Sound, Words, wa
 from stretto.client.workload import read_sound
 from stretto.errors import Invalid
 
+LEAVE = ("/quit", "/exit", "/q", "quit", "exit")
 HELP = """Type a question, or press Enter on an empty line to speak one.
 /voice [NAME]  choose a voice, or list them     /image FILE  show it an image with the next question
 /file SOUND    ask with a sound file            /new         forget the conversation
-/quit          leave (also Ctrl-D); Ctrl-C stops an answer"""
+/quit          leave (also exit, Ctrl-D); Ctrl-C stops an answer"""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Talk:
                 self.say("")
                 continue
             try:
-                if line in ("/quit", "/exit", "/q"):
+                if line.lower() in LEAVE:
                     return 0
                 self.take(line)
             except (Invalid, RequestFailed) as e:
@@ -184,9 +185,15 @@ class Talk:
     def keep(self, rate: int, pcm: bytes) -> None:
         assert self.save is not None
         self.save.mkdir(parents=True, exist_ok=True)
-        self.num_saved += 1
-        path = self.save / f"answer-{self.num_saved}.wav"
-        path.write_bytes(wav_file(rate, pcm))
+        while True:  # an earlier conversation's answers stay
+            self.num_saved += 1
+            path = self.save / f"answer-{self.num_saved}.wav"
+            try:
+                with path.open("xb") as file:
+                    file.write(wav_file(rate, pcm))
+                break
+            except FileExistsError:
+                continue
         self.say(f"({len(pcm) / 2 / rate:.2f} s of speech in {path})")
 
     def say(self, text: str) -> None:

@@ -34,9 +34,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
-from zmq.utils import z85
 
 from stretto.connector.contract import Corrupt, Endpoint, LinkOptions, PeerDead
+from stretto.connector.curve import encrypt, key_of
 from stretto.connector.endpoint import hello_of, secret_of
 from stretto.connector.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
 from stretto.connector.pending import PendingConnections
@@ -205,7 +205,7 @@ class ZmqDialer(_ZmqSocket):
         super().__init__(zmq.DEALER, endpoint.slots, _SLACK_BYTES, options)
         self._generation = endpoint.generation
         try:
-            _encrypt(self._socket, _key_of(secret, endpoint.nonce))
+            encrypt(self._socket, key_of(secret, f"receiver {endpoint.nonce}"))
             self._socket.connect(f"tcp://{endpoint.address}")
             self._await_handshake(endpoint, options.connect_timeout_s)
             self._send([pack_note(Kind.HELLO, 0, 0, 0, self._generation), hello_of(endpoint, secret)])
@@ -280,7 +280,7 @@ class ZmqListener(_ZmqSocket):
         host = self._options.host
         try:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that left is an error, not a loss
-            _encrypt(self._socket, _key_of(self._secret, nonce), listens=True)
+            encrypt(self._socket, key_of(self._secret, f"receiver {nonce}"), listens=True)
             self._socket.ipv6 = ":" in host
             self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -392,19 +392,3 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
     events = socket.getsockopt(_EVENTS)
     assert isinstance(events, int)
     return events & _POLLIN != 0
-
-
-def _encrypt(socket: zmq.Socket[bytes], key: bytes, *, listens: bool = False) -> None:
-    """CURVE, with the listener's secret key. A sender has it too, and uses only its public half. The sender's own key
-    pair is random: its hello authenticates it."""
-    if listens:
-        socket.curve_server = True
-        socket.curve_secretkey = key
-    else:
-        socket.curve_serverkey = zmq.curve_public(key)
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-
-
-def _key_of(secret: bytes, nonce: str) -> bytes:
-    """The listener's CURVE secret key, which only the two ends can derive. Any 32 bytes are a valid key."""
-    return z85.encode(hmac.digest(secret, f"stretto curve receiver {nonce}".encode(), "sha256"))

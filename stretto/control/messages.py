@@ -1,8 +1,9 @@
 """What the orchestrator and its hosts say to each other. Small and typed; no tensors but a prompt's features on their
 way in and samples on their way out, which ride behind a message as raw bytes. Imports no torch.
 
-A channel carries frames: `u32 header length | u32 blob length | header (msgpack) | blob`. It is a socket pair between
-parent and child, so it has no name, nobody else can join it, and either side sees the other's death at once."""
+A channel carries frames: `u32 header length | u32 blob length | header (msgpack) | blob`. A host's end is a socket pair
+between parent and child, so it has no name, nobody else can join it, and either side sees the other's death at once. To
+another machine, an agent relays the same bytes (`orchestrator/remote.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from stretto.errors import WireError
-from stretto.prompt.packed import Bytes, PromptMeta
+from stretto.prompt.packed import Bytes, PieceMeta, PromptMeta
 from stretto.types import SECRET_BYTES, RequestId, SamplingParams
 
 PREFIX = struct.Struct("<II")
@@ -48,12 +49,13 @@ class Sampling(Wire, frozen=True):
 
 class Configure(Wire, frozen=True, tag="configure"):
     """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
-    `HostSettings`."""
+    `HostSettings`, `beside` the stages of each host that will load on the same card after this one."""
 
     model: str
     build: str
     stages: tuple[str, ...]
     settings: dict[str, Any]
+    beside: tuple[tuple[str, ...], ...] = ()
 
 
 class Listen(Wire, frozen=True, tag="listen"):
@@ -61,6 +63,8 @@ class Listen(Wire, frozen=True, tag="listen"):
     connector: str
     generation: int
     secret: Secret
+    host: str = "127.0.0.1"  # address of this end, at which the other one reaches it
+    details: dict[str, str] = {}  # settings of the connector
 
 
 class Connect(Wire, frozen=True, tag="connect"):
@@ -69,6 +73,8 @@ class Connect(Wire, frozen=True, tag="connect"):
     endpoint: bytes  # as the listening host gave it: the orchestrator only passes it on
     generation: int
     secret: Secret  # as the listening host was given
+    host: str = "127.0.0.1"  # address of this end
+    details: dict[str, str] = {}
 
 
 class Unlink(Wire, frozen=True, tag="unlink"):
@@ -84,7 +90,6 @@ class Admit(Wire, frozen=True, tag="admit"):
     prompt: PromptMeta
     stages: dict[str, msgspec.Raw]  # those on its way, and what each is told: its node knows the type
     priority: int = 0
-    media: bytes = b""  # a digest of all media of the prompt, for the prefix caches
     cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
 
 
@@ -94,6 +99,14 @@ class Features(Wire, frozen=True, tag="features"):
 
     request: RequestId
     size: Positive  # of all pieces
+
+
+class Supply(Wire, frozen=True, tag="supply"):
+    """Features that a stage asked for (`Lacking`), behind this message or ahead of it like those of an announcement."""
+
+    request: RequestId
+    stage: str
+    pieces: tuple[PieceMeta, ...]
 
 
 class Cancel(Wire, frozen=True, tag="cancel"):
@@ -132,7 +145,9 @@ class Quit(Wire, frozen=True, tag="quit"):
     pass
 
 
-ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Say | Cancel | Finish | Throttle | Ping | Quit
+ToHost = (
+    Configure | Listen | Connect | Unlink | Features | Admit | Supply | Say | Cancel | Finish | Throttle | Ping | Quit
+)
 
 
 # -- host to orchestrator
@@ -210,6 +225,7 @@ class Ended(Wire, frozen=True, tag="ended"):
     marks: tuple[float, ...] = ()
     cached: int = 0
     chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
+    encoded: int = 0  # pieces of media that it ran through its encoders
 
 
 class Working(Wire, frozen=True, tag="working"):
@@ -217,6 +233,14 @@ class Working(Wire, frozen=True, tag="working"):
 
     request: RequestId
     stage: str
+
+
+class Lacking(Wire, frozen=True, tag="lacking"):
+    """A stage needs the features of these pieces of a prompt, which were not along."""
+
+    request: RequestId
+    stage: str
+    digests: tuple[bytes, ...]
 
 
 class Failed(Wire, frozen=True, tag="failed"):
@@ -231,6 +255,7 @@ class Failed(Wire, frozen=True, tag="failed"):
 class Stats(Wire, frozen=True, tag="stats"):
     number: int  # of the ping it answers
     values: dict[str, float]
+    clock: float = 0.0  # the host's monotonic clock when it answered
     spans: tuple[tuple[str, str, int, int], ...] = ()  # where they are recorded: see `observe.recorder`
 
 
@@ -247,6 +272,7 @@ FromHost = (
     | Made
     | Ended
     | Working
+    | Lacking
     | Failed
     | Stats
 )

@@ -5,6 +5,7 @@ Fields made by `setting` are flags of `stretto serve` and `stretto generate`, wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -27,6 +28,10 @@ class HostPlace:
         return "+".join(self.stages)
 
 
+CONTEXT = 8192
+"""Tokens of the longest context where nothing is said."""
+
+DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DType = Literal["float32", "bfloat16", "float16"]
 
 Placement = Literal["one", "two", "processes"] | tuple[HostPlace, ...]
@@ -52,20 +57,36 @@ def places(placement: Placement, stages: Sequence[str]) -> tuple[HostPlace, ...]
 
 def parse_placement(text: str) -> Placement:
     """`one`, `two`, `processes`, or stages joined by + and hosts by comma, each with its device if it has its own:
-    `a@cuda:0, b+c@cuda:1`. A device for each of two replicas: `a@cuda:0|cuda:2, b+c@cuda:1|cuda:3`."""
+    `a@cuda:0, b+c@cuda:1`, or `a@0, b+c@1`. A device for each of two replicas: `a@0|2, b+c@1|3`."""
     if text in ("one", "two", "processes"):
         return text  # type: ignore[return-value]
     hosts = []
     for part in text.split(","):
         stages, _, device = part.strip().partition("@")
-        devices = "|".join(d.strip() for d in device.split("|"))
+        devices = "|".join(_device(d.strip()) for d in device.split("|"))
         hosts.append(HostPlace(tuple(s.strip() for s in stages.split("+")), devices or None))
     return tuple(hosts)
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """`cuda:0, cuda:1`"""
-    return tuple(filter(None, (part.strip() for part in text.split(","))))
+    """`cuda:0, cuda:1`, or `0, 1`"""
+    return tuple(_device(part.strip()) for part in text.split(",") if part.strip())
+
+
+def _device(name: str) -> str:
+    """A number alone is that of a card."""
+    name = f"cuda:{name}" if name.isdecimal() else name
+    if name and not DEVICE.fullmatch(name):
+        raise Invalid(f"a device must be cpu, cuda, or cuda with the number of a card (cuda:1), got {name!r}", "device")
+    return name
+
+
+def parse_replicas(text: str) -> int | tuple[int, int]:
+    """`4`, or `1:8`"""
+    least, colon, most = (part.strip() for part in text.partition(":"))
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise Invalid(f"replicas must be a number, or from:to such as 1:8, got {text!r}", "replicas")
+    return (int(least), int(most)) if colon else int(least)
 
 
 def parse_blocks(text: str) -> dict[str, int]:
@@ -77,6 +98,12 @@ def parse_blocks(text: str) -> dict[str, int]:
             raise Invalid(f"kv_blocks must be such as stage=512,other=1024, got {text!r}", "kv_blocks")
         blocks[stage.strip()] = int(number)
     return blocks
+
+
+def parse_details(text: str) -> dict[str, str]:
+    """`protocol=rdma, device=mlx5_0`"""
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +132,19 @@ class HostSettings:
         dict, "memory", "blocks of stages' KV caches (default: on a GPU, they share what is free)", "STAGE=N,...",
         name="kv_blocks", parse=parse_blocks,
     )  # fmt: skip
-    max_rows: int = setting(32, "memory", "requests in a stage's batch", "N")
+    memory_share: float = setting(
+        1.0, "memory", "part of a card's memory that a host may take, where it shares the card with strangers", "PART"
+    )
+    max_rows: int = setting(
+        32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
+    )
     max_waiting: int = setting(
         256, "limits", "requests that wait for a place in a stage's batch; more are refused", "N"
     )
-    max_context: int = setting(8192, "memory", "longest context, in tokens", "TOKENS", name="max_model_len")
+    max_context: int = setting(
+        CONTEXT, "memory", f"longest context, in tokens (default: {CONTEXT}, or the model's own where that is shorter)",
+        "TOKENS", name="max_model_len",
+    )  # fmt: skip
     max_step_tokens: int = setting(4096, "tuning", "tokens in one step of a stage", "TOKENS")
     prefill_chunk: int | None = setting(
         None, "tuning", "tokens of prompts in a step while answers are being made: bounds how long they wait "
@@ -131,6 +166,8 @@ class HostSettings:
         if self.expert_weights == "float8" and self.dtype == "float16":
             # Sums over float8 numbers come before their scale, and are far beyond what float16 holds.
             raise Invalid("float8 expert weights need dtype bfloat16 or float32", "expert_weights")
+        if not 0 < self.memory_share <= 1:
+            raise Invalid(f"memory_share must be above 0 and at most 1, got {self.memory_share}", "memory_share")
         if not self.launch_lead_ms >= 0:
             raise Invalid(f"launch_lead_ms must not be negative, got {self.launch_lead_ms}", "launch_lead_ms")
         for name, least in LEAST.items():
@@ -154,10 +191,17 @@ for ever."""
 class EngineConfig:
     placement: Placement = setting(  # noqa: RUF009
         "one", "model", "stages by process: one, two (the first and the rest), processes (each alone), or their names: "
-        "a,b+c or a@cuda:0,b+c@cuda:1", "HOSTS", parse=parse_placement,
+        "a,b+c or, with their cards, a@0,b+c@1", "HOSTS", parse=parse_placement,
     )  # fmt: skip
     connector: str = setting("shm", "model", "between processes: shm, tcp, mooncake", "NAME")
-    replicas: int = setting(1, "model", "pipelines side by side", "N")
+    link_details: Mapping[str, str] = setting(
+        dict, "model", "of the mooncake connector: protocol=rdma,device=mlx5_0 (default: tcp)", "NAME=VALUE,...",
+        parse=parse_details,
+    )  # fmt: skip
+    replicas: int | tuple[int, int] = setting(
+        1, "model", "pipelines side by side; each on a card of its own, where no device is named; with --backend ray "
+        "also from:to, such as 1:8", "N", parse=parse_replicas,
+    )  # fmt: skip
     max_requests: int = 64  # running at once, over all replicas; more are refused with Busy
     stall_s: float = setting(30.0, "limits", "a request that makes no progress for so long fails", "SECONDS")
     start_timeout_s: float = setting(600.0, "limits", "the model must be loaded within so long", "SECONDS")
@@ -178,21 +222,39 @@ class EngineConfig:
     )
     host: HostSettings = field(default_factory=HostSettings)
     devices: tuple[str, ...] = setting(  # none: that of `host`
-        (), "model", "cpu, cuda, cuda:1 ...; several, by comma: for each of the --replicas in turn "
+        (), "model", "cpu, cuda, cuda:1 (or 1) ...; several, by comma: for each of the --replicas in turn "
         "(default: cuda if there is one)", "DEVICE,...", name="device", parse=parse_devices,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.max_requests < 1 or self.stall_s <= 0:
+        least, most = self.replica_range
+        if not 1 <= least <= most or self.max_requests < 1 or self.stall_s <= 0:
             raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
         if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
             raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
+        details = {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"}
+        for name, value in self.link_details.items():
+            if self.connector != "mooncake" or not re.fullmatch(details.get(name, r"(?!)"), value):
+                raise Invalid(
+                    "link_details are protocol=tcp or rdma and device=NAME, of the mooncake connector alone; got "
+                    f"{name}={value} for {self.connector}", "link_details",
+                )  # fmt: skip
         hosts = self.placement if isinstance(self.placement, tuple) else ()
-        most = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
-        if most > self.replicas:
-            raise Invalid(
-                f"{most} devices are named, one for each replica, but replicas is {self.replicas}", "replicas"
-            )
+        named = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
+        if named > least:
+            raise Invalid(f"{named} devices are named, one for each replica, but replicas is {least}", "replicas")
+
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        """The least and the most replicas."""
+        return self.replicas if isinstance(self.replicas, tuple) else (self.replicas, self.replicas)
+
+    @property
+    def num_pipelines(self) -> int:
+        """In this process."""
+        if isinstance(self.replicas, tuple):
+            raise Invalid("replicas that come and go, such as 1:8, need --backend ray", "replicas")
+        return self.replicas
 
     def replica(self, number: int) -> EngineConfig:
         """The same for one pipeline alone: lists of devices are gone round, a device for each replica."""
@@ -211,8 +273,12 @@ def _turn(devices: str | None, number: int) -> str | None:
     return each[number % len(each)]
 
 
-def check_stages(config: EngineConfig, stages: Sequence[str]) -> None:
-    """Refuse settings that name other stages than a model has. Called as soon as it is known which ones these are."""
+def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int) -> None:
+    """Refuse settings that a model with these stages and so many positions cannot have. Called as soon as it is known
+    which model it is."""
     places(config.placement, stages)
+    asked = config.host.max_context
+    if asked > max_positions and asked != CONTEXT:
+        raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")
     if unknown := sorted(set(config.host.blocks) - set(stages)):
         raise Invalid(f"kv_blocks names {', '.join(unknown)}, but there are {', '.join(stages)}", "kv_blocks")

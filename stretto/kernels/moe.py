@@ -38,7 +38,9 @@ def experts(
     """x [rows, hidden] through each row's experts, weighted and summed (in float32). `scales`: of float8 weights."""
     rows, top_k = ids.shape
     few = max(16, gate_up.shape[0]) // top_k  # rows whose experts' weights are read about once at most
-    if rows <= few:
+    if rows <= few and not x.is_cuda and scales is None:
+        y = _each(x, gate_up, down, ids)
+    elif rows <= few:
         y = _few(x, gate_up, down, ids, scales)
     elif not x.is_cuda:
         y = _sorted(x, gate_up, down, ids, scales)
@@ -54,6 +56,13 @@ def experts(
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def _each(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """One product after the other, on a CPU: reads the weights where they are, and its host is its device."""
+    chosen = ids.tolist()
+    rows = [F.linear(swiglu(F.linear(x[i : i + 1], gate_up[e])), down[e]) for i, own in enumerate(chosen) for e in own]
+    return torch.cat(rows).view(*ids.shape, -1)
 
 
 def _few(

@@ -16,6 +16,8 @@ from stretto.kernels.norm import rms_norm
 from stretto.kernels.paged import KVCache, Paging, paged_attention, write_kv
 from stretto.kernels.rope import rotate
 from stretto.layers.config import DecoderConfig
+from stretto.layers.host import MAX_ROWS as HOST_ROWS
+from stretto.layers.host import Array, HostLayers
 from stretto.layers.linear import FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.targets import frozen
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 class Attention(Protocol):
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's shape."""
+        ...
+
+    def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        """The same for arrays, on a CPU."""
         ...
 
 
@@ -44,6 +50,9 @@ class PagedPass:
         kv = self.cache.data[layer]
         write_kv(kv, k, v, self.paging.slots)
         return paged_attention(q, kv, self.paging)
+
+    def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        return self(layer, *(torch.from_numpy(a) for a in (q, k, v))).numpy()
 
     def decodes(self, rows: int) -> bool:
         """Every row is the one query of its sequence, and there are few."""
@@ -94,16 +103,25 @@ class Rope(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, c: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, c.head_dim
+        self.layer, self.head_dim, self.heads, self.kv_heads = layer, c.head_dim, c.num_heads, c.num_kv_heads
         self.sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
         self.qkv = FusedLinear(c.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True)))
         self.o_proj = Linear(self.sizes[0], c.hidden_size)
         self.q_norm = RMSNorm(c.head_dim, c.rms_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_eps)
+        self.gains: torch.Tensor | None = None  # [heads + kv heads, head dim]: both norms' weights, set by prepare()
+
+    def prepare(self) -> None:
+        q, k = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+        self.gains = torch.cat((q, k))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv(x).split(self.sizes, -1))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        assert self.gains is not None, "prepare() comes first"
+        turned, kv = self.heads + self.kv_heads, self.kv_heads
+        every = self.qkv(x).view(len(x), turned + kv, self.head_dim)
+        # queries and keys side by side: for few rows the number of operations is what counts
+        qk = rotate(rms_norm(every[:, :turned], self.gains, self.q_norm.eps), cos, sin)
+        q, k, v = qk[:, : self.heads], qk[:, self.heads :], every[:, turned:]
         out: torch.Tensor = self.o_proj(attention(self.layer, q, k, v).flatten(1))
         return out
 
@@ -137,11 +155,14 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_eps)
         self.rope = Rope(c.head_dim, c.rope_theta, c.mrope_section)
         self.fused: FusedLayers | None = None  # where kernels can be used, and for few rows
+        self.host: HostLayers | None = None  # on a CPU, for few rows
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, after: AfterLayer | None = None
     ) -> torch.Tensor:
         """Input rows x [rows, hidden] -> final-normed hidden rows."""
+        if self.host is not None and len(x) <= HOST_ROWS:
+            return self.host(x, positions, attention, after)
         cos, sin = self.rope(positions, x.dtype)
         if self.fused is not None and isinstance(attention, PagedPass) and attention.decodes(len(x)):
             return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
@@ -181,6 +202,11 @@ class Decoder(nn.Module):
     def prepare(self, device: torch.device) -> None:
         """Once, after the weights are in place."""
         self.rope.prepare(device)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.self_attn.prepare()
+        if HostLayers.fits(self):
+            self.host = HostLayers(self)
         if usable(self.norm.weight):
             from stretto.layers.fused import FusedLayers, fits
 

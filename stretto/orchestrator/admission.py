@@ -11,13 +11,15 @@ from hashlib import blake2b
 from itertools import count
 
 import msgspec
+import numpy as np
 
-from stretto.control.messages import Admit
+from stretto.control.messages import Admit, Lacking, Supply
 from stretto.control.request import PLAIN, Manner, Params
-from stretto.errors import Bug, Invalid, TooLong
+from stretto.errors import Bug, Gone, Invalid, TooLong
 from stretto.family import Capability, Wanted
 from stretto.orchestrator.pipeline import PIECE
 from stretto.orchestrator.ticket import Ticket
+from stretto.prompt.packed import PieceMeta
 from stretto.types import RequestId
 
 _GIVEN = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # what a link carries as a request's name, less room for a number
@@ -37,10 +39,13 @@ class Ask:
     live: bool = False  # the text that is read aloud is still being written
     enrols: bool = False  # wants a voice, not an answer
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
+    ahead: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
 
     @property
     def capability(self) -> Capability:
         """What its stages have to do."""
+        if self.ahead:
+            return "speech_ahead" if self.speak else "text_ahead"
         if self.enrols:
             return "enrolment"
         if not self.speak:
@@ -90,18 +95,38 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
     if set(told) != set(t.stages):
         raise Bug(f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}")
     root = b"" if shared else cache_root(ask.owner)
-    bare, blob = t.prompt.without_features(), t.prompt.features
+    bare, features = t.prompt.without_features(), t.prompt.features
     encoding = [s.name for s in t.model.pipeline.stages if s.encodes_media and s.name in t.stages]
-    if encoding and len(blob) > PIECE:
-        await t.pipeline.send_features(encoding, t.id, blob)
-        blob = b""
+    blob = b""
+    if encoding and len(features) <= PIECE:
+        blob = bytes(features)
+    elif encoding:
+        await t.pipeline.send_features(encoding, t.id, features)
     for host in t.pipeline.hosts_of(t.stages):
         encodes = any(stage in host for stage in encoding)
         here = {stage: params for stage, params in told.items() if stage in host}
         prompt = t.prompt.meta if encodes else bare.meta
-        message = Admit(t.id, prompt, here, t.params.priority, t.prompt.media, root)
+        message = Admit(t.id, prompt, here, t.params.priority, root)
         t.pipeline.send(host[:1], message, blob if encodes else b"")
     t.prompt = bare  # nobody needs the features any more
+
+
+async def supply(t: Ticket, ask: Lacking) -> None:
+    """Send a stage the features that it asks for."""
+    metas, parts, size = [], [], 0
+    for digest in ask.digests:
+        piece = t.media.get(digest)
+        if piece is None or piece.values is None:
+            t.fail(Gone(f"{t.id}: {ask.stage} asks for media that are not there any more"))
+            return
+        metas.append(PieceMeta(piece.shape, digest, size))
+        parts.append(np.ascontiguousarray(piece.values).tobytes())
+        size += len(parts[-1])
+    blob = b"".join(parts)
+    if len(blob) > PIECE:
+        await t.pipeline.send_features((ask.stage,), t.id, blob)
+        blob = b""
+    t.pipeline.send((ask.stage,), Supply(t.id, ask.stage, tuple(metas)), blob)
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from stretto.family import ModelInfo
 from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.spool import Spool
 from stretto.types import RequestId
+
+if TYPE_CHECKING:
+    from stretto.orchestrator.session import Session
 
 Modality = Literal["text", "audio"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -65,6 +68,7 @@ class Usage:
     cached_tokens: int = 0
     audio_prompt_tokens: int = 0
     image_prompt_tokens: int = 0
+    encoded_pieces: int = 0  # of media: windows of sound, pictures, videos. Others were found in caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class TimelineSpan:
     name: str
     start: float
     stop: float
+
+    @property
+    def in_nanoseconds(self) -> tuple[str, str, int, int]:
+        """As traces have it."""
+        return self.lane, self.name, int(1e9 * self.start), int(1e9 * self.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +131,11 @@ class Engine(Protocol):
         params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
+        session: str | None = None,
         owner: str = "",
     ) -> AsyncIterator[Event]:
-        """Answer a conversation. A prompt is only found in caches if it was the same `owner`'s before."""
+        """Answer a conversation. A prompt is only found in caches if it was the same `owner`'s before. Requests of one
+        `session` go to the same pipeline, as long as it is up."""
         ...
 
     def speak(
@@ -145,6 +156,10 @@ class Engine(Protocol):
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
         """Make a voice of a clip, for `Manner.voice`: of one message with a sound and, for a closer likeness, what is
         said in it. The voice is this model's alone."""
+        ...
+
+    def session(self, *, owner: str = "") -> Session:
+        """A conversation that goes on, whose sound comes in while it is spoken."""
         ...
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:

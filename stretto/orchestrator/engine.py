@@ -22,23 +22,26 @@ from typing import Any
 import numpy as np
 
 from stretto import errors
-from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Made, Pcm, Text, Working
+from stretto.control.devices import check_cards
+from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lacking, Made, Pcm, Text, Working
 from stretto.control.request import PLAIN, Manner, Params
-from stretto.control.settings import EngineConfig, check_stages
+from stretto.control.settings import EngineConfig, check_model
+from stretto.device import cards
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.named import load
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
-from stretto.orchestrator.admission import Ask, Names, announce, fitted
+from stretto.orchestrator.admission import Ask, Names, announce, fitted, supply
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Product, Progress
+from stretto.orchestrator.cards import Cards
+from stretto.orchestrator.hosts import Launcher
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.reading import check_manner, read_passages, write
-from stretto.orchestrator.routing import Router
+from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
-from stretto.prompt.packed import Packed
 from stretto.prompt.passages import Writing, passages
 from stretto.prompt.pool import PromptPool
 from stretto.prompt.spool import Spool
@@ -58,23 +61,30 @@ PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that ot
 class PipelineEngine:
     """Implements `api.Engine`. Made by `open`."""
 
-    def __init__(self, model: Path, config: EngineConfig) -> None:
+    def __init__(self, model: Path, config: EngineConfig, launcher: Launcher | None = None) -> None:
+        """`launcher`: what starts its hosts, if they are not to be children of this process."""
         self.config = config
         self.model = m = open_model(model)
-        check_stages(config, m.pipeline.names)
-        self._builder: Builder = load(m.builder)(model)
-        self._threads = InThreads(self._builder)
+        check_model(config, m.pipeline.names, m.info.max_positions)
+        self.builder: Builder = load(m.builder)(model)
+        self._threads = InThreads(self.builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
         self._info = replace(m.info, max_positions=min(m.info.max_positions, config.host.max_context))
         self._trace = TraceWriter(Path(config.trace_dir)) if config.trace_dir is not None else None
+        shared = Cards()
+        self._launcher = launcher
         self._pipelines = [
-            Pipeline(f"p{i}", str(model), m.pipeline, config.replica(i), self._message, self._loss, self._trace)
-            for i in range(config.replicas)
-        ]
+            Pipeline(
+                f"p{i}", str(model), m.pipeline, config.replica(i), self._message, self._loss,
+                self._trace, launcher, shared,
+            )
+            for i in range(config.num_pipelines)
+        ]  # fmt: skip
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
         self._router, self._names = Router(self._pipelines, config), Names()
-        self._counts = {"requests": 0, "finished": 0, "failed": 0, "cancelled": 0, "refused": 0}
+        kinds = ("requests", "finished", "failed", "cancelled", "refused", "ahead", "windows_changed")
+        self.counts = dict.fromkeys(kinds, 0)
         self._watcher: asyncio.Task[None] | None = None
         self._draining = self._closed = False
         self._up = False
@@ -96,6 +106,8 @@ class PipelineEngine:
     async def start(self) -> None:
         """Start all hosts and wait until they are ready."""
         try:
+            if self._launcher is None:
+                check_cards(self.config, self.model.pipeline.names, len(cards()))
             await asyncio.gather(self._prompts.start(), *(p.start() for p in self._pipelines))
         except StrettoError as e:
             self._error = str(e)
@@ -118,17 +130,23 @@ class PipelineEngine:
         }
         if self._error is not None:
             return Progress("dead", stages, self._error)
+        trouble = "; ".join(filter(None, (p.trouble for p in self._pipelines))) or None
         if not self._up:
-            return Progress("loading", stages)
+            return Progress("loading", stages, trouble)
         if self._draining:
             return Progress("draining", stages)
         paths = self.model.pipeline.paths.values()
         if not any(p.ready(path) for p in self._pipelines for path in paths):
-            return Progress("dead", stages, "no pipeline is up")
-        return Progress("ready", stages)
+            return Progress("dead", stages, trouble or "no pipeline is up")
+        return Progress("ready", stages, trouble)
+
+    @property
+    def pace(self) -> float:
+        """How fast the slowest running speech is made, in times of real time; infinite if there is none."""
+        return min((slowest(p, self._tickets.values()) for p in self._pipelines), default=float("inf"))
 
     def metrics(self) -> Mapping[str, float]:
-        values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
+        values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
         values["stretto_engine_running"] = self._accepted
         values |= self._prompts.metrics()
         for p in self._pipelines:
@@ -152,7 +170,7 @@ class PipelineEngine:
         allow_paths: bool = False,
         use_audio_in_video: bool = False,
     ) -> AsyncIterator[Event]:
-        speak = self._check(modalities, voice)
+        speak = self.check(modalities, voice)
 
         async def build() -> BuiltPrompt:
             if isinstance(messages, Conversation):
@@ -163,7 +181,8 @@ class PipelineEngine:
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
             return await self._threads.build_local(*given, allow_paths=allow_paths)
 
-        return self._run(build, Ask(speak, voice, params or Params(), request_id, session=session, owner=owner))
+        asked = params or self._info.defaults
+        return self.run(build, Ask(speak, voice, asked, request_id, session=session, owner=owner))
 
     def speak(
         self,
@@ -176,20 +195,20 @@ class PipelineEngine:
         owner: str = "",
         sender: str = "",
     ) -> AsyncIterator[Event]:
-        self._check(("audio",), voice)
+        self.check(("audio",), voice)
         check_manner(manner, self._info)
-        ask = Ask(True, voice, params or Params(), request_id, manner=manner, owner=owner)
+        ask = Ask(True, voice, params or self._info.defaults, request_id, manner=manner, owner=owner)
         if not isinstance(text, str):
             if not self._info.live_text:
                 raise Invalid("this model reads whole texts alone", "input")
-            writing = Writing(self._builder.tokenizer.encode)
+            writing = Writing(self.builder.tokenizer.encode)
             build = partial(self._prompts.read, "", sender, manner.instructions)
-            return self._run(build, replace(ask, live=True), lambda t: write(t, text, writing))
+            return self.run(build, replace(ask, live=True), lambda t: write(t, text, writing))
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
 
         def speak(passage: str, ask: Ask = ask) -> AsyncIterator[Event]:
-            return self._run(lambda: self._prompts.read(passage, sender, manner.instructions), ask)
+            return self.run(lambda: self._prompts.read(passage, sender, manner.instructions), ask)
 
         if not self._info.passage:
             return speak(text)
@@ -213,18 +232,19 @@ class PipelineEngine:
                 clip.close()
 
         made = b""
-        async for event in self._run(build, Ask(False, None, Params(), None, enrols=True, owner=owner)):
+        async for event in self.run(build, Ask(False, None, Params(), None, enrols=True, owner=owner)):
             if isinstance(event, Product):
                 made = event.data
         return made
 
-    def session(self, *, owner: str = "") -> Session:
+    def session(self, *, owner: str = "", allow_paths: bool = False) -> Session:
         """A conversation that goes on: see `session.py`."""
         if self._draining:
             raise Busy("the server is shutting down")
-        return Session(self, owner=owner)
+        return Session(self, owner=owner, allow_paths=allow_paths)
 
-    def _check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
+    def check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
+        """Whether there is to be speech. Raises `Invalid` for what the model cannot do, `Busy` when it is over."""
         unknown = set(modalities) - {"text", "audio"}
         if unknown or not modalities:
             raise Invalid(f"modalities must be text and/or audio, got {sorted(modalities)}", "modalities")
@@ -237,18 +257,19 @@ class PipelineEngine:
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         return await self._prompts.outline(body, long, most, sender)
 
-    async def _run(
+    async def run(
         self,
         build: Callable[[], Awaitable[BuiltPrompt]],
         ask: Ask,
         writes: Callable[[Ticket], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Event]:
-        """`writes` goes on beside the request: it tells it text that is still to come."""
+        """A request, from its prompt to its last event. `writes` goes on beside it: it tells it text that is still to
+        come."""
         with self._place():
             arrived = time.monotonic()
             prompt = await build()
             ask = replace(ask, spoken=prompt.spoken)
-            ticket = self._admit(prompt.packed, ask, arrived)
+            ticket = self._admit(prompt, ask, arrived)
             del prompt  # its features go as soon as they are sent
             beside: asyncio.Task[None] | None = None
             try:
@@ -275,7 +296,7 @@ class PipelineEngine:
         if self._draining:  # since it was asked for
             raise Busy("the server is shutting down")
         if self._accepted >= self.config.max_requests:
-            self._counts["refused"] += 1
+            self.counts["refused"] += 1
             raise Busy(f"{self.config.max_requests} requests are running already")
         self._accepted += 1
         self._idle.clear()
@@ -286,19 +307,21 @@ class PipelineEngine:
             if not self._accepted:
                 self._idle.set()
 
-    def _admit(self, prompt: Packed, ask: Ask, arrived: float) -> Ticket:
+    def _admit(self, built: BuiltPrompt, ask: Ask, arrived: float) -> Ticket:
         if self._closed:
             raise errors.Gone("the engine was closed")
+        prompt = built.packed
         params = fitted(ask, len(prompt.ids), self._info.max_positions, self.model.vocab_size)
         stages = self._path(ask.capability)
         pipeline = self._choose(stages, ask.speak, ask.session)
         id = self._names.new(ask.id, self._tickets.values())
         seed = params.seed if params.seed is not None else fresh_seed()
         now = time.monotonic()
-        words = TextStream(self._builder.tokenizer)
+        words = TextStream(self.builder.tokenizer)
         ticket = Ticket(id, ask.id, pipeline, self.model, stages, prompt, params, seed, words, arrived, progressed=now)
+        ticket.ahead, ticket.media = ask.ahead, built.media
         self._tickets[id] = ticket
-        self._counts["requests"] += 1
+        self.counts["ahead" if ask.ahead else "requests"] += 1
         pipeline.active += 1
         return ticket
 
@@ -312,7 +335,7 @@ class PipelineEngine:
         try:
             return self._router.choose(stages, speak, session, self._tickets.values())
         except Busy:
-            self._counts["refused"] += 1
+            self.counts["refused"] += 1
             raise
 
     def _leave(self, t: Ticket) -> None:
@@ -320,10 +343,13 @@ class PipelineEngine:
         if self._tickets.pop(t.id, None) is None:
             return
         t.pipeline.active -= 1
+        if t.supplying is not None:
+            t.supplying.cancel()  # before the stages are told that it is over
         if t.unfinished:
             t.pipeline.send(t.stages, Cancel(t.id))
         how = "finished" if t.over and not t.unfinished else "failed" if t.failed else "cancelled"
-        self._counts[how] += 1
+        if not t.ahead:
+            self.counts[how] += 1
         log.debug(
             "%s %s: %d prompt tokens, %d text tokens, %d frames, %.3f s",
             t.id,
@@ -355,6 +381,8 @@ class PipelineEngine:
                 t.end(message)
             case Working():
                 pass  # that is all it says
+            case Lacking():
+                t.supplying = asyncio.create_task(_supply(t, message, t.supplying))
             case Failed(stage=stage, kind=kind, message=text):
                 t.fail(_error(kind, f"{stage}: {text}"))
             case _:
@@ -434,6 +462,13 @@ class PipelineEngine:
 def fresh_seed() -> int:
     """For a request that names none. As many bits as are exact in any language."""
     return secrets.randbits(53)
+
+
+async def _supply(t: Ticket, asked: Lacking, before: asyncio.Task[None] | None) -> None:
+    """One after the other: their pieces must not be mixed."""
+    if before is not None:
+        await before
+    await supply(t, asked)
 
 
 def _error(kind: str, message: str) -> StrettoError:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from stretto.control.messages import (
     Broken,
@@ -37,14 +40,20 @@ from stretto.errors import StageDead, StrettoError, WireError
 from stretto.family import LinkSpec, PipelineSpec
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
-from stretto.orchestrator.process import HostProcess
+from stretto.orchestrator.cards import Cards
+from stretto.orchestrator.hosts import Host, Launcher, Unusable
+from stretto.orchestrator.process import LocalLauncher
 from stretto.prompt.packed import Bytes
+from stretto.prompt.spool import Stored
 from stretto.types import SECRET_BYTES, RequestId
 
 log = logging.getLogger(__name__)
 
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
+FIRST_STARTS = 3  # of a host that dies before its pipeline was ever up; then it is given up
 PIECE = 256 << 10  # bytes of features in one message
+TOLD = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
+"""Errors whose words say all: their names are for programmers."""
 LINK_DELAYS = (0.05, 0.2, 0.5, 1.0)
 """Pauses between tries to make a link."""
 
@@ -59,13 +68,17 @@ class Pipeline:
         on_message: Callable[[FromHost, bytes], None],
         on_loss: Callable[[Pipeline, frozenset[str], StrettoError], None],
         trace: TraceWriter | None = None,
+        launcher: Launcher | None = None,
+        cards: Cards | None = None,
     ) -> None:
-        """`on_loss` is told which stages can no longer be reached, and why; `trace` is given what hosts did when."""
-        self.trace = trace
+        """`on_loss` is told which stages can no longer be reached, and why; `trace` is given what hosts did when.
+        `launcher` makes the hosts (default: children of this process); `cards` are those that other pipelines use
+        too."""
+        self.trace, self._launcher = trace, launcher or LocalLauncher()
         self.name, self.model, self.spec, self.config = name, model, spec, config
         self._places = places(config.placement, spec.names)
         self._on_message, self._on_loss = on_message, on_loss
-        self._hosts: list[HostProcess] = []
+        self._hosts: list[Host] = []
         self._stages: dict[str, int] = {s: i for i, host in enumerate(self._places) for s in host.stages}
         # Links between hosts; within one, payloads are handed over.
         self._between = {k.name: k for k in spec.links if self._stages[k.sender] != self._stages[k.receiver]}
@@ -78,6 +91,11 @@ class Pipeline:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = [0] * len(self._places)
+        self._restarts = [0] * len(self._places)  # hosts that came back
+        self._loss_at: dict[int, float] = {}  # when a host died that is not back yet
+        self._losses: dict[int, str] = {}  # and how
+        self._cards = cards or Cards()
+        self._seats = [self._cards.seat(self._device(i), place.stages) for i, place in enumerate(self._places)]
         self._closing = False
         self._started = False
         self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
@@ -119,7 +137,7 @@ class Pipeline:
         for i in sorted({self._stages[s] for s in stages}):
             self._hosts[i].send(message, blob)
 
-    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes) -> None:
+    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes | Stored) -> None:
         """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
         for i in sorted({self._stages[s] for s in stages}):
             host = self._hosts[i]
@@ -142,6 +160,8 @@ class Pipeline:
         """What its hosts said last of themselves, and the plan. Stages and links are told apart by their names; what is
         a host's own says which, where there are several. A dead host says nothing, and its successor begins anew."""
         values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(self.memory.get(s, 0)) for s in self.spec.names}
+        for i, place in enumerate(self._places):
+            values[f'stretto_host_restarts_total{{host="{place.name}"}}'] = float(self._restarts[i])
         for place, host in zip(self._places, self._hosts, strict=False):  # none yet, before the start
             if host.state != "dead":
                 several = len(self._hosts) > 1
@@ -156,18 +176,40 @@ class Pipeline:
 
     # -- hosts
 
-    def _host(self, index: int) -> HostProcess:
-        return HostProcess(f"{self.name}.{index}", self._message, lambda h, i=index: self._died(h, i))  # type: ignore[misc]
+    def _device(self, index: int) -> str:
+        return self._places[index].device or self.config.host.device
 
-    async def _launch(self, host: HostProcess, index: int) -> None:
+    def _host(self, index: int) -> Host:
+        name, device = f"{self.name}.{index}", self._device(index)
+        return self._launcher.host(name, device, self._message, lambda h: self._died(h, index))
+
+    async def _launch(self, host: Host, index: int) -> None:
+        """Start a host and say what it is, when its card is not being loaded by another. One that cannot be started now
+        is a dead one, whose restart tries again; one that never can be ends the pipeline."""
+        device, seat = self._device(index), self._seats[index]
+        async with self._cards.turn(device, seat) as beside:
+            if self._closing:
+                return
+            try:
+                await self._configure(host, index, beside)
+            except (Unusable, OSError) as e:
+                if isinstance(e, Unusable) and not self._started:
+                    self.broken = str(e)
+                    self._notify()
+                host.lost(str(e))
+                return
+            if self._cards.shared(device):  # the next may look at what is free only then
+                await self._wait(lambda: host.state != "starting")
+                seat.loaded = host.state == "ready"
+
+    async def _configure(self, host: Host, index: int, beside: tuple[tuple[str, ...], ...]) -> None:
         await host.start()
-        place, settings = self._places[index], self.config.host
-        if place.device is not None:
-            settings = replace(settings, device=place.device)
-        settings = replace(settings, trace=self.trace is not None)
-        host.send(Configure(self.model, self.spec.build, place.stages, settings.as_dict()))
+        if self._closing:  # while it was being started
+            host.kill()
+        settings = replace(self.config.host, device=host.device, trace=self.trace is not None)
+        host.send(Configure(self.model, self.spec.build, self._places[index].stages, settings.as_dict(), beside))
 
-    def _message(self, host: HostProcess, message: FromHost, blob: bytes) -> None:
+    def _message(self, host: Host, message: FromHost, blob: bytes) -> None:
         if isinstance(message, Listening | Linked | LinkDown):
             if message.link not in self._between:
                 raise WireError(f"it speaks of a link {message.link!r}")
@@ -189,25 +231,30 @@ class Pipeline:
                     self.progress[stage] = "ready"
                 self._notify()
             case Broken(kind=kind, message=text):
-                host.reason = f"{kind}: {text}"
+                host.reason = text if kind in TOLD else f"{kind}: {text}"
                 if host.state == "starting" and not self._started:
                     self.broken = host.reason  # later on it is tried again: what it lacked may come back
             case Stats(values=values, spans=spans):
                 host.stats = values
+                host.told(message)
                 if self.trace is not None and spans:
-                    self.trace.write(host.name, spans)
+                    ahead = int(1e9 * host.offset)
+                    self.trace.write(host.name, [(lane, name, a - ahead, b - ahead) for lane, name, a, b in spans])
                 if not self._started:
                     self._notify()
+            case Ended():
+                self._on_message(by_our_clock(message, host.offset), blob)
             case _:
                 self._on_message(message, blob)
 
-    def _died(self, host: HostProcess, index: int) -> None:
+    def _died(self, host: Host, index: int) -> None:
         if self._closing:
             return
-        stages = self._places[index].stages
+        stages, self._seats[index].loaded = self._places[index].stages, False
         for stage in stages:
             self.progress[stage] = "dead"
-        log.warning("%s", host.death())
+        self._loss_at.setdefault(index, time.monotonic())
+        self._losses[index] = self._obituary(host, index)
         self._notify()
         # What was on its way from here is lost too: a stage behind it waits for it, also where this one had ended.
         lost = set(stages)
@@ -217,10 +264,31 @@ class Pipeline:
             if link.sender in stages:
                 lost.add(link.receiver)
         self._on_loss(self, frozenset(lost), host.death())
-        if self.config.restart and self.broken is None:
-            self._task(self._restart(index))
-        elif not self._started and self.broken is None:
-            self.broken = str(host.death())
+        self._task(self._after(host, index))
+
+    async def _after(self, host: Host, index: int) -> None:
+        """A host died: say how, and start it again unless that is hopeless."""
+        await host.buried()
+        if self.broken is not None:
+            return  # whoever waits for the start tells why
+        self._losses[index] = self._obituary(host, index)
+        log.warning("%s", self._losses[index])
+        if not self._started and (not self.config.restart or self._deaths[index] + 1 >= FIRST_STARTS):
+            tries = f" ({self._deaths[index] + 1} tries)" if self._deaths[index] else ""
+            self.broken = f"{self._obituary(host, index)}{tries}"
+            self._notify()
+        elif self.config.restart:
+            await self._restart(index)
+
+    def _obituary(self, host: Host, index: int) -> str:
+        return f"{host.death()} (stages {', '.join(self._places[index].stages)})"
+
+    @property
+    def trouble(self) -> str | None:
+        """Why some of its stages are not there now; None: all are, or were never."""
+        if self.broken is not None:
+            return self.broken
+        return "; ".join(self._losses[i] for i in sorted(self._loss_at)) or None
 
     async def _restart(self, index: int) -> None:
         """Start a host again and make its links anew. Waits a little longer each time it died young."""
@@ -232,14 +300,15 @@ class Pipeline:
             await self._wait(lambda: host.state != "starting")
             await self._join()
             host.ping(0)
-        except OSError as e:  # no process to be had
-            host.state, host.reason = "dead", str(e)
-            self._died(host, index)
         except StageDead:
             host.kill()  # its death begins the next try
             raise
         if host.state == "ready":
             self._deaths[index] = 0
+            self._restarts[index] += 1
+            self._losses.pop(index, None)
+            away = time.monotonic() - self._loss_at.pop(index, time.monotonic())
+            log.warning("host %s is back after %.1f s", host.name, away)
 
     # -- links
 
@@ -247,8 +316,9 @@ class Pipeline:
         link = message.link
         match message:
             case Listening(generation=generation, endpoint=endpoint):
-                connect = Connect(link, self.config.connector, endpoint, generation, self._secrets[link])
-                self._hosts[self._stages[self._between[link].sender]].send(connect)
+                sender = self._hosts[self._stages[self._between[link].sender]]
+                secret, details = self._secrets[link], self._details(sender)
+                sender.send(Connect(link, self.config.connector, endpoint, generation, secret, sender.address, details))
             case Linked():
                 if link == self._making:
                     self._links[link] = True
@@ -277,13 +347,18 @@ class Pipeline:
         for stage in (link.sender, link.receiver):
             self._hosts[self._stages[stage]].send(Unlink(name))
         secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)
-        listen = Listen(name, self.config.connector, self._generations[name], secret)
-        self._hosts[self._stages[link.receiver]].send(listen)
+        receiver = self._hosts[self._stages[link.receiver]]
+        generation, details = self._generations[name], self._details(receiver)
+        receiver.send(Listen(name, self.config.connector, generation, secret, receiver.address, details))
         try:
             await self._wait(lambda: self._links[name] or self._refused is not None or not self._up(link))
         finally:
             self._making = None
         return self._refused is None
+
+    def _details(self, host: Host) -> dict[str, str]:
+        """What a connector is told beside the usual: at which address the others find a host's end of a link."""
+        return {**self.config.link_details, "advertise": host.address}
 
     def _up(self, link: LinkSpec) -> bool:
         return all(self._hosts[self._stages[s]].state == "ready" for s in (link.sender, link.receiver))
@@ -334,4 +409,12 @@ class Pipeline:
         except TimeoutError:
             raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
         if self.broken is not None:
-            raise StageDead(f"pipeline {self.name} cannot start: {self.broken}")
+            raise StageDead(self.broken)
+
+
+def by_our_clock(message: Ended, offset: float) -> Ended:
+    """A host's times on this machine's clock, which is `offset` behind its own."""
+    if not offset:
+        return message
+    marks, chunks = (tuple(t - offset for t in times) for times in (message.marks, message.chunks))
+    return msgspec.structs.replace(message, begun=message.begun - offset, marks=marks, chunks=chunks)

@@ -1,4 +1,4 @@
-"""A host process as the orchestrator sees it: started, spoken to, watched. Asyncio; imports no torch."""
+"""A host that is a child process of this one, on a socket pair. Asyncio; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,38 +7,33 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
 
-from stretto.control.messages import PREFIX, FromHost, Ping, Quit, ToHost, decode_from_host, encode, lengths
-from stretto.errors import StageDead, StrettoError
+from stretto.control.devices import shown
+from stretto.control.messages import Quit
+from stretto.device import cards
+from stretto.orchestrator.hosts import ENDED, Host, OnDeath, OnMessage
 from stretto.prompt.packed import Bytes
 
-State = Literal["starting", "ready", "dead"]
+EXIT_S = 2.0  # for a process whose channel is gone to be gone too
 
 
-class HostProcess:
-    """`on_message` is called for each message, `on_death` once, when the process or its channel is gone."""
+class HostProcess(Host):
+    """`environment` is added to ours."""
 
     def __init__(
         self,
         name: str,
-        on_message: Callable[[HostProcess, FromHost, bytes], None],
-        on_death: Callable[[HostProcess], None],
+        on_message: OnMessage,
+        on_death: OnDeath,
+        device: str = "cpu",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name = name
-        self.state: State = "starting"
-        self.reason = "it ended"  # why it died, as far as we were told
-        self.stats: Mapping[str, float] = {}  # as it said last
-        self.asked: float | None = None  # when it was asked for a sign of life, if none has come since
-        self._on_message, self._on_death = on_message, on_death
+        super().__init__(name, on_message, on_death, device)
+        self._environment = environment or {}
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
-        self._heard = bytearray()  # of a message that is not complete yet
-        self._writable = asyncio.Event()  # the channel takes more without growing its buffer
-        self._writable.set()
 
     @property
     def pid(self) -> int | None:
@@ -55,42 +50,12 @@ class HostProcess:
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self._environment},
             )
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)
 
-    async def writable(self) -> None:
-        """Until what was sent has left, all but a little. A host that dies frees whoever waits for it."""
-        await self._writable.wait()
-
-    def pause(self, on: bool) -> None:
-        if on and self.state != "dead":
-            self._writable.clear()
-        else:
-            self._writable.set()
-
-    def send(self, message: ToHost, blob: Bytes = b"") -> None:
-        """Queue a message. A dead host swallows it: its death is told by `on_death`, once."""
-        if self._transport is None or self.state == "dead":
-            return
-        self._transport.write(encode(message, blob))
-        if blob:
-            self._transport.write(blob)
-
-    def ping(self, number: int) -> None:
-        self.send(Ping(number))
-        if self.asked is None:
-            self.asked = time.monotonic()
-
-    def end_if_silent(self, seconds: float) -> None:
-        """Kill it if it has not said a word for so long after it was asked to: it hangs, or was stopped."""
-        if self.state == "ready" and self.asked is not None and time.monotonic() - self.asked > seconds:
-            self.reason = f"it stalled: no answer for {seconds:g} s"
-            self.kill()
-
     async def stop(self, timeout: float = 5.0) -> None:
-        """End it, politely first. (One that is still loading does not listen, and has nothing to lose.)"""
         if self.state == "starting":
             self.kill()
         self.send(Quit())
@@ -101,8 +66,7 @@ class HostProcess:
                 self.kill()
                 await self._process.wait()
         self.state = "dead"
-        if self._transport is not None:
-            self._transport.close()
+        self._close()
 
     def kill(self) -> None:
         """At once. (Not by `Process.kill`, which would first look whether it has ended, and so take its exit status
@@ -111,41 +75,42 @@ class HostProcess:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
-    def take(self, data: bytes) -> None:
-        """Bytes from the host: as many messages as they complete."""
-        if self.state == "dead":
-            return
-        self._heard += data
-        at, size = 0, len(self._heard)
-        try:
-            with memoryview(self._heard) as heard:
-                while size - at >= PREFIX.size:
-                    header, blob = lengths(heard[at : at + PREFIX.size])
-                    middle = at + PREFIX.size + header
-                    if middle + blob > size:
-                        break
-                    self.asked = None
-                    message = decode_from_host(heard[at + PREFIX.size : middle])
-                    self._on_message(self, message, bytes(heard[middle : middle + blob]))
-                    at = middle + blob
-        except (StrettoError, LookupError, ValueError) as e:  # nonsense: no frame, or a message that fits nothing here
-            self.reason = f"it cannot be understood: {e}"
-            self.lost()
-        else:
-            del self._heard[:at]
+    def _write(self, data: Bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
 
-    def lost(self) -> None:
-        """The channel is gone, and so is the host, whatever its process still does."""
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()  # else its descriptor would stay until this object is collected
+
+    def lost(self, reason: str | None = None) -> None:
         if self.state != "dead":
-            self.state = "dead"
-            self._writable.set()
-            self.kill()
-            if self._transport is not None:
-                self._transport.close()  # else its descriptor would stay until this object is collected
-            self._on_death(self)
+            self._see_status()
+        super().lost(reason)
 
-    def death(self) -> StageDead:
-        return StageDead(f"host {self.name} died: {self.reason}")
+    async def buried(self) -> None:
+        """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang in a driver."""
+        if self._process is not None and self.reason == ENDED:
+            with suppress(TimeoutError):
+                self._name_status(await asyncio.wait_for(self._process.wait(), EXIT_S))
+
+    def _see_status(self) -> None:
+        """Look how the process ended, if it has, and leave its status to whoever waits for it."""
+        if self._process is None or self.reason != ENDED:
+            return
+        with suppress(ChildProcessError):  # its status was taken already
+            seen = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if seen is not None:
+                self._name_status(seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status)
+
+    def _name_status(self, status: int) -> None:
+        """As `subprocess` gives it: negative for a signal."""
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            why = " (the system may have run out of memory)" if -status == signal.SIGKILL else ""
+            self.reason = f"it was killed by {name}{why}"
+        elif status:
+            self.reason = f"it ended with status {status}"
 
 
 class _Ear(asyncio.Protocol):
@@ -166,3 +131,13 @@ class _Ear(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.host.lost()
+
+
+class LocalLauncher:
+    """Children of this process, each shown the card that it uses and no other."""
+
+    def __init__(self, found: Sequence[str] | None = None) -> None:
+        self._cards = cards() if found is None else found
+
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+        return HostProcess(name, on_message, on_death, *shown(device, self._cards))

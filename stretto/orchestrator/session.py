@@ -2,30 +2,54 @@
 
 `engine.session()` makes one. Sound is appended while it is spoken and committed when the turn is over; text, pictures
 and earlier answers are added as messages. `respond` answers all that is there. Every method is called on the engine's
-event loop, by one task at a time; several sessions go on side by side."""
+event loop, by one task at a time; several sessions go on side by side.
+
+Nothing of a session is held in the stages. Each answer is a request of its own, and finds what of its prompt was read
+before in the prefix caches. While somebody speaks, each window of sound that is complete is read ahead, by a request
+for the conversation up to there that wants no answer; so an answer has only the rest to read. What the caches have lost
+is computed again, and the answer is the same."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto.control.request import Params
-from stretto.errors import Gone, Invalid
+from stretto.errors import Gone, Invalid, StrettoError, TooLong
+from stretto.orchestrator.admission import Ask
 from stretto.orchestrator.api import Event, Message, Modality, TextDelta
+from stretto.prompt.hearing import Hearing
+from stretto.prompt.jobs import BuiltPrompt
+from stretto.prompt.mel import SAMPLE_RATE
+from stretto.prompt.packed import pack
+from stretto.prompt.prompt import AudioClip, Prompt
+from stretto.prompt.work import prepared
 
 if TYPE_CHECKING:
     from stretto.orchestrator.engine import PipelineEngine
 
-INPUT_RATE = 16_000
+log = logging.getLogger(__name__)
+
+INPUT_RATE = SAMPLE_RATE
 """Of appended sound, samples per second: what the model hears."""
 END = "end"
 """Where `add` puts an item unless told otherwise."""
+MAX_PENDING_S = 2400.0
+"""Sound that may wait for its commit."""
+AT_ONCE = INPUT_RATE
+"""Samples whose features are made on the event loop: a millisecond's work. More go to a thread."""
+FULL, ROOM = 7 / 8, 3 / 4
+"""Shares of the context. When a prompt takes more than the first (or leaves less than its answer may need), the oldest
+turns go until it takes no more than the second: each time the prompt begins otherwise it is read anew, so that should
+be rare."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,16 +58,40 @@ class Item:
 
     id: str
     message: Message
+    ready: Message | None = None  # with features in place of its media
+
+    @property
+    def role(self) -> object:
+        return self.message.get("role")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """What else a prompt is made of."""
+
+    speak: bool = True
+    instructions: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    def messages(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*system, *(dict(i.ready or i.message) for i in items)]
 
 
 class Session:
     """Made by `engine.session`. `async with` closes it."""
 
-    def __init__(self, engine: PipelineEngine, *, owner: str = "") -> None:
-        self._engine, self._owner = engine, owner
+    def __init__(self, engine: PipelineEngine, *, owner: str = "", allow_paths: bool = False) -> None:
+        self._engine, self._owner, self._allow_paths = engine, owner, allow_paths
         self._name = f"s-{secrets.token_hex(8)}"
         self._items: list[Item] = []
-        self._open: list[npt.NDArray[np.float32]] = []
+        self._dropped: list[str] = []
+        self._sent: set[bytes] = set()  # digests of features that the stages have had
+        self._setting = Setting()  # of the next answer, as far as can be told
+        self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
+        self._hearing = self._new_hearing()
+        self._heard: AudioClip | None = None  # windows that were not read ahead yet
+        self._reader: asyncio.Task[None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Session:
@@ -57,27 +105,57 @@ class Session:
     @property
     def pending(self) -> int:
         """Samples that were appended and not committed yet."""
-        return sum(map(len, self._open))
+        return self._hearing.num_samples if self._hearing is not None else sum(map(len, self._whole))
 
     async def append(self, samples: npt.NDArray[np.float32]) -> None:
         """More of the sound that is being spoken: mono, from -1 to 1, at `INPUT_RATE`."""
         self._check()
-        self._open.append(np.asarray(samples, np.float32))
+        new = np.asarray(samples, np.float32).reshape(-1)
+        if self.pending + len(new) > MAX_PENDING_S * INPUT_RATE:
+            raise Invalid(f"over {MAX_PENDING_S:.0f} s of sound wait for their commit", "audio")
+        if not np.isfinite(new).all():
+            raise Invalid("the sound has samples that are not numbers", "audio")
+        hearing = self._hearing
+        if hearing is None:
+            self._whole.append(new)
+            return
+        complete = await asyncio.to_thread(hearing.push, new) if len(new) > AT_ONCE else hearing.push(new)
+        if complete:
+            self._heard = await asyncio.to_thread(hearing.clip)
+            if self._reader is None or self._reader.done():
+                self._reader = asyncio.create_task(self._read_ahead(), name=f"{self._name}-reader")
 
     async def clear(self) -> None:
         """Forget what was appended since the last commit."""
         self._check()
-        self._open.clear()
+        await self._stop_reading()
+        self._whole.clear()
+        self._hearing = self._new_hearing()
 
     async def commit(self, id: str | None = None) -> Item:
         """The turn is over: what was appended becomes an item of the user, the last one."""
         self._check()
         if not self.pending:
             raise Invalid("there is no sound to commit", "audio")
-        samples = np.concatenate(self._open)
-        self._open.clear()
-        part = {"type": "audio", "data": samples, "sample_rate": INPUT_RATE}
+        data: AudioClip | npt.NDArray[np.float32]
+        if self._hearing is not None:
+            data = await asyncio.to_thread(self._hearing.finish)
+            self._engine.counts["windows_changed"] += self._hearing.changed
+        else:
+            data = np.concatenate(self._whole)
+        self._whole.clear()
+        self._hearing, self._heard = self._new_hearing(), None
+        part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
         return await self.add({"role": "user", "content": [part]}, id=id)
+
+    async def read(self) -> None:
+        """Until all windows that are complete have been read ahead, as far as that goes."""
+        while self._reader is not None and not self._reader.done():
+            await asyncio.wait({self._reader})
+
+    def _new_hearing(self) -> Hearing | None:
+        ear = self._engine.info.ear
+        return Hearing(ear.num_bins, ear.window) if ear is not None else None
 
     # -- the conversation
 
@@ -85,10 +163,26 @@ class Session:
     def items(self) -> tuple[Item, ...]:
         return tuple(self._items)
 
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Ids of the items that were forgotten because the context was full, in that order."""
+        return tuple(self._dropped)
+
+    def expect(
+        self,
+        *,
+        modalities: Sequence[Modality] = ("text", "audio"),
+        instructions: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """What the next `respond` will be given: sound is read ahead of it behind these. (Each `respond` says it for
+        those that follow.) Where it turns out otherwise, what was read ahead is read again."""
+        self._setting = Setting(self._engine.check(modalities, None), instructions, tools)
+
     async def add(self, message: Message, *, id: str | None = None, after: str | None = END) -> Item:
         """A message behind the item called `after`: None puts it in front of all, `END` behind all."""
         self._check()
-        item = Item(id or f"item_{secrets.token_hex(12)}", message)
+        item = await self._item(id or f"item_{secrets.token_hex(12)}", message)
         if any(i.id == item.id for i in self._items):
             raise Invalid(f"there is an item {item.id} already", "item.id")
         place = 0 if after is None else len(self._items) if after == END else self._find(after) + 1
@@ -102,7 +196,14 @@ class Session:
     async def replace(self, id: str, message: Message) -> None:
         """Another message in an item's place: an answer that was cut short keeps the words that were heard."""
         self._check()
-        self._items[self._find(id)] = Item(id, message)
+        place, item = self._find(id), await self._item(id, message)
+        self._items[place] = item
+
+    async def _item(self, id: str, message: Message) -> Item:
+        if isinstance(message.get("content"), list | tuple):
+            ready = await asyncio.to_thread(prepared, self._engine.builder, message, self._allow_paths)
+            return Item(id, message, ready)
+        return Item(id, message)
 
     def respond(
         self,
@@ -118,18 +219,19 @@ class Session:
         """Answer the conversation (or, instead, `items`). Events as those of `Engine.generate`; closing the iterator
         cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came."""
         self._check()
-        system = [{"role": "system", "content": instructions}] if instructions else []
-        messages = [*system, *(i.message for i in (self._items if items is None else items))]
-        events = self._engine.generate(
-            messages,
-            modalities=modalities,
-            voice=voice,
-            params=params,
-            tools=tools,
-            session=self._name,
-            owner=self._owner,
-        )
-        return self._answer(events, remember)
+        setting = Setting(self._engine.check(modalities, voice), instructions, tools)
+        params = params or self._engine.info.defaults
+        if items is None:
+            self._setting = setting
+        given = list(self._items if items is None else items)
+
+        async def build() -> BuiltPrompt:
+            await self.read()  # what is being read ahead is what this needs
+            prompt = await self._fitting(setting, given, params.max_text_tokens, may_drop=items is None)
+            return self._built(prompt)
+
+        ask = Ask(setting.speak, voice, params, None, session=self._name, owner=self._owner)
+        return self._answer(self._engine.run(build, ask), remember)
 
     async def _answer(self, events: AsyncIterator[Event], remember: bool) -> AsyncGenerator[Event]:
         said: list[str] = []
@@ -146,8 +248,87 @@ class Session:
     async def close(self) -> None:
         """Give back what the session holds. A running answer is cancelled by whoever reads it."""
         self._closed = True
+        await self._stop_reading()
         self._items.clear()
-        self._open.clear()
+        self._whole.clear()
+        self._sent.clear()
+        self._hearing = None
+
+    # -- prompts
+
+    async def _fitting(self, setting: Setting, items: list[Item], max_new: int, may_drop: bool) -> Prompt:
+        """The prompt for these items. Where it leaves too little room, the oldest turns are forgotten first."""
+        most = self._engine.info.max_positions
+        limit = min(int(FULL * most), most - min(max_new, most // 8))
+        while True:
+            try:
+                prompt = await self._build(setting, items)
+                if len(prompt.ids) <= limit or not may_drop:
+                    return prompt
+            except TooLong:
+                if not may_drop:
+                    raise
+                prompt = None
+            oldest = oldest_turn(items)
+            if not oldest:
+                if prompt is None:
+                    raise TooLong(f"the last turn alone exceeds the model's {most:,} tokens", "messages")
+                return prompt
+            limit = int(ROOM * most)
+            items = [i for i in items if i not in oldest]
+            self._items = [i for i in self._items if i not in oldest]
+            self._dropped += [i.id for i in oldest]
+
+    async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
+        messages, tools = setting.messages(items), [dict(t) for t in setting.tools] if setting.tools else None
+        return await asyncio.to_thread(
+            self._engine.builder.build, messages, tools, False, allow_paths=self._allow_paths
+        )
+
+    def _built(self, prompt: Prompt) -> BuiltPrompt:
+        """With the features that the stages have not had; they ask for others, where they need them again."""
+        media = {p.digest: p for p in prompt.pieces()}
+        packed = pack(prompt, known=self._sent)
+        self._sent |= media.keys()
+        return BuiltPrompt(packed, media=media)
+
+    # -- reading ahead
+
+    async def _read_ahead(self) -> None:
+        """Have the stages read the conversation up to the last complete window, until none has come meanwhile. It is
+        only to save time later: what goes wrong is left to the answer to find out."""
+        while (heard := self._heard) is not None:
+            self._heard = None
+            try:
+                await self._read_up_to(heard)
+            except StrettoError as e:
+                log.debug("%s: not read ahead: %s", self._name, e)
+
+    async def _read_up_to(self, heard: AudioClip) -> None:
+        setting, model = self._setting, self._engine.model
+        ask = Ask(
+            setting.speak, None, Params(max_text_tokens=1), None, session=self._name, owner=self._owner, ahead=True
+        )
+        if ask.capability not in model.pipeline.paths:
+            return
+        speaking = Item("", {"role": "user", "content": [{"type": "audio", "data": heard}]})
+
+        async def build() -> BuiltPrompt:
+            prompt = await self._build(setting, [*self._items, speaking])
+            pads = [i for i, id in enumerate(prompt.ids) if id in model.media_tokens.audio]
+            return self._built(replace(prompt, ids=prompt.ids[: pads[-1] + 1]))
+
+        events = self._engine.run(build, ask)
+        async with aclosing(events):  # type: ignore[type-var]
+            async for _ in events:
+                pass
+
+    async def _stop_reading(self) -> None:
+        self._heard = None
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None
 
     def _find(self, id: str) -> int:
         for place, item in enumerate(self._items):
@@ -158,3 +339,12 @@ class Session:
     def _check(self) -> None:
         if self._closed:
             raise Gone("the session was closed")
+
+
+def oldest_turn(items: Sequence[Item]) -> list[Item]:
+    """What the user said first, and all up to what the user said next. Never the last turn, nor the system's words."""
+    roles = [item.role for item in items]
+    starts = [i for i, role in enumerate(roles) if role == "user" and (not i or roles[i - 1] != "user")]
+    if len(starts) < 2:
+        return []
+    return [item for item in items[: starts[1]] if item.role not in ("system", "developer")]

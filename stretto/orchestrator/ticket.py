@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,7 @@ from stretto.orchestrator.api import AudioChunk, Event, Finished, FinishReason, 
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.timeline import timeline
 from stretto.prompt.packed import Packed
+from stretto.prompt.prompt import Piece
 from stretto.prompt.template import TextStream
 from stretto.types import RequestId
 
@@ -41,6 +43,9 @@ class Ticket:
     seed: int
     words: TextStream
     arrived: float
+    ahead: bool = False  # nothing will be heard of it
+    media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, by digest
+    supplying: asyncio.Task[None] | None = None  # them
     events: asyncio.Queue[Event | StrettoError] = field(default_factory=asyncio.Queue)
     ended: dict[str, Ended] = field(default_factory=dict)
     text: str = ""  # decoded so far, stop strings not looked for
@@ -184,6 +189,7 @@ class Ticket:
             cached_tokens=text.cached if text is not None else 0,
             audio_prompt_tokens=sum(ids.count(i) for i in media.audio),
             image_prompt_tokens=sum(ids.count(i) for i in media.image),
+            encoded_pieces=sum(e.encoded for e in self.ended.values()),
         )
 
     def fail(self, error: StrettoError) -> None:

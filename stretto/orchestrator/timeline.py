@@ -1,10 +1,9 @@
-"""A request's timeline from what its stages reported, and as a trace that Perfetto loads. No torch."""
+"""A request's timeline from what its stages reported. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from stretto.control.messages import Ended
 from stretto.family import PipelineSpec
@@ -34,18 +33,3 @@ def timeline(
 def thin(marks: Sequence[float]) -> list[float]:
     step = -(-len(marks) // MOST) if marks else 1
     return [*marks[::step], marks[-1]] if (len(marks) - 1) % step else list(marks[::step])
-
-
-def trace(requests: Iterable[tuple[str, Sequence[TimelineSpan]]]) -> dict[str, Any]:
-    """Chrome trace events: one process per request, one thread per lane. Opens in ui.perfetto.dev."""
-    events: list[dict[str, Any]] = []
-    for pid, (name, spans) in enumerate(requests, start=1):
-        lanes = list(dict.fromkeys(s.lane for s in spans))
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
-        for tid, lane in enumerate(lanes, start=1):
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
-        for s in spans:
-            tid = lanes.index(s.lane) + 1
-            where = {"pid": pid, "tid": tid, "name": s.name, "cat": s.lane, "ts": 1e6 * s.start}
-            events.append({**where, "ph": "X", "dur": max(1.0, 1e6 * (s.stop - s.start))})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -7,14 +7,15 @@ datagram, with a memory file if there is more to say; then the socket is closed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from stretto.errors import Invalid
 from stretto.prompt.packed import Packed, PromptMeta
+from stretto.prompt.prompt import Piece
 from stretto.prompt.spool import Spool
 
 MAX_DATAGRAM = 1 << 16
@@ -40,6 +41,7 @@ class Build(Wire, frozen=True, tag="build"):
     messages: Span
     tools: Span | None = None
     audio_in_video: bool = False
+    variables: dict[str, bool | int | float | str | None] = {}  # of the chat template
 
 
 class Read(Wire, frozen=True, tag="read"):
@@ -83,7 +85,6 @@ class Built(Wire, frozen=True, tag="built"):
 
 class Head(Wire, frozen=True):
     meta: PromptMeta
-    media: bytes
     spoken: tuple[int, ...] | None = None
 
 
@@ -138,11 +139,23 @@ class Conversation:
     recalled: dict[str, str] = field(default_factory=dict)  # texts of earlier answers, by the id they are referred to
     sender: str = ""  # whose turn it is when many ask at once
     close: Callable[[], None] = lambda: None  # gives the body's memory back
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
 
     @classmethod
     def of(cls, messages: bytes, tools: bytes | None = None, **more: Any) -> Conversation:
         a, b = len(messages), len(messages) + len(tools or b"")
         return cls(messages + (tools or b""), (0, a), (a, b) if tools is not None else None, **more)
+
+    def shared(self, count: int) -> list[Conversation]:
+        """The same for so many prompts; the body goes back when the last of them is built."""
+        left = [count]
+
+        def close() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self.close()
+
+        return [replace(self, close=close) for _ in range(count)]
 
     def parts(self) -> tuple[memoryview, memoryview | None]:
         """Messages and tools."""
@@ -166,6 +179,7 @@ class BuiltPrompt:
 
     packed: Packed
     spoken: tuple[int, ...] | None = None
+    media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, since not all are along
 
 
 encode = msgspec.msgpack.Encoder().encode

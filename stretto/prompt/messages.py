@@ -33,7 +33,7 @@ from stretto.prompt.media import (
     to_rgb,
 )
 from stretto.prompt.mel import SAMPLE_RATE
-from stretto.prompt.prompt import Array
+from stretto.prompt.prompt import Array, AudioClip, Patches
 from stretto.prompt.tools import check_tools
 from stretto.prompt.video import SAMPLE_FPS, Fit, Video, decode_video
 
@@ -42,9 +42,9 @@ _PASSED = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # fields 
 
 _DATA_HEAD = 1024  # where the content of a data URI begins at the latest
 
-Medium = Array | Image.Image | Video
+Medium = Array | Image.Image | Video | AudioClip | Patches
 Kind = Literal["audio", "image", "video"]
-_MEDIA: dict[str, Kind] = {
+MEDIA: dict[str, Kind] = {
     "input_audio": "audio",
     "audio_url": "audio",
     "image_url": "image",
@@ -63,7 +63,7 @@ class Reader:
     allow_paths: bool
     sound_in_video: bool
     fit: Fit
-    found: Callable[[Medium], None]
+    found: Callable[[Medium, Kind], None]
     _chars: int = 0
     _values: int = 0
     _parts: int = 0
@@ -133,15 +133,15 @@ class Reader:
             if not isinstance(text, str):
                 raise Invalid(f"{at}.text must be a string, got {_kind(text)}", f"{at}.text")
             return {"type": "text", "text": self._text(text, f"{at}.text")}
-        kind = _MEDIA.get(name) if isinstance(name, str) else None
+        kind = MEDIA.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise Invalid(f"{at}.type must be one of text, {', '.join(_MEDIA)}, got {reprlib.repr(name)}", f"{at}.type")
+            raise Invalid(f"{at}.type must be one of text, {', '.join(MEDIA)}, got {reprlib.repr(name)}", f"{at}.type")
         if role != "user":
             # Speech looks for media in user turns only.
             raise Invalid(f"{at}: {kind} is only allowed in user messages, not in a {role} message", at)
         with _blaming(at):
             self.budget.add_medium()
-            self.found(self._medium(kind, part, at))
+            self.found(self._medium(kind, part, at), kind)
         return {"type": kind}
 
     def _text(self, text: str, at: str) -> str:
@@ -212,7 +212,9 @@ class Reader:
         return decode_audio(data, self.budget)
 
     def _from_memory(self, kind: Kind, data: object, part: Mapping[str, Any], at: str) -> Medium:
-        """What a local caller passes: samples, a picture, or frames."""
+        """What a local caller passes: samples, a picture, or frames; or the features of such."""
+        if isinstance(data, AudioClip if kind == "audio" else Patches):
+            return data
         if kind == "audio" and isinstance(data, np.ndarray):
             return mix(data, _integer(part.get("sample_rate", SAMPLE_RATE), f"{at}.sample_rate"), self.budget)
         if kind == "image" and isinstance(data, np.ndarray | Image.Image):

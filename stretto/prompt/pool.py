@@ -49,7 +49,7 @@ from stretto.prompt.jobs import (
 from stretto.prompt.lane import Lane
 from stretto.prompt.packed import Packed
 from stretto.prompt.settings import PoolSettings
-from stretto.prompt.spool import Spool
+from stretto.prompt.spool import Spool, Stored
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class PromptPool:
             files.append(Spool.of(msgspec.json.encode(talk.recalled)))
             made.append(files[1])
         try:
-            work = Build(talk.messages, talk.tools, audio_in_video)
+            work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return self._built(await self._do(work, files, talk.sender))
         finally:
             for file in made:
@@ -359,15 +359,12 @@ class PromptPool:
         answer, file = result
         if not isinstance(answer, Built) or file is None:
             raise errors.Bug(f"a prompt was answered with {type(answer).__name__}")
+        features = Stored(file, answer.start)
         try:
-            view = file.view()
-        finally:
-            file.close()  # the view keeps the memory
-        try:
-            head = decode_head(view[: answer.head])
+            head = decode_head(file.read(0, answer.head))
         except msgspec.MsgspecError as e:
             raise errors.Bug(f"a prompt cannot be understood: {e}") from None
-        packed = Packed(head.meta, head.media, view[answer.start :])
+        packed = Packed(head.meta, features)
         packed.check()
         return BuiltPrompt(packed, head.spoken)
 

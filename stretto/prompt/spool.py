@@ -9,12 +9,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from stretto.errors import WireError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 Buffer = bytes | bytearray | memoryview
+_CLOSERS = ThreadPoolExecutor(1, "spool-closer")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,13 @@ class Spool:
     def seal(self) -> None:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
 
+    def read(self, start: int, stop: int) -> bytes:
+        """A copy of some of it."""
+        data = os.pread(self.fd, stop - start, start)
+        if len(data) < stop - start:  # the kernel gives at most 2 GiB at once, and media are limited to far less
+            raise WireError(f"a memory file of {self.size} bytes gave {len(data)} of {stop - start}")
+        return data
+
     def view(self) -> memoryview:
         """All of it, read-only and not copied. The memory stays until the last view of it is gone."""
         if not self.size:
@@ -61,3 +70,33 @@ class Spool:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def release(self) -> None:
+        """Like `close`, on another thread: to free the pages of 100 MB takes 20 ms, which no event loop has."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:
+                _CLOSERS.submit(os.close, fd)
+            except RuntimeError:  # the interpreter is shutting down
+                os.close(fd)
+
+
+class Stored:
+    """Bytes that stay in their memory file, from `start` on: read piece by piece and never mapped, since unmapping is
+    slow too. The file is this object's own and goes with it."""
+
+    def __init__(self, file: Spool, start: int) -> None:
+        self._file, self._start = file, start
+
+    def __len__(self) -> int:
+        return self._file.size - self._start
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(len(self))
+        return self._file.read(self._start + start, self._start + stop)
+
+    def __bytes__(self) -> bytes:
+        return self[:]
+
+    def __del__(self) -> None:
+        self._file.release()

@@ -50,7 +50,7 @@ class InThreads:
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
         def run() -> BuiltPrompt:
             messages, tools = talk.parts()
-            given = work.decode(messages, "messages"), tools, talk.recalled, audio_in_video
+            given = work.decode(messages, "messages"), tools, talk.recalled, audio_in_video, talk.variables
             return BuiltPrompt(pack(work.build_conversation(self._builder, *given)))
 
         return await asyncio.to_thread(run)

@@ -3,15 +3,16 @@ engine's). Pure functions; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
-from stretto.prompt.prompt import Prompt
-from stretto.prompt.template import Tokenizer
+from stretto.prompt.messages import MEDIA
+from stretto.prompt.prompt import AudioClip, Patches, Prompt
+from stretto.prompt.template import Tokenizer, check_variables
 
 Json = bytes | memoryview
 
@@ -29,6 +30,7 @@ class Builder(Protocol):
         use_audio_in_video: bool = False,
         *,
         allow_paths: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins."""
         ...
@@ -40,10 +42,12 @@ def build_conversation(
     tools: Json | None,
     recalled: Mapping[str, str],
     audio_in_video: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """A prompt of messages from the network: they name no local files."""
     declared = decode(tools, "tools") if tools is not None else None
-    return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False)
+    more: dict[str, Any] = {"variables": check_variables(dict(variables))} if variables else {}
+    return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False, **more)
 
 
 def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Prompt, tuple[int, ...]]:
@@ -52,6 +56,23 @@ def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Pro
     system = [{"role": "system", "content": instructions}] if instructions or not text else []
     spoken = [{"role": "user", "content": text}] if text else []
     return builder.build([*system, *spoken]), tuple(builder.tokenizer.encode(text))
+
+
+def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = False) -> Mapping[str, Any]:
+    """A message with features in place of its media, so that these are decoded once for many prompts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    kinds = [MEDIA.get(str(p.get("type"))) if isinstance(p, Mapping) else None for p in parts]
+    if not any(kinds):
+        return message
+    prompt = builder.build([message], allow_paths=allow_paths)
+    media: dict[str, Iterator[AudioClip | Patches]] = {
+        "audio": iter(prompt.audios),
+        "image": iter(prompt.images),
+        "video": iter(prompt.videos),
+    }
+    ready = [{"type": k, "data": next(media[k])} if k else p for p, k in zip(parts, kinds, strict=True)]
+    return {**message, "content": ready}
 
 
 def decode(data: Json, name: str) -> Any:

@@ -48,7 +48,7 @@ from stretto.prompt.jobs import (
     encode,
     references,
 )
-from stretto.prompt.packed import lay_out, media_digest
+from stretto.prompt.packed import lay_out
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
@@ -179,7 +179,7 @@ def do(
                 return Apart(), None
             tools = _part(data, job.tools) if job.tools is not None else None
             recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
-            return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video))
+            return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video, job.variables))
         case Read():
             how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
             return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
@@ -189,7 +189,7 @@ def do(
 
 def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
     meta, arrays = lay_out(prompt)
-    head = encode(Head(meta, media_digest(prompt), spoken))
+    head = encode(Head(meta, spoken))
     gap = b"\0" * (-len(head) % 4)  # floats lie where they should
     file = _sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
     return Built(len(head), len(head) + len(gap)), file

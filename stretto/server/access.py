@@ -1,100 +1,113 @@
-"""Who may come in, and how many at once. Used on the event loop, before anything of a request is read."""
+"""How many requests are answered at once. Used on the event loop, before anything of a request is computed."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from starlette.datastructures import Headers
-
 from stretto.server.failures import Refused
-
-NOBODY = "anyone"  # the owner of requests to a server without keys
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The API keys, as digests: comparing them takes the same time however long and however wrong a guess is."""
-
-    digests: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, keys: Sequence[str]) -> Keys:
-        return cls(tuple(_digest(k) for k in keys))
-
-    def owner(self, headers: Headers) -> str:
-        """Which key a request carries: `key1`, `key2` ..."""
-        if not self.digests:
-            return NOBODY
-        guess = _key(headers)
-        if guess is None:
-            raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
-        digest, found = _digest(guess), 0
-        for i, known in enumerate(self.digests, start=1):  # all of them, found or not
-            found = i if hmac.compare_digest(digest, known) else found
-        if not found:
-            raise _unauthorized("this API key is not valid")
-        return f"key{found}"
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _key(headers: Headers) -> str | None:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    return headers.get("api-key") or headers.get("x-api-key")
-
-
-def _unauthorized(message: str) -> Refused:
-    return Refused(
-        401, message, kind="authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
-    )
 
 
 @dataclass(slots=True)
 class Admission:
-    """Counts requests that are being answered; more than the limit are turned away, none waits here."""
+    """Counts requests that are being answered. Those beyond the limit wait, first come, first served, if they are not
+    too many either; the rest is turned away. On the event loop."""
 
     limit: int
     limit_per_owner: int  # 0: none
+    queue: int = 0  # how many may wait
+    patience: float = 60.0  # seconds that each of them does
     running: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _by_owner: Counter[str] = field(default_factory=Counter)
+    _waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.idle.set()
 
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
     def check(self, owner: str) -> None:
-        """Refuses whom there is no slot for now."""
-        if self.running >= self.limit:
-            raise self._full(f"the server answers {self.limit} requests at once, and does", "server_busy")
+        """Refuses whom there is neither a slot nor a place to wait for."""
+        if self.running >= self.limit and self.waiting >= self.queue:
+            more = f", and {self.queue} wait already" if self.queue else ""
+            raise self._full(f"the server answers {self.limit} requests at once, and does{more}", "server_busy")
         if self.limit_per_owner and self._by_owner[owner] >= self.limit_per_owner:
             raise self._full(f"{self.limit_per_owner} requests of this API key run already", "rate_limit_exceeded")
 
+    @asynccontextmanager
+    async def place(self, owner: str) -> AsyncIterator[float]:
+        """One of the slots, once it is this request's turn; gives the seconds that it waited. Whoever is cancelled
+        while waiting leaves the queue."""
+        self.check(owner)
+        with self._counted(owner):
+            waited = await self._turn() if self.running >= self.limit else self._take()
+            try:
+                yield waited
+            finally:
+                self._pass_on()
+
     @contextmanager
     def slot(self, owner: str) -> Iterator[None]:
-        """One of the slots, from when the request is there to when all work for it has ended."""
+        """One of the slots now, or none at all."""
+        if self.running >= self.limit:
+            raise self._full(f"the server answers {self.limit} requests at once, and does", "server_busy")
         self.check(owner)
-        self.running += 1
-        self.idle.clear()
+        with self._counted(owner):
+            self._take()
+            try:
+                yield
+            finally:
+                self._pass_on()
+
+    @contextmanager
+    def _counted(self, owner: str) -> Iterator[None]:
         self._by_owner[owner] += 1
         try:
             yield
         finally:
-            self.running -= 1
             self._by_owner[owner] -= 1
             if not self._by_owner[owner]:
                 del self._by_owner[owner]
-            if not self.running:
-                self.idle.set()
+
+    def _take(self) -> float:
+        self.running += 1
+        self.idle.clear()
+        return 0.0
+
+    async def _turn(self) -> float:
+        """Until a slot is handed over: it stays counted from hand to hand, so that nobody can slip in between."""
+        loop = asyncio.get_running_loop()
+        turn, since = loop.create_future(), loop.time()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(self.patience):
+                await turn
+        except BaseException as e:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()  # it came at the same moment
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
+            if isinstance(e, TimeoutError):
+                raise self._full(f"no slot came free within {self.patience:g} s", "server_busy") from None
+            raise
+        return loop.time() - since
+
+    def _pass_on(self) -> None:
+        """A slot is free: the next in the queue has it, or nobody."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.running -= 1
+        if not self.running:
+            self.idle.set()
 
     @staticmethod
     def _full(message: str, code: str) -> Refused:

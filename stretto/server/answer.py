@@ -5,7 +5,8 @@ on the event loop; only compressing audio goes to worker threads."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Generic, TypeVar, cast
 
@@ -44,12 +45,10 @@ class Endpoint(Generic[R]):
         try:
             self.service.engine()  # before a long body is read for nothing
             self.service.admission.check(visit.owner)
-            visit.sender = visit.owner if self.service.keys.digests else str((scope.get("client") or ("",))[0])
+            visit.sender = visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
             with Body(self.service.bodies) as body:
                 await exchange.read_body(body, self.max_bytes)
-                # From here on: clients that send slowly hold nobody else's slot.
-                with self.service.admission.slot(visit.owner):
-                    await exchange.run(self._work(body, exchange), self.service.cut)
+                await exchange.run(self._work(body, exchange), self.service.cut)
         except Left:
             visit.ended, visit.status = "left", 499  # nobody listens: there is nothing to say
         except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
@@ -57,7 +56,10 @@ class Endpoint(Generic[R]):
             await exchange.fail(e)
 
     async def _work(self, body: Body, exchange: Exchange) -> None:
-        await self.work(self.service, await self.decode(self.service, body, exchange.visit), exchange)
+        visit = exchange.visit
+        # Only now that all of it is there: clients that send slowly hold nobody else's slot.
+        async with self.service.admission.place(visit.owner) as visit.queued:
+            await self.work(self.service, await self.decode(self.service, body, visit), exchange)
 
 
 def note(event: Event, visit: Visit) -> None:
@@ -69,12 +71,44 @@ def note(event: Event, visit: Visit) -> None:
         case AudioChunk():
             visit.saw_audio(len(event.samples))
         case Finished():
+            visit.prompt_tokens, visit.cached_tokens = event.usage.prompt_tokens, event.usage.cached_tokens
             visit.ended = finish_reason(event)
 
 
 def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
     """Closes the engine's iterator on the way out, which cancels the request if it still runs."""
     return aclosing(cast(AsyncGenerator[Event, None], events))
+
+
+async def together(several: Sequence[AsyncIterator[Event]]) -> AsyncIterator[tuple[int, Event]]:
+    """Events of several answers as they come, each with its answer's number. What fails in one ends all; the caller
+    closes the iterators."""
+    if len(several) == 1:
+        async for event in several[0]:
+            yield 0, event
+        return
+    waiting = {_next(events): i for i, events in enumerate(several)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                came = task.result()
+                if came is not None:
+                    waiting[_next(several[i])] = i
+                    yield i, came
+    finally:
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+
+
+def _next(events: AsyncIterator[Event]) -> asyncio.Task[Event | None]:
+    async def one() -> Event | None:
+        return await anext(events, None)
+
+    return asyncio.create_task(one())
 
 
 def finish_reason(end: Finished) -> str:

@@ -5,8 +5,9 @@ The engine comes from a factory that the app's lifespan calls; tests give one th
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from stretto import __version__
@@ -31,6 +32,8 @@ from stretto.server.failures import Refused, respond
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.openapi import document
 from stretto.server.pages import WEB, Pages
+from stretto.server.realtime.connection import PATHS as REALTIME
+from stretto.server.realtime.connection import Realtime
 from stretto.server.schema import Health, ModelCard, ModelList, Version, VoiceDeleted
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
@@ -38,6 +41,15 @@ from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech", "/v1/audio/voices")
 VOICES = POSTS[2]
+DEFAULTS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    "max_tokens": "max_text_tokens",
+    "max_audio_frames": "max_frames",
+}
+"""Fields of a request whose defaults are the checkpoint's, and what `Params` calls them."""
+OTHERS = dict.fromkeys(("/v1/responses", "/v1/completions", "/responses", "/completions"), "/v1/chat/completions")
+"""Routes of OpenAI's that are not here, and the one that does the same."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -67,8 +79,9 @@ class Routes:
     def __init__(self, service: Service, pages: Pages) -> None:
         self.service, self.pages = service, pages
         self.loaded_at = int(time.time())
+        self.paths: dict[str, str] = {}  # and their methods
 
-    def table(self) -> list[Route]:
+    def table(self) -> list[BaseRoute]:
         largest = self.service.config.max_body_bytes
         chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
         speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
@@ -84,7 +97,10 @@ class Routes:
         ]
         if self.service.config.metrics:
             named.append(("/metrics", "metrics", self.metrics))
+        self.paths = {**dict.fromkeys(POSTS, "POST"), **{path: "GET" for path, *_ in named if "{" not in path}}
+        realtime: ASGIApp = Realtime(self.service)
         return [
+            *(WebSocketRoute(path, realtime) for path in REALTIME),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in zip(POSTS, posts, strict=True)),
             *(Route(path, _counted(route, handler), methods=["GET"]) for path, route, handler in named),
             Route(VOICES, _counted("voices", self.voices), methods=["GET"]),
@@ -120,6 +136,8 @@ class Routes:
             sample_rate=i.sample_rate,
             max_model_len=i.max_positions,
             root=i.name,
+            ideas=i.ideas,
+            defaults={name: getattr(i.defaults, field) for name, field in DEFAULTS.items()},
             languages=i.languages,
             instructions=i.instructions,
             cloning=i.cloning,
@@ -139,15 +157,14 @@ class Routes:
         return Response(_document(), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        engine = self.service.maybe_engine
-        numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": self.service.bodies.held}
-        body = self.service.metrics.render(self.service.admission.running, numbers)
-        return Response(body, headers={"content-type": CONTENT_TYPE})
+        return Response(metrics_of(self.service), headers={"content-type": CONTENT_TYPE})
 
     async def page(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if path in POSTS:
             raise HTTPException(405, headers={"allow": "POST"})
+        if path in REALTIME:
+            raise HTTPException(426, "a WebSocket is expected here", headers={"upgrade": "websocket"})
         found = self.pages.get(path)
         if found is None:
             raise HTTPException(404)
@@ -159,10 +176,33 @@ class Routes:
         api = request.url.path.startswith("/v1")
         if error.status_code == 404 and not api and (page := self.pages.missing(request)) is not None:
             return page
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        status, headers = error.status_code, error.headers
+        if status == 405 and request.method not in ("GET", "HEAD") and path not in self.paths:
+            status, headers = 404, None  # it met the route of the pages, which takes whatever is left
         what = f"{request.method} {request.url.path[:200]}"
-        words = {404: f"there is no {what}", 405: f"{what} is not possible here"}
-        message = words.get(error.status_code, error.detail)
-        return respond(Refused(error.status_code, message, code="not_found", headers=error.headers))
+        near = nearest(path, self.paths)
+        hint = f"; did you mean {near}?" if near else ""
+        words = {404: f"there is no {what}{hint}", 405: f"{what} is not possible here"}
+        return respond(Refused(status, words.get(status, error.detail), code="not_found", headers=headers))
+
+
+def nearest(path: str, known: Mapping[str, str]) -> str | None:
+    """What someone who asked for this path most likely wants: most forget /v1, or know a newer route of OpenAI's."""
+    if path in OTHERS:
+        return f"POST {OTHERS[path]}"
+    for candidate in (f"/v1{path}", path.removeprefix("/v1"), path.replace("/v1/v1/", "/v1/"), path.rstrip("/")):
+        if candidate in known and candidate != path:
+            return f"{known[candidate]} {candidate}"
+    close = get_close_matches(path[:200], known, 1, 0.75)
+    return f"{known[close[0]]} {close[0]}" if close else None
+
+
+def metrics_of(service: Service) -> bytes:
+    """All numbers of a server, as Prometheus reads them."""
+    engine = service.maybe_engine
+    numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+    return service.metrics.render(service.admission.running, numbers)
 
 
 async def _tell(request: Request, error: Exception) -> Response:

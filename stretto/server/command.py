@@ -13,21 +13,27 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from stretto import __version__
+from stretto import __version__, embedded
 from stretto.connector import spinwait
-from stretto.control.settings import check_stages
+from stretto.control.cluster import ClusterConfig
+from stretto.control.devices import check_cards
+from stretto.control.settings import check_model
+from stretto.device import cards
 from stretto.errors import Invalid, StrettoError
+from stretto.hub import find_model
+from stretto.observe.logs import FORMAT
 from stretto.prompt.settings import PoolSettings
 from stretto.server.config import ServerConfig
 from stretto.server.engine import RECORDS as ENGINE_RECORDS
 from stretto.server.engine import TITLES as ENGINE_TITLES
-from stretto.server.engine import serving_config
-from stretto.server.settings import add_flags, read, read_yaml, table, unknown_variables
+from stretto.server.engine import fit_card, serving_config
+from stretto.server.settings import PREFIX, add_flags, read, read_yaml, table, unknown_variables
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.control.settings import EngineConfig
@@ -45,14 +51,17 @@ TITLES = {
     "clients": "who may call",
     "limits": ENGINE_TITLES["limits"],
     "speech": "packets of speech",
+    "realtime": "realtime sessions",
     "prompts": "preparing requests",
     "logging": ENGINE_TITLES["logging"],
-    **{group: ENGINE_TITLES[group] for group in ("tuning", "overlap")},
+    **{group: ENGINE_TITLES[group] for group in ("cluster", "tuning", "overlap")},
 }
-RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings)
+RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings, ClusterConfig)
+Run = Callable[[str | None, "EngineConfig", ServerConfig, ClusterConfig], int]
+"""Serves elsewhere than in this process, until told to stop."""
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "starlette", "uvicorn", "msgspec", "soundfile", "triton")
 OTHER_VARIABLES = {
-    "STRETTO_MODEL": "the checkpoint directory, as MODEL",
+    "STRETTO_MODEL": "the checkpoint directory or its name on the hub, as MODEL",
     "STRETTO_CONFIG": "a YAML file, as `--config`",
     spinwait.VARIABLE: "microseconds that a receiver of the shm connector looks for its next chunk before it sleeps",
     "STRETTO_KERNELS": "`off`: no kernels of our own; `force`: for float32 too",
@@ -63,18 +72,20 @@ OTHER_VARIABLES = {
 """Variables without a flag, and what they hold."""
 
 
-def add_serve_parser(jobs: Any) -> None:
+def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({})) -> None:
+    """`backends`: what runs the server if it is not to run here, by the name of `--backend`."""
     serve = jobs.add_parser(
         "serve",
         help="serve a model to OpenAI's clients, with a page to talk to",
         description="Serve a model over HTTP, as OpenAI's API. Every flag can also be set in the environment "
         "(STRETTO_PORT=8001) or in a YAML file (port: 8001); flags win over the environment, that over the file.",
     )
-    serve.add_argument("model", nargs="?", help="checkpoint directory (default: a tiny built-in model, to try things)")
+    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model, to try things)"
+    serve.add_argument("model", nargs="?", help=where)
     serve.add_argument("--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names")
     serve.add_argument("--settings-table", action="store_true", help="print all settings as Markdown, and end")
     add_flags(serve, RECORDS, TITLES)
-    serve.set_defaults(job=run_serve)
+    serve.set_defaults(job=lambda args: run_serve(args, backends))
 
 
 def add_env_parser(jobs: Any) -> None:
@@ -86,24 +97,40 @@ def add_env_parser(jobs: Any) -> None:
 # ---- serve
 
 
-def run_serve(args: argparse.Namespace) -> int:
+def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
     if args.settings_table:
         sys.stdout.write(settings_table())
         return 0
-    from stretto.registry import open_model
     from stretto.server.logs import set_up
     from stretto.server.origins import warning
-    from stretto.server.run import run
 
-    model, engine_config, config = settle(vars(args), os.environ)
+    model, engine_config, config, cluster = settle_all(vars(args), os.environ)
     set_up(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
     for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
     if words := warning(config):
         _say(f"stretto: warning: {words}")
+    try:
+        if cluster.backend != "local":
+            return backends[cluster.backend](model, engine_config, config, cluster)
+        return _serve(model, engine_config, config, said(vars(args), os.environ))
+    except StrettoError as e:
+        if config.log_format != "json":
+            raise
+        log.error("%s", e)
+        return 2 if isinstance(e, Invalid) else 1
+
+
+def _serve(model: str | None, engine_config: EngineConfig, config: ServerConfig, stated: set[str]) -> int:
+    from stretto.registry import open_model
+    from stretto.server.run import run
+
     with checkpoint(model) as directory:
-        check_stages(engine_config, open_model(directory).pipeline.names)  # before anything starts
+        engine_config, config = fit_card(engine_config, config, directory, stated)
+        opened = open_model(directory)
+        check_model(engine_config, opened.pipeline.names, opened.info.max_positions)  # before anything starts
+        check_cards(engine_config, opened.pipeline.names, len(cards()))
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 
@@ -120,16 +147,43 @@ async def announce(server: Server) -> None:
         # What is loaded stays: full collections should not look through it while answers are on their way.
         gc.collect()
         gc.freeze()
-        _say(greeting(server.config, server.service))
+        if server.config.log_format == "json":
+            log.info("ready: %s serves %s", server.config.url, server.service.engine().info.name)
+        else:
+            _say(greeting(server.config, server.service))
+
+
+def read_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    path = flags.get("config") or environ.get("STRETTO_CONFIG")
+    return read_yaml(path, RECORDS, ("model",)) if path else {}
+
+
+def said(flags: Mapping[str, Any], environ: Mapping[str, str]) -> set[str]:
+    """Names of settings that are stated anywhere."""
+    variables = {name.removeprefix(PREFIX).lower() for name in environ if name.startswith(PREFIX)}
+    return {*flags, *variables, *read_file(flags, environ)}
+
+
+Settled = tuple[str | None, "EngineConfig", ServerConfig, ClusterConfig]
 
 
 def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | None, EngineConfig, ServerConfig]:
     """Model and configuration from all the places they can be stated in."""
-    path = flags.get("config") or environ.get("STRETTO_CONFIG")
-    file = read_yaml(path, RECORDS, ("model",)) if path else {}
+    model, engine, server, _ = settle_all(flags, environ)
+    return model, engine, server
+
+
+def settle_all(flags: dict[str, Any], environ: Mapping[str, str]) -> Settled:
+    return read_settings(flags, environ, read_file(flags, environ))
+
+
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]) -> Settled:
+    """The same with a file's content."""
     model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
     config = read(ServerConfig, flags, environ, file)
-    return model, serving_config(flags, environ, file, config.max_concurrent), config
+    cluster = read(ClusterConfig, flags, environ, file)
+    here = cluster.backend == "local"
+    return model, serving_config(flags, environ, file, config.max_concurrent, here), config, cluster
 
 
 def settings_table() -> str:
@@ -161,11 +215,14 @@ def _started(start: asyncio.Task[None]) -> None:
 
 @contextmanager
 def checkpoint(model: str | None) -> Iterator[Path]:
-    """The model's directory; without one, the tiny model in a folder that goes away in the end."""
+    """The model's directory; without one, the embedded model or, where that is not there either, the tiny one in a
+    folder that goes away in the end."""
     if model is not None:
-        if not Path(model).is_dir():
-            raise Invalid(f"{model}: there is no such directory", "model")
-        yield Path(model)
+        yield find_model(model, lambda line: _say(f"stretto: {line}"))
+        return
+    if (own := embedded.find()) is not None:
+        _say("stretto: no model given: serving the embedded one (a synthetic voice, a small domain)")
+        yield own
         return
     from stretto.registry import write_tiny
 
@@ -192,13 +249,14 @@ def greeting(config: ServerConfig, service: Service) -> str:
         curl += ["--unix-socket", config.uds]
     if config.ssl_certfile:
         curl.append("-k")
-    if config.api_key:
+    if config.needs_key:
         curl += ["-H", "Authorization: Bearer $KEY"]
     base = "http://localhost" if config.uds else config.url
     curl += [f"{base}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     paste = " ".join(_quote(c) for c in curl)
     return (
         f"\nStretto {__version__} serves {name} ({', '.join(engine.info.voices)})\n"
+        f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens each\n"
         f"  page     {base}/\n  API      {base}/v1\n  metrics  {base}/metrics\n\n"
         f"Try it:\n  {paste} |\n"
         '    python3 -c \'import sys,json,base64; m=json.load(sys.stdin)["choices"][0]["message"]["audio"]; '
@@ -247,6 +305,9 @@ def _gpus() -> dict[str, str]:
 
 
 def _say(line: str) -> None:
-    """To people at a terminal; the log has its own way."""
+    """To people at a terminal; where the log is for machines, so is this."""
+    if os.environ.get(FORMAT) == "json":
+        log.info("%s", line.strip().removeprefix("stretto: "))
+        return
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

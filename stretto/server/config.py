@@ -40,6 +40,9 @@ class ServerConfig:
         (), "clients", "names clients may use for the model; the first is reported (default: the model's own)", "NAME"
     )
     api_key: tuple[str, ...] = setting((), "clients", "keys that open /v1 (default: open to all)", "KEY")
+    api_key_file: str | None = setting(
+        None, "clients", "more keys, one a line; read again when it changes, so that keys can be exchanged", "FILE"
+    )
     allowed_origins: tuple[str, ...] = setting(
         (), "clients", "web pages that may call this server beside its own; *: any (default: those of this machine; "
         "with an API key, any)", "ORIGIN",
@@ -49,8 +52,14 @@ class ServerConfig:
         "without an API key on a loopback address)", "NAME",
     )  # fmt: skip
 
-    max_concurrent: int = setting(64, "limits", "requests answered at once; more are told to come back (429)", "N")
-    max_concurrent_per_key: int = setting(0, "limits", "the same for each API key; 0: no limit", "N")
+    max_concurrent: int = setting(64, "limits", "requests answered at once (default: twice --max-rows)", "N")
+    max_queue: int = setting(
+        256, "limits", "requests that wait for one of these places, in order; more are told to come back (429)", "N"
+    )
+    queue_timeout: float = setting(60.0, "limits", "so long at most; then they are told to come back", "SECONDS")
+    max_concurrent_per_key: int = setting(
+        0, "limits", "answered at once for each API key; more are refused (429) and do not wait; 0: no limit", "N"
+    )
     max_connections: int = setting(1024, "limits", "open connections; beyond, the longest idle one is closed", "N")
     max_header_kb: int = setting(64, "limits", "largest block of request headers, in KiB", "KIB")
     header_timeout: float = setting(10.0, "limits", "a request's headers must have arrived within so long", "SECONDS")
@@ -71,6 +80,18 @@ class ServerConfig:
     each_frames: int = setting(8, "speech", "frames in the others, at most", "N")
     packet_ramp: int = setting(2, "speech", "packets grow from the first by this factor; 0: at once", "N")
 
+    realtime_sessions: int = setting(64, "realtime", "sessions at once; more are told to come back (429)", "N")
+    realtime_sessions_per_key: int = setting(0, "realtime", "the same for each API key; 0: no limit", "N")
+    realtime_minutes: float = setting(60.0, "realtime", "how long a session may last", "MINUTES")
+    realtime_idle: float = setting(600.0, "realtime", "a session in which nothing happens is closed after", "SECONDS")
+    realtime_held_mb: float = setting(
+        256.0, "realtime", "sound and pictures that a session may hold, its conversation included, in MiB", "MIB"
+    )
+    realtime_lead: float = setting(10.0, "realtime", "sound is sent at most so far ahead of its playback", "SECONDS")
+    realtime_speculate: bool = setting(
+        True, "realtime", "begin to answer at a short pause, before the turn is surely over; the answers are the same"
+    )
+
     log_format: LogFormat = setting("text", "logging", "one line a request, as text or as JSON")  # noqa: RUF009
     log_level: LogLevel = setting("info", "logging", "how much to log")  # noqa: RUF009
     metrics: bool = setting(True, "logging", "serve Prometheus metrics at /metrics")
@@ -79,6 +100,8 @@ class ServerConfig:
         checks = {
             "port": 0 <= self.port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,
+            "max_queue": self.max_queue >= 0,
+            "queue_timeout": self.queue_timeout > 0,
             "max_concurrent_per_key": self.max_concurrent_per_key >= 0,
             "max_connections": self.max_connections >= 1,
             "max_header_kb": 1 <= self.max_header_kb <= 1024,
@@ -94,6 +117,12 @@ class ServerConfig:
             "audio_kept": self.audio_kept >= 0,
             "first_frames": 1 <= self.first_frames <= self.each_frames,
             "packet_ramp": self.packet_ramp == 0 or self.packet_ramp >= 2,
+            "realtime_sessions": self.realtime_sessions >= 1,
+            "realtime_sessions_per_key": self.realtime_sessions_per_key >= 0,
+            "realtime_minutes": self.realtime_minutes > 0,
+            "realtime_idle": self.realtime_idle > 0,
+            "realtime_held_mb": self.realtime_held_mb >= 1,
+            "realtime_lead": self.realtime_lead > 0,
             "api_key": all(k.isascii() and k.strip() == k and k for k in self.api_key),
             "allowed_origins": all(o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins),
             "allowed_hosts": all(h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts),
@@ -113,6 +142,10 @@ class ServerConfig:
         if not self.streaming:
             return ChunkSizes(WHOLE, WHOLE, None)
         return ChunkSizes(self.first_frames, self.each_frames, self.packet_ramp or None)
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self.api_key or self.api_key_file)
 
     def _shown(self, name: str) -> str:
         return "(not shown)" if name == "api_key" else repr(getattr(self, name))

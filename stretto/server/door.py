@@ -1,7 +1,8 @@
 """The first thing a request meets and the last: who may come in, ids, the log line, the numbers. An ASGI middleware.
 
 Everything is checked before a byte of the body is read: the name the server was called by, the page that calls, the
-key, the body's type. Only HTTP passes; a WebSocket is denied until there is a route that takes one."""
+key, the body's type. HTTP passes, and WebSockets to the realtime route, which are refused in HTTP
+before the upgrade."""
 
 from __future__ import annotations
 
@@ -10,19 +11,22 @@ import re
 import secrets
 import time
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.server.exchange import VISIT, Broken, Visit
 from stretto.server.failures import Refused, respond
 from stretto.server.origins import Callers, check_json, preflight_headers
+from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.service import Service
 from stretto.types import RequestId
 
 log = logging.getLogger("stretto.access")
 
+QUEUED = b"x-queue-wait-ms"  # how long a request waited for its turn
 _FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_KEY_PROTOCOL = "openai-insecure-api-key."  # how a page's WebSocket, which cannot set headers, brings its key
 _QUIET = {"health", "live", "metrics", "page", "preflight"}  # asked every few seconds; worth a line only when debugging
 
 
@@ -36,17 +40,14 @@ class Door:
             await self._other(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        ours = RequestId(f"req-{secrets.token_hex(12)}")
-        theirs = headers.get("x-request-id", "")
-        # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
-        visit = Visit(ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter())
-        scope[VISIT] = visit
+        visit = _visit(scope, headers)
         added = [(b"x-request-id", visit.client_id.encode())]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *added]
+                queued = [] if visit.queued is None else [(QUEUED, f"{1000 * visit.queued:.1f}".encode())]
+                message["headers"] = [*message.get("headers", ()), *added, *queued]
             await send(message)
 
         try:
@@ -75,19 +76,45 @@ class Door:
             return Response(status_code=200, headers=preflight_headers(headers))
         if api and scope["method"] != "OPTIONS":
             visit.owner = self.service.keys.owner(headers)
+            session = headers.get("x-session-id", "")
+            visit.session = f"{visit.owner}/{session}" if _FINE_ID.fullmatch(session) else None
             if scope["method"] == "POST":
                 check_json(headers)
         return self.app
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app's own start and end pass. A WebSocket gets an answer in HTTP, nothing else gets any."""
+        """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an answer."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await receive()  # websocket.connect
-            await respond(Refused(404, "there is no WebSocket here", code="not_found"))(scope, receive, send)
+            await self._websocket(scope, receive, send)
         else:
             raise ValueError(f"no requests of type {scope['type']!r} are taken")
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        visit = _visit(scope, headers)
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "websocket.accept":
+                visit.status = 101
+            elif message["type"] == "websocket.http.response.start":
+                visit.status = message["status"]
+            await send(message)
+
+        try:
+            host = self.callers.check_host(headers)
+            if _path(scope) not in REALTIME:
+                raise Refused(404, "there is no WebSocket here", code="not_found")
+            if origin := headers.get("origin", ""):
+                self.callers.check_origin(origin, host, "https" if scope["scheme"] == "wss" else "http")
+            visit.owner = self.service.keys.owner(headers, _other_key(scope))
+            await self.app(scope, receive, watched)
+        except Refused as e:
+            await receive()  # websocket.connect
+            await respond(e)(scope, receive, watched)
+        finally:
+            self._record(scope, visit)
 
     def _record(self, scope: Scope, visit: Visit) -> None:
         self.service.metrics.record(visit)
@@ -97,9 +124,31 @@ class Door:
             log.log(level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
 
+def _visit(scope: Scope, headers: Headers) -> Visit:
+    ours = RequestId(f"req-{secrets.token_hex(12)}")
+    theirs = headers.get("x-request-id", "")
+    # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
+    visit = Visit(ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter())
+    scope[VISIT] = visit
+    return visit
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
+
+
+def _other_key(scope: Scope) -> str | None:
+    """A key that came among the subprotocols or in the query."""
+    for name in scope.get("subprotocols", ()):
+        if name.startswith(_KEY_PROTOCOL):
+            return str(name.removeprefix(_KEY_PROTOCOL)) or None
+    return QueryParams(scope.get("query_string", b"")).get("api-key")
+
+
 def is_api(scope: Scope) -> bool:
     """Only /v1 is guarded: probes, metrics and the page's files are open."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = _path(scope)
     return path == "/v1" or path.startswith("/v1/")
 
 
@@ -108,10 +157,11 @@ def facts(scope: Scope, visit: Visit) -> dict[str, str | int | float]:
     out: dict[str, str | int | float] = {"id": str(visit.request_id)}
     if visit.client_id != visit.request_id:
         out["client_id"] = visit.client_id
-    out |= {"method": scope["method"], "path": _shown(scope["path"]), "status": visit.status}
+    out |= {"method": scope.get("method", "WEBSOCKET"), "path": _shown(scope["path"]), "status": visit.status}
     if visit.owner:
         out["key"] = visit.owner
-    for name, seconds in (("first_text_ms", visit.first_text), ("first_audio_ms", visit.first_audio)):
+    times = ("queued_ms", visit.queued), ("first_text_ms", visit.first_text), ("first_audio_ms", visit.first_audio)
+    for name, seconds in times:
         if seconds is not None:
             out[name] = round(1000 * seconds, 1)
     if visit.num_tokens:

@@ -4,14 +4,17 @@ Imports neither the engine nor torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.devices import spread
 from stretto.control.settings import EngineConfig, HostSettings
-from stretto.device import find_device
+from stretto.device import card_memory, cards, find_device
 from stretto.prompt.settings import PoolSettings
+from stretto.server.config import ServerConfig
 from stretto.server.settings import read, stated
 
 RECORDS = (EngineConfig, HostSettings, OverlapSwitches)
@@ -23,23 +26,62 @@ TITLES = {
     "limits": "limits",
     "tuning": "tuning",
     "logging": "what to see",
+    "cluster": "on a cluster of machines",
     "overlap": "overlaps, to compare with and without (the answers are the same)",
 }
 
 
 def engine_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None = None, **fixed: Any
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None = None,
+    here: bool = True,
+    **fixed: Any,
 ) -> EngineConfig:
-    """From all places that settings can be stated in; `fixed` are fields of `EngineConfig` that are no settings."""
+    """From all places that settings can be stated in; `fixed` are fields of `EngineConfig` that are no settings.
+    `here`: it will run on this machine, whose cards are spread over its replicas."""
     switches = stated(OverlapSwitches, flags, environ, file)
     host = read(HostSettings, flags, environ, file, switches=switches)
     config = read(EngineConfig, flags, environ, file, **fixed)
     device = config.devices[0] if config.devices else find_device()
-    return replace(config, host=replace(host, device=device))
+    config = replace(config, host=replace(host, device=device))
+    return spread(config, len(cards())) if here else config
+
+
+GIB = 1 << 30
+ROWS = ((48 * GIB, 128), (24 * GIB, 64), (8 * GIB, 32))
+"""Rows of a stage's batch for so much memory beside the weights: a row of a few thousand tokens takes about 0.4 GiB."""
+FEWEST = 16
+FLOAT8 = 0.55  # of the bytes of a checkpoint whose experts are kept in 8 bits: they are nine tenths of it
+
+
+def fit_card(
+    engine: EngineConfig, server: ServerConfig, directory: Path, said: Collection[str]
+) -> tuple[EngineConfig, ServerConfig]:
+    """As many rows as a card has memory for, and twice as many requests, where nobody said how many (`said`: names of
+    settings that were stated anywhere). Called by `stretto serve` when it knows its model."""
+    host, concurrent = engine.host, server.max_concurrent
+    memory = card_memory(host.device) if "max_rows" not in said and engine.placement == "one" else None
+    if memory is not None:
+        size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+        host = replace(host, max_rows=rows_for(memory - int(size * (FLOAT8 if host.expert_weights == "float8" else 1))))
+    if "max_concurrent" not in said:
+        pipelines = engine.replicas if isinstance(engine.replicas, int) else 1  # from:to is for a cluster
+        concurrent = 2 * host.max_rows * pipelines
+    return replace(engine, host=host, max_requests=concurrent), replace(server, max_concurrent=concurrent)
+
+
+def rows_for(spare: int) -> int:
+    """For so many bytes of a card beside the weights."""
+    return next((rows for least, rows in ROWS if spare >= least), FEWEST)
 
 
 def serving_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None, max_requests: int
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None,
+    max_requests: int,
+    here: bool = True,
 ) -> EngineConfig:
     prompts = read(PoolSettings, flags, environ, file)
-    return engine_config(flags, environ, file, max_requests=max_requests, prompts=prompts)
+    return engine_config(flags, environ, file, here, max_requests=max_requests, prompts=prompts)

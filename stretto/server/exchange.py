@@ -41,9 +41,11 @@ class Visit:
     arrived: float  # time.perf_counter()
     route: str = "other"
     owner: str = ""  # which API key, never the key
+    session: str | None = None  # X-Session-Id: its requests go where the one before went, as long as that is up
     sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
     status: int = 0
     ended: str = ""
+    queued: float | None = None  # seconds in the queue; None: its turn has not come
     first_text: float | None = None
     first_audio: float | None = None
     samples: int = 0
@@ -51,13 +53,17 @@ class Visit:
     last_audio: float = 0.0
     underrun: float = 0.0
     num_tokens: int = 0
+    last_text: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.arrived
 
     def saw_text(self) -> None:
+        self.last_text = self.elapsed()
         if self.first_text is None:
-            self.first_text = self.elapsed()
+            self.first_text = self.last_text
 
     def saw_audio(self, num_samples: int) -> None:
         """Keeps the clock of a player that starts with the first packet."""
@@ -70,6 +76,13 @@ class Visit:
             self.underrun += max(0.0, dry)
         self.samples += num_samples
         self.last_audio = now
+
+    @property
+    def token_gap(self) -> float | None:
+        """Mean time between two text tokens."""
+        if self.first_text is None or self.num_tokens < 2:
+            return None
+        return (self.last_text - self.first_text) / (self.num_tokens - 1)
 
     @property
     def audio_seconds(self) -> float:

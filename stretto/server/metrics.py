@@ -5,15 +5,20 @@ The engine's own numbers are added as they are: it knows its stages and links, w
 from __future__ import annotations
 
 import math
+import platform
 import re
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from stretto import __version__
 from stretto.server.exchange import Visit
+from stretto.server.realtime.metrics import RealtimeMetrics
+from stretto.server.series import HELP
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+_GAPS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2)
 _LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
 _PARTS = ("_bucket", "_sum", "_count")  # of a histogram
@@ -26,6 +31,11 @@ class Metrics:
         r = self._registry
         self.requests = Counter("stretto_requests", "Requests by route and status", ["route", "status"], registry=r)
         self.running = Gauge("stretto_num_requests_running", "Requests being answered", registry=r)
+        self.waiting = Gauge("stretto_num_requests_waiting", "Requests in the queue at the door", registry=r)
+        self.queue = Histogram(
+            "stretto_queue_wait_seconds", "In the queue at the door, of requests whose turn came",
+            buckets=(0.0, *_SECONDS), registry=r,
+        )  # fmt: skip
         self.seconds = Histogram(
             "stretto_request_duration_seconds", "From arrival to the last byte", ["route"], buckets=_LONG, registry=r
         )
@@ -40,23 +50,38 @@ class Metrics:
         )
         self.audio = Counter("stretto_audio_seconds", "Speech made", registry=r)
         self.tokens = Counter("stretto_generation_tokens", "Text tokens made", registry=r)
+        self.prompts = Counter("stretto_prompt_tokens", "Tokens of prompts, media included", registry=r)
+        self.cached = Counter("stretto_prompt_cached_tokens", "Of these, tokens found in the prefix cache", registry=r)
+        self.token_gap = Histogram(
+            "stretto_inter_token_seconds", "Mean time between two text tokens of an answer", buckets=_GAPS, registry=r
+        )
         self.underrun = Counter(
             "stretto_audio_underrun_seconds", "How long players that start at once would have waited", registry=r
         )
         self.smooth = Counter("stretto_audio_continuity_ok", "Spoken answers without such a wait", registry=r)
         self.gone = Counter("stretto_disconnects", "Clients that left before the end", registry=r)
         self.connections = Gauge("stretto_connections", "Open connections", registry=r)
+        info = Gauge("stretto_build_info", "Always 1; the labels say what runs", ["version", "python"], registry=r)
+        info.labels(__version__, platform.python_version()).set(1)
+        ProcessCollector(registry=r)
         self.refused = Counter(
             "stretto_connections_refused", "Connections ended by the server, by reason", ["reason"], registry=r
         )
+        self.realtime = RealtimeMetrics(r)
 
     def record(self, visit: Visit) -> None:
         """A request is over."""
         self.requests.labels(visit.route, str(visit.status)).inc()
         self.seconds.labels(visit.route).observe(visit.elapsed())
+        if visit.queued is not None:
+            self.queue.observe(visit.queued)
         if visit.first_text is not None:
             self.first_text.observe(visit.first_text)
             self.tokens.inc(visit.num_tokens)
+            if visit.token_gap is not None:
+                self.token_gap.observe(visit.token_gap)
+        self.prompts.inc(visit.prompt_tokens)
+        self.cached.inc(visit.cached_tokens)
         if visit.first_audio is not None and visit.rtf is not None:
             self.first_audio.observe(visit.first_audio)
             self.rtf.observe(visit.rtf)
@@ -84,6 +109,8 @@ def _lines(values: Mapping[str, float], known: set[str]) -> Iterator[str]:
             groups.setdefault(whole, []).append(f"{key} {_number(values[key])}\n")
     for name, lines in groups.items():
         kind = "histogram" if name in histograms else "counter" if name.endswith("_total") else "gauge"
+        if name in HELP:
+            yield f"# HELP {name} {HELP[name]}\n"
         yield f"# TYPE {name} {kind}\n"
         yield from lines
 

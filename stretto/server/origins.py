@@ -30,8 +30,8 @@ class Callers:
     @classmethod
     def of(cls, config: ServerConfig) -> Callers:
         stated = frozenset(h.lower() for h in config.allowed_hosts)
-        any_host = ANY in stated or (not stated and (config.uds or config.api_key or not on_loopback(config)))
-        any_origin = ANY in config.allowed_origins or (not config.allowed_origins and config.api_key)
+        any_host = ANY in stated or (not stated and (config.uds or config.needs_key or not on_loopback(config)))
+        any_origin = ANY in config.allowed_origins or (not config.allowed_origins and config.needs_key)
         return cls(
             None if any_host else stated | {config.host.lower(), f"[{config.host.lower()}]"},
             None if any_origin else frozenset(o.lower() for o in config.allowed_origins),
@@ -123,7 +123,7 @@ def on_loopback(config: ServerConfig) -> bool:
 
 def warning(config: ServerConfig) -> str | None:
     """What to say at the start of a server that anyone on the network may use."""
-    if config.uds or config.api_key or on_loopback(config):
+    if config.uds or config.needs_key or on_loopback(config):
         return None
     return (
         f"listening on {config.host} without an API key: whoever reaches this address may use the model; "

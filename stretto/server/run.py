@@ -7,6 +7,7 @@ balancer sees `draining` rather than a refused connection."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import signal
@@ -25,11 +26,12 @@ from stretto.server.config import ServerConfig
 from stretto.server.pages import WEB
 from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
+from stretto.server.websocket import Socket
 
 log = logging.getLogger("stretto.server")
 
 LAST_WORDS = 2.0  # seconds for connections to close once everything is answered
-WS_MAX_BYTES = 32 << 20
+WS_MAX_BYTES = 21 << 20  # of a message: 15 MiB of sound in base64, and some
 BACKLOG = 2048
 OTHER_FILES = 1024  # links, hosts, the listener: generous
 POLL_SECONDS = 0.1
@@ -80,13 +82,13 @@ class Server:
     @classmethod
     def bind(cls, config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> Server:
         """Takes the address, so that whoever asked knows the port before anything is loaded."""
-        listener = _listen(config)
+        listener = listen(config)
         if not config.uds:
             config = replace(config, port=listener.getsockname()[1])
         app = make_app(config, open_engine, web)
         metrics = app.state.service.metrics
         front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
-        server = _Uvicorn(_settings(config, app), front)
+        server = _Uvicorn(_with_tls(_settings(config, app)), front)
         metrics.connections.set_function(lambda: len(server.server_state.connections))
         return cls(config, app, [listener], server)
 
@@ -118,7 +120,8 @@ class Server:
             self._urgent.set()
 
     async def _stop(self) -> None:
-        log.info("draining: %d running, at most %g s", self.service.admission.running, self.config.drain_timeout)
+        if self.service.failure is None:
+            log.info("draining: %d running, at most %g s", self.service.admission.running, self.config.drain_timeout)
         drain = asyncio.ensure_future(self._drain(self.config.drain_timeout))
         urgent = asyncio.ensure_future(self._urgent.wait())
         await asyncio.wait((drain, urgent), return_when=asyncio.FIRST_COMPLETED)
@@ -135,8 +138,20 @@ class Server:
             async with asyncio.timeout(timeout):
                 await self.service.drain(timeout)
                 await self.service.admission.idle.wait()  # the engine is done; the last bytes may not be
+                await self.service.sessions.idle.wait()
         except TimeoutError:
             return
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """The server's own socket; a sentence if it cannot be had."""
+    where = f"--uds {config.uds}" if config.uds else f"{config.host}:{config.port}"
+    try:
+        return _listen(config)
+    except (OSError, UnicodeError) as e:  # a host's name may be no name at all
+        why = getattr(e, "strerror", None) or str(e)
+        taken = "; --port N takes another, --port 0 any free one" if getattr(e, "errno", 0) == errno.EADDRINUSE else ""
+        raise StrettoError(f"cannot listen on {where}: {why}{taken}") from None
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -172,7 +187,7 @@ def _settings(config: ServerConfig, app: Starlette) -> uvicorn.Config:
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=config.ssl_keyfile_password,
         http="httptools",
-        ws="websockets-sansio",
+        ws=Socket,
         ws_max_size=WS_MAX_BYTES,
         ws_per_message_deflate=False,
         access_log=False,
@@ -183,6 +198,15 @@ def _settings(config: ServerConfig, app: Starlette) -> uvicorn.Config:
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(LAST_WORDS),
     )
+
+
+def _with_tls(settings: uvicorn.Config) -> uvicorn.Config:
+    """Reads the certificate now: what is wrong with it should be told before anything is loaded."""
+    try:
+        settings.load()
+    except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
+        raise StrettoError(f"TLS cannot be set up with {settings.ssl_certfile}: {e}") from None
+    return settings
 
 
 async def run(

@@ -37,8 +37,16 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # without effect: nothing is padded here
 
 
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: Raw = field(default_factory=lambda: ABSENT)
+    strict: bool | None = None  # without effect: the schema is always followed
+    description: str | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,25 +70,32 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ) = None
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
+    n: Annotated[int, Meta(ge=1, le=8)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     tools: Raw = field(default_factory=lambda: ABSENT)
     tool_choice: Raw = field(default_factory=lambda: ABSENT)
+    response_format: ResponseFormat | None = None
+
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
 
     # Ours.
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     min_audio_frames: Count | None = None
     max_audio_frames: Length | None = None
     greedy_speech: bool | None = None
+    speech_temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    speech_top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None  # report what each stage did when
+    chat_template_kwargs: Raw = field(default_factory=lambda: ABSENT)
 
     # Known, and only good for one value.
-    n: int | None = None
-    response_format: ResponseFormat | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     functions: Raw = field(default_factory=lambda: ABSENT)
@@ -118,6 +133,10 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     min_audio_frames: Count | None = None
     max_audio_frames: Length | None = None
     greedy_speech: bool | None = None
+    speech_temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    speech_top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None
 
 
@@ -301,6 +320,8 @@ class ModelCard(Struct, frozen=True):
     sample_rate: int
     max_model_len: int
     root: str
+    ideas: tuple[str, ...]  # questions it can answer; none: the page shows its own
+    defaults: dict[str, float]  # of the request's fields, as the checkpoint says
     languages: tuple[str, ...] = ()
     instructions: bool = False
     cloning: bool = False

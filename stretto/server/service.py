@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 from stretto.errors import StrettoError
 from stretto.orchestrator.api import Engine, Progress
-from stretto.server.access import Admission, Keys
+from stretto.server.access import Admission
 from stretto.server.body import BodyBudget
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
+from stretto.server.keys import Keys
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
+from stretto.server.realtime.sessions import Sessions
 from stretto.server.voicestore import VoiceStore
 
 log = logging.getLogger("stretto.server")
@@ -35,6 +37,7 @@ class Service:
     metrics: Metrics
     voices: VoiceStore
     bodies: BodyBudget
+    sessions: Sessions
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be
@@ -44,15 +47,19 @@ class Service:
 
     @classmethod
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
+        limits = config.max_concurrent, config.max_concurrent_per_key, config.max_queue, config.queue_timeout
+        admission, metrics = Admission(*limits), Metrics()
+        metrics.waiting.set_function(lambda: admission.waiting)
         return cls(
             config=config,
             open_engine=open_engine,
-            keys=Keys.of(config.api_key),
-            admission=Admission(config.max_concurrent, config.max_concurrent_per_key),
+            keys=Keys.of(config.api_key, config.api_key_file),
+            admission=admission,
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
-            metrics=Metrics(),
+            metrics=metrics,
             voices=VoiceStore(),
             bodies=BodyBudget(config.max_bodies_bytes),
+            sessions=Sessions(config.realtime_sessions, config.realtime_sessions_per_key),
         )
 
     @property
@@ -118,6 +125,7 @@ class Service:
     async def drain(self, timeout: float) -> None:
         """Take nothing new and let what runs finish, for at most so long."""
         self.draining = True
+        self.sessions.drain()
         if self._engine is not None:
             await self._engine.drain(timeout)
 
@@ -126,5 +134,6 @@ class Service:
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
             await asyncio.wait([self._loading])
+        self.sessions.close()
         if self._engine is not None:
             await self._engine.close()

@@ -4,16 +4,17 @@ with stream_format "sse", as events."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 
-from stretto.control.request import Manner, Params
+from stretto.control.request import Manner
 from stretto.errors import Invalid
 from stretto.orchestrator.api import AudioChunk, Event, Finished
 from stretto.server import codecs
 from stretto.server.answer import closing, drop_none, note, report, slices, unfinished
 from stretto.server.body import Body
-from stretto.server.chat import check_lengths
+from stretto.server.chat import check_lengths, speech_fields
 from stretto.server.exchange import Exchange, Visit, decode
 from stretto.server.schema import SpeechDelta, SpeechDone, SpeechRequest, SpeechUsage
 from stretto.server.service import Service
@@ -35,10 +36,11 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         raise Invalid("speed: only 1 is supported", "speed")
     if not request.input.strip():
         raise Invalid("input has nothing to read", "input")
-    check_lengths(request.min_audio_frames, request.max_audio_frames or Params().max_frames, "min_audio_frames")
+    defaults = engine.info.defaults
+    check_lengths(request.min_audio_frames, request.max_audio_frames or defaults.max_frames, "min_audio_frames")
     given = {
         "seed": request.seed,
-        "greedy_speech": request.greedy_speech,
+        **speech_fields(request),
         "max_frames": request.max_audio_frames,
         "min_frames": request.min_audio_frames,
     }
@@ -55,7 +57,7 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         request.input,
         voice=voice,
         manner=manner,
-        params=Params(**drop_none(given), packets=service.config.packets),
+        params=replace(defaults, **drop_none(given), packets=service.config.packets),
         request_id=visit.request_id,
         owner=visit.owner,
         sender=visit.sender,

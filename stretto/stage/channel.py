@@ -15,6 +15,7 @@ from stretto.control.messages import (
     Cancel,
     Features,
     FromHost,
+    Supply,
     ToHost,
     decode_to_host,
     encode,
@@ -103,7 +104,7 @@ class Channel:
             self._features.add(message, blob)
         elif isinstance(message, Cancel):
             self._features.drop(message.request)
-        elif isinstance(message, Admit) and not blob:
+        elif isinstance(message, Admit | Supply) and not blob:
             return message, self._features.take(message.request)
         return message, blob
 

@@ -227,7 +227,7 @@ class CodecStage:
         self._arrivals = 0
         self._primed: dict[bytes, Any] = {}  # states, the least lately used first
         self._sizes = {slots: c.sizes_for(slots) for slots, _ in c.shapes()}
-        self._graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
 
     # -- streams
@@ -308,7 +308,7 @@ class CodecStage:
             did = True
         if len(self._steps) < self.config.overlap_depth:
             start = time.perf_counter_ns()
-            parts = self._schedule()
+            parts = self.schedule()
             if parts:
                 self._launch(parts)
                 took = time.perf_counter_ns() - start
@@ -331,7 +331,7 @@ class CodecStage:
         if self._steps and self._steps[0].copied is not None:
             self._steps[0].copied.synchronize()
 
-    def _schedule(self) -> list[tuple[Stream, int]]:
+    def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""
         self._seat()
         ready = [s for s in self._seated.values() if s.num_pending]
@@ -407,7 +407,7 @@ class CodecStage:
             stream.in_flight += 1
         with self.on_stream():
             try:
-                step = CodecStep(taken, *self._run(slots, size))
+                step = CodecStep(taken, *self.run(slots, size))
                 for stream, before, _, end in taken:
                     if before < stream.primed == end:
                         self._keep(stream)
@@ -420,9 +420,9 @@ class CodecStage:
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied, step.end)
 
-    def _run(self, slots: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def run(self, slots: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """One step on what was staged."""
-        found = self._graphs.get((slots, size))
+        found = self.graphs.get((slots, size))
         if found is not None:
             graph, (given, wav) = found
             given.copy_(self._staging.host(slots, size), non_blocking=True)
@@ -528,7 +528,7 @@ class CodecStage:
         """Capture steps of (slots, frames). Streams must not be running."""
         assert self.stream is not None, "graphs need a GPU"
         todo = sorted(set(sizes or self.config.shapes()), key=lambda t: -t[0] * t[1])
-        self._graphs = capture_graphs(todo, self._prepare, self.stream, warmups=2)
+        self.graphs = capture_graphs(todo, self._prepare, self.stream, warmups=2)
 
     def _prepare(self, shape: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """A step of no frames, so that the state stays as it is: -> what it is given, its samples."""

@@ -61,7 +61,7 @@ class LinkEnds:
     def listen(self, m: Listen, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
         try:
-            receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m.generation, m.secret))
+            receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m))
         except OSError as e:  # no descriptor to be had, say: it is tried again, and the stages here live
             raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
@@ -79,7 +79,7 @@ class LinkEnds:
     def connect(self, m: Connect, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
         endpoint = _endpoint_of(m.endpoint)
-        sender: Sender = connector.connect(endpoint, self._options(switches, m.generation, m.secret))
+        sender: Sender = connector.connect(endpoint, self._options(switches, m))
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.sender = sender
         node, outlet = self.outlets[m.link]
@@ -103,13 +103,15 @@ class LinkEnds:
             self.streams[end] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self.streams[end]
 
-    def _options(self, switches: OverlapSwitches, generation: int, secret: bytes) -> LinkOptions:
+    def _options(self, switches: OverlapSwitches, m: Listen | Connect) -> LinkOptions:
         return LinkOptions(
             slots=self.settings.link_slots,
             slot_bytes=self.settings.link_slot_bytes,
-            generation=generation,
+            generation=m.generation,
             zero_copy=switches.zero_copy_encode,
-            secret=secret,
+            secret=m.secret,
+            host=m.host,
+            details=m.details,
         )
 
     def unlink(self, name: str) -> None:

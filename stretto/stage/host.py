@@ -36,6 +36,7 @@ from stretto.control.messages import (
     Ready,
     Say,
     Stats,
+    Supply,
     Throttle,
     ToHost,
     Unlink,
@@ -43,17 +44,21 @@ from stretto.control.messages import (
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.named import load
+from stretto.observe import logs
 from stretto.observe.recorder import Recorder
-from stretto.prompt.packed import Bytes, unpack_prompt
+from stretto.prompt.packed import Bytes, unpack_pieces, unpack_prompt
 from stretto.stage.channel import Channel
 from stretto.stage.context import Build, StageContext
+from stretto.stage.devices import check_device, one_line
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
-from stretto.stage.node import Node, TakesText
+from stretto.stage.node import Asking, Node, TakesText
 from stretto.stage.report import Report, failed
 from stretto.stage.stats import record_host
 from stretto.stage.turns import Fresh, in_order
 from stretto.types import RequestId
+
+log = logging.getLogger(__name__)
 
 SWITCH_S = 0.001
 SPANS = 20_000  # at most in one answer to a ping
@@ -85,6 +90,7 @@ class Host:
             push,
             self.num_requests,
             recorder=self.recorder,
+            beside=configure.beside,
         )
         self.nodes: dict[str, Node] = {}
 
@@ -114,6 +120,8 @@ class Host:
         match message:
             case Admit():
                 self._admit(message, blob)
+            case Supply():
+                self._supply(message, blob)
             case Cancel(request=id):
                 self._cancel(id)
             case Say(request=id, stage=stage, ids=ids, last=last):
@@ -136,7 +144,8 @@ class Host:
             case Unlink(link=name):
                 self.links.unlink(name)
             case Ping(number=n):
-                self.report(Stats(n, self.recorder.values(), tuple(self.recorder.take_spans(SPANS))), b"")
+                spans = tuple(self.recorder.take_spans(SPANS))
+                self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
@@ -161,6 +170,15 @@ class Host:
             raise  # the device is lost, and this host with it
         except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
             self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
+
+    def _supply(self, m: Supply, blob: Bytes) -> None:
+        node: object = self.nodes.get(m.stage)
+        try:
+            if not isinstance(node, Asking):
+                raise WireError(f"features for {m.stage!r}, which asks for none")
+            node.supply(m.request, unpack_pieces(m.pieces, blob))
+        except StrettoError as e:
+            self._fail(m.request, m.stage, e)
 
     def _cancel(self, id: RequestId) -> None:
         for node in self.nodes.values():
@@ -195,12 +213,16 @@ def serve(sock: socket.socket) -> int:
         return 0
     configure = first[0]
     assert isinstance(configure, Configure), configure
-    host = Host(configure, HostSettings(**configure.settings), channel.post, channel.push)
     start = time.perf_counter()
     try:
+        settings = HostSettings(**configure.settings)
+        check_device(settings.device)
+        host = Host(configure, settings, channel.post, channel.push)
         host.load()
-    except (StrettoError, RuntimeError, OSError) as e:
-        channel.send(Broken(type(e).__name__, str(e)))
+    except Exception as e:
+        if not isinstance(e, (StrettoError, RuntimeError, OSError)):
+            log.error("the stages cannot be built", exc_info=e)
+        channel.send(Broken(type(e).__name__, one_line(e)))
         channel.flush()
         return 1
     if host.device.type == "cuda":
@@ -268,7 +290,7 @@ def main() -> None:
     args = p.parse_args()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the orchestrator's to handle
-    logging.basicConfig(level=os.environ.get("STRETTO_LOG", "WARNING"))
+    logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     sock = socket.socket(fileno=args.fd)
     code = serve(sock)
     sys.stdout.flush()

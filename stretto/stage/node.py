@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from stretto.control.messages import Admit
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.links import Inlet, Outlet
 from stretto.types import RequestId
 
@@ -71,6 +71,15 @@ class Node(Protocol):
 
     def turn(self) -> bool:
         """Do what can be done now, without waiting. True: something was."""
+        ...
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """A node that asks for features that did not come with a request (`Lacking`)."""
+
+    def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
+        """They are here; the request may be over."""
         ...
 
 

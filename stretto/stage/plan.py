@@ -6,7 +6,7 @@ Called by a family when it builds its stages, on the host's main thread. KV pool
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ class StagePlan:
     passing: int = 0  # needed while it loads, and given back
     knobs: str = ""  # the flags that `state` follows
     lighter: str = ""  # what would make the weights smaller, with its flag
+    saves: Callable[[], int] = field(default=lambda: 0, compare=False)  # bytes that it would; asked for if need be
 
     @property
     def kept(self) -> int:
@@ -65,11 +66,29 @@ def check(plans: Sequence[StagePlan], free: int, reserve: int, where: str) -> No
     ]
     largest = max(plans, key=lambda p: p.state)
     advice = [f"lower {largest.knobs} (now {size(largest.state)})"] if largest.knobs else []
-    advice += [p.lighter for p in plans if p.lighter]
+    for p in plans:
+        if p.lighter:
+            less = need - p.saves()
+            advice.append(f"{p.lighter}: {size(less)}, which {'fits' if less <= free else 'does not fit alone'}")
     raise DoesNotFit(
         f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has {size(free)} free; "
-        + ", ".join([*advice, "or place stages on different devices (--placement)"])
+        + ", ".join([*advice, _split(plans, free - reserve)])
     )
+
+
+def _split(plans: Sequence[StagePlan], room: int) -> str:
+    """Which placement on cards of this size would fit: the largest stages alone, as few cards as do."""
+    order = sorted(plans, key=needed_alone)
+    for rest in range(len(order) - 1, 0, -1):
+        groups = [[p] for p in reversed(order[rest:])] + [order[:rest]]
+        if all(needed(group) <= room for group in groups):
+            hosts = ", ".join(f"{'+'.join(p.stage for p in group)}@{i}" for i, group in enumerate(groups))
+            return f'or use {len(groups)} such cards: --placement "{hosts}"'
+    return "and no --placement on several such cards fits"
+
+
+def needed_alone(plan: StagePlan) -> int:
+    return plan.kept + plan.passing
 
 
 def size(count: int) -> str:
@@ -93,17 +112,17 @@ def share_out(
     return max(one, min(int((room - needed(zero)) / each), one * s.max_rows))
 
 
-def room_for_pools(device: torch.device) -> int:
-    """Bytes on a GPU that weights and pools may take together."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free - RESERVE["cuda"] - total // SPARE
+def room_for_pools(device: torch.device, hosts: int = 1, share: float = 1.0) -> int:
+    """Bytes on a GPU that weights and pools of so many hosts may take together: those that are still to load there."""
+    _, total = torch.cuda.mem_get_info(device)
+    return free_memory(device, share) - hosts * RESERVE["cuda"] - int(share * total) // SPARE
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process could take on a device now."""
+def free_memory(device: torch.device, share: float = 1.0) -> int:
+    """Bytes that this process could take on a device now; of a GPU, at most its share."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, int(share * total))
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")

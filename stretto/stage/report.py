@@ -26,6 +26,7 @@ class Journal:
     marks: list[float] = field(default_factory=list)
     chunks: list[float] = field(default_factory=list)  # of the prompt
     cached: int = 0
+    encoded: int = 0  # pieces of media
 
     def mark_chunk(self, now: float) -> None:
         if len(self.chunks) < MAX_MARKS:
@@ -40,7 +41,8 @@ class Journal:
         return self.marks[0] + each_s * len(self.marks) if self.marks else None
 
     def ended(self, id: RequestId, stage: str, reason: Reason) -> Ended:
-        return Ended(id, stage, reason.value, self.begun, tuple(self.marks), self.cached, tuple(self.chunks))
+        marks, chunks = tuple(self.marks), tuple(self.chunks)
+        return Ended(id, stage, reason.value, self.begun, marks, self.cached, chunks, self.encoded)
 
 
 def failed(id: RequestId, stage: str, error: StrettoError) -> Failed:

@@ -26,7 +26,7 @@ from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.batch import Batch, Outcome, Published
 from stretto.stage.scheduler.blocks import PayloadHandle
 from stretto.stage.scheduler.scheduler import Rows, Scheduler
-from stretto.types import RequestId
+from stretto.types import RequestId, Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class Output:
     step: Step | None  # whose `tokens[at]` is the same row on the device
     at: int
     media: MediaOutput | None
-    reason: Reason | None  # the segment ended here
+    reason: Reason | None  # the request ended here
 
     @property
     def error(self) -> StrettoError | None:
@@ -166,10 +166,17 @@ class Stage:
     # -- requests
 
     def submit(
-        self, spec: RequestSpec, given: Any, prompt: Rows = 0, *, closed: bool = True, salts: Sequence[Salt] = ()
+        self,
+        spec: RequestSpec,
+        given: Any,
+        prompt: Rows = 0,
+        *,
+        closed: bool = True,
+        salts: Sequence[Salt] = (),
+        missing: Sequence[Span] = (),
     ) -> StageRequest:
         """Take a request; `given` is what the model's lane needs beside the ids. Keeps nothing if refused."""
-        request = self.scheduler.submit(spec, prompt, closed=closed, salts=salts)
+        request = self.scheduler.submit(spec, prompt, closed=closed, salts=salts, missing=missing)
         self.runner.lane.inputs[spec.id] = given
         self._seats[spec.id] = _Seat(request, self.clock())
         return request

@@ -5,6 +5,7 @@ there (`PipelineEngine.metrics`), and so are the labels that tell several hosts 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from stretto.connector.contract import Receiver, Sender
@@ -15,8 +16,11 @@ from stretto.stage.loop import Loop
 from stretto.stage.node import Node
 from stretto.stage.stage import Stage
 
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
 
 def record_host(recorder: Recorder, loop: Loop, nodes: Sequence[Node]) -> None:
+    recorder.number("stretto_host_memory_bytes", resident)
     recorder.number("stretto_host_idle_seconds_total", lambda: loop.idle_ns / 1e9)
     recorder.number("stretto_host_busy_seconds_total", lambda: loop.age_s - loop.idle_ns / 1e9)
     for node in nodes:
@@ -29,6 +33,12 @@ def record_host(recorder: Recorder, loop: Loop, nodes: Sequence[Node]) -> None:
         for outlet in outlets:
             if outlet.within:
                 recorder.number("stretto_link_handed_total", lambda o=outlet: o.handed, link=outlet.link)  # type: ignore[misc]
+
+
+def resident() -> int:
+    """Bytes of this process in the machine's memory (not the device's)."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * PAGE
 
 
 def record_stage(recorder: Recorder, stage: Stage) -> None:

@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 
 import pytest
 
-from stretto.client.bench import Bench, Closed, Level, Limits, Load, Open, Sample
+from stretto.client.bench import Bench, Closed, Goal, Level, Limits, Load, Open, Sample
 from stretto.client.player import Packet
 from stretto.client.report import errors, overview, rates, record, rows, table
 from stretto.client.wire import PCM_RATE, Ended, Piece, RequestFailed, Sound, Used, Words
@@ -137,7 +137,9 @@ def test_rows_and_rates() -> None:
         "underruns_0ms": 1, "wait_0ms_s": 0.25, "underruns_1500ms": 0, "wait_1500ms_s": 0.0,
     }  # fmt: skip
     assert p50 == pytest.approx(want)
-    assert rates(level) == {"requests_per_s": 2.0, "audio_s_per_s": 4.0, "text_tokens_per_s": 10.0}
+    speed = {"requests_per_s": 2.0, "audio_s_per_s": 4.0, "text_tokens_per_s": 10.0}
+    assert rates(level) == {"good_share": 0.0, "good_requests_per_s": 0.0, **speed}
+    assert rates(level, Goal(1.0, 0.3)) == {"good_share": 1.0, "good_requests_per_s": 2.0, **speed}
     assert "player +1500 ms: waits" in table(level, [0.0, 1.5])
 
 

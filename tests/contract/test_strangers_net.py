@@ -38,13 +38,13 @@ _SHUT = (
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is let go for being silent, neither by us nor by ZeroMQ (after half a minute without a handshake), so that
     it is for something else; a test may shorten our time."""
-    encrypt = zmqsocket._encrypt
+    encrypt = zmqsocket.encrypt
 
     def without_an_end(socket: zmq.Socket[bytes], key: bytes, **kind: bool) -> None:
         socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
         encrypt(socket, key, **kind)
 
-    monkeypatch.setattr(zmqsocket, "_encrypt", without_an_end)
+    monkeypatch.setattr(zmqsocket, "encrypt", without_an_end)
     monkeypatch.setattr(pending, "HELLO_S", FOR_EVER)
 
 
@@ -63,7 +63,7 @@ class Stranger:
         self.socket.linger = 0
         self.socket.reconnect_ivl = -1
         if secret is not None:
-            zmqsocket._encrypt(self.socket, zmqsocket._key_of(secret, endpoint.nonce))
+            zmqsocket.encrypt(self.socket, zmqsocket.key_of(secret, f"receiver {endpoint.nonce}"))
         self.monitor = self.socket.get_monitor_socket(_SHUT)
         self.socket.connect(f"tcp://{endpoint.address}")
 
@@ -372,7 +372,7 @@ def test_a_listener_that_is_not_the_invited_one_is_told_nothing(street: Street, 
     street.made.append(impostor)
     impostor.linger = 0
     if secret is not None:
-        zmqsocket._encrypt(impostor, zmqsocket._key_of(secret, nonce), listens=True)
+        zmqsocket.encrypt(impostor, zmqsocket.key_of(secret, f"receiver {nonce}"), listens=True)
     port = impostor.bind_to_random_port("tcp://127.0.0.1")
     endpoint = make_endpoint("tcp", "test-link.0", KIT.options, f"127.0.0.1:{port}", nonce)
     with pytest.raises((Corrupt, PeerDead)):

@@ -36,7 +36,8 @@ from stretto.control.messages import (
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast import dtypes
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.packed import media_digest, pack_prompt
+from stretto.models.qwen3_omni.nodes.encoders import Kept
+from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
 from stretto.stage.host import Host
 from stretto.types import GREEDY, SECRET_BYTES, RequestId
@@ -169,6 +170,7 @@ class Listener:
         """Nothing that was computed so far will be found."""
         for name in ("thinker", "talker"):
             self.nodes[name].stage.scheduler.pool.clear_cache()
+        self.nodes["thinker"].encoders.kept = Kept()
 
 
 @contextmanager
@@ -182,14 +184,14 @@ def kernels(mode: str) -> Iterator[None]:
 
 
 def question(name: str, prompt: Prompt) -> tuple[Admit, bytes]:
-    meta, blob = pack_prompt(prompt, features=True)
+    packed = pack(prompt)
     greedy = Sampling.of(GREEDY)
     admit = announcement(
-        request=RequestId(name), prompt=meta, speak=True, voice=None, text=greedy, code0=greedy, residual=greedy,
+        request=RequestId(name), prompt=packed.meta, speak=True, voice=None, text=greedy, code0=greedy, residual=greedy,
         max_text_tokens=TOKENS, max_frames=FRAMES, min_text_tokens=TOKENS, min_frames=FRAMES, first_frames=1,
-        each_frames=2, ramp=None, media=media_digest(prompt), want_codes=True,
+        each_frames=2, ramp=None, want_codes=True,
     )  # fmt: skip
-    return admit, blob
+    return admit, bytes(packed.features)
 
 
 def about(config: OmniConfig, sound: int, words: int) -> Prompt:

@@ -3,16 +3,16 @@ asked again get what they get by themselves. Through the plain path on a CPU, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stretto.models.parts import Parts
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.nodes.encoders import Encoders, Encoding, Rows
 from stretto.models.qwen3_omni.payloads import ThinkerRows
-from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
+from stretto.models.qwen3_omni.pieces import MediaPiece
 from stretto.prompt.prompt import Prompt
 from stretto.stage.links import Arrival
 from stretto.types import RequestId
@@ -59,19 +59,18 @@ def case(request: pytest.FixtureRequest, directory: Path, device: str, apart: bo
 def test_a_request_whose_numbers_go_bad_fails_alone(case: Case, rows: slice, monkeypatch: pytest.MonkeyPatch) -> None:
     host, prompts = case.host, case.prompts
     host.forget()
-    encoding = Thinker.encoding
+    made = Encoders._made
     poisoned = 0
 
-    def poison(self: Thinker, prompt: Prompt) -> Parts[MediaRows | None]:
+    def poison(self: Encoders, e: Encoding, pieces: Sequence[MediaPiece], encoded: Sequence[Rows]) -> None:
         nonlocal poisoned
-        media = yield from encoding(self, prompt)
-        if media is not None and prompt.ids == prompts[BAD].ids:
-            media.rows[rows] = float("nan")
+        if pieces[0].digest == prompts[BAD].audios[0].pieces[0].digest:
+            encoded[0][0][rows] = float("nan")
             poisoned += 1
-        return media
+        made(self, e, pieces, encoded)
 
     with monkeypatch.context() as m:
-        m.setattr(Thinker, "encoding", poison)
+        m.setattr(Encoders, "_made", poison)
         for _ in range(2):  # the second time in memory that held bad numbers
             answers = case.ask(prompts)
             for i, answer in enumerate(answers):

@@ -1,4 +1,4 @@
-"""The audio encoder against transformers, whole and incremental."""
+"""The audio encoder against transformers, whole and window by window."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni import audio_encoder
-from stretto.models.qwen3_omni.audio_encoder import AudioEncoder, AudioStream, WindowUpdate, advance
+from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import AudioConfig, OmniConfig, audio_tokens, conv_length
-from stretto.prompt.mel import MelStream, mel, normalise
+from stretto.prompt.mel import normalise
 from stretto.prompt.prompt import Array
 
 PREFIX = "thinker.audio_tower."
@@ -47,19 +45,12 @@ def random_mel(frames: int, seed: int = 0) -> torch.Tensor:
 
 
 def speech(frames: int, seed: int = 0) -> Array:
-    """Log mel with silence, loudness that comes and goes, and rare bursts: the maximum grows now and then."""
+    """Log mel with silence, loudness that comes and goes, and rare bursts."""
     rng = np.random.default_rng(seed)
     loud = np.repeat(rng.choice([-7.0, -4.0, -2.0, 0.0], frames // 40 + 1, p=[0.3, 0.3, 0.3, 0.1]), 40)[:frames]
     values = loud + rng.normal(size=(128, frames))
     values[rng.random((128, frames)) < 0.01] += 3
     return np.maximum(values, -10).astype(np.float32)
-
-
-def flat(frames: int, low: float, high: float, seed: int = 0) -> Array:
-    """Log mel that reaches exactly `low` and `high`, and stays between, in every chunk."""
-    values = np.random.default_rng(seed).uniform(low, high, (128, frames)).astype(np.float32)
-    values[0, ::50], values[1, ::50] = low, high
-    return values
 
 
 def reference(oracle: Any, features: torch.Tensor) -> torch.Tensor:
@@ -79,23 +70,6 @@ def whole(encoder: AudioEncoder, log_mel: Array) -> torch.Tensor:
     return encoder.encode(torch.from_numpy(normalise(log_mel, float(log_mel.max())))).cpu()
 
 
-def joined(updates: list[WindowUpdate]) -> torch.Tensor:
-    """What a consumer ends up with: the last report of each window, in order."""
-    last = {u.index: u.rows for u in updates}
-    assert sorted(last) == list(range(len(last)))
-    return torch.cat([last[i] for i in range(len(last))]).cpu()
-
-
-def stream_all(encoder: AudioEncoder, log_mel: Array, sizes: list[int]) -> list[WindowUpdate]:
-    """Push in pieces of these sizes, over and over."""
-    stream, updates, at, turn = AudioStream(encoder), [], 0, 0
-    while at < log_mel.shape[1]:
-        size = sizes[turn % len(sizes)]
-        updates += stream.push(log_mel[:, at : at + size])
-        at, turn = at + size, turn + 1
-    return updates + stream.finish()
-
-
 @pytest.mark.parametrize("frames", LENGTHS)
 def test_whole_clip_equals_transformers(encoder: AudioEncoder, oracle: Any, frames: int) -> None:
     clip = random_mel(frames, seed=frames)
@@ -106,16 +80,11 @@ def test_whole_clip_equals_transformers(encoder: AudioEncoder, oracle: Any, fram
 
 def test_no_frames_no_rows(encoder: AudioEncoder) -> None:
     assert encoder.encode(torch.empty(128, 0)).shape == (0, encoder.config.output_size)
-    stream = AudioStream(encoder)
-    assert stream.push(np.empty((128, 0), np.float32)) == []
-    assert stream.finish() == []
 
 
 def test_wrong_number_of_bins_is_named(encoder: AudioEncoder) -> None:
     with pytest.raises(AssertionError, match="128"):
         encoder.encode(torch.zeros(80, 10))
-    with pytest.raises(AssertionError, match="128"):
-        AudioStream(encoder).push(np.zeros((80, 10), np.float32))
 
 
 def test_front_trims_to_lengths_and_sees_the_padded_width(encoder: AudioEncoder) -> None:
@@ -148,169 +117,23 @@ def test_launch_sizes_do_not_matter(encoder: AudioEncoder, monkeypatch: pytest.M
     log_mel = speech(2750, seed=5)
     expected = whole(encoder, log_mel)
     monkeypatch.setattr(audio_encoder, "WINDOW_BATCH", 2)
+    monkeypatch.setattr(audio_encoder, "WINDOW_BATCH_CPU", 2)
     monkeypatch.setattr(audio_encoder, "CONV_BATCH", 3)
     torch.testing.assert_close(whole(encoder, log_mel), expected, **EXACT)
-    torch.testing.assert_close(joined(stream_all(encoder, log_mel, [2750])), expected, **EXACT)
 
 
 @pytest.mark.parametrize("frames", LENGTHS)
-def test_stream_equals_whole_clip(encoder: AudioEncoder, frames: int) -> None:
-    log_mel = speech(frames, seed=frames)
-    rng = np.random.default_rng(frames)
-    expected = whole(encoder, log_mel)
-    for sizes in ([frames], [37], [*rng.integers(0, 300, 50).tolist(), 1]):
-        torch.testing.assert_close(joined(stream_all(encoder, log_mel, sizes)), expected, **EXACT)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    frames=st.integers(1, 2000),
-    seed=st.integers(0, 1000),
-    sizes=st.lists(st.integers(1, 900), min_size=1, max_size=6),
-)
-def test_stream_equals_whole_clip_for_any_pushes(
-    encoder: AudioEncoder, frames: int, seed: int, sizes: list[int]
-) -> None:
-    log_mel = speech(frames, seed)
-    torch.testing.assert_close(joined(stream_all(encoder, log_mel, sizes)), whole(encoder, log_mel), **EXACT)
-
-
-def test_window_is_reported_when_its_last_second_is_complete(encoder: AudioEncoder) -> None:
-    log_mel = flat(820, -3, 1)
-    stream = AudioStream(encoder)
-    assert stream.push(log_mel[:, :799]) == []
-    (first,) = stream.push(log_mel[:, 799:801])
-    assert (first.index, first.final, len(first.rows)) == (0, False, 104)
-    assert stream.push(log_mel[:, 801:]) == []
-    (last,) = stream.finish()
-    assert (last.index, last.final, len(last.rows)) == (1, True, audio_tokens(20))
-    torch.testing.assert_close(joined([first, last]), whole(encoder, log_mel), **EXACT)
-
-
-def test_nothing_is_left_to_report_when_the_clip_ends_with_a_window(encoder: AudioEncoder) -> None:
-    stream = AudioStream(encoder)
-    assert [u.index for u in stream.push(flat(800, -3, 1))] == [0]
-    assert stream.finish() == []
-
-
-def test_late_burst_redoes_only_the_windows_it_changes(encoder: AudioEncoder) -> None:
-    # Peak -1 puts the floor at -9, below everything; the burst of 3 raises it to -5.
-    log_mel = np.concatenate([flat(800, -6, -1, 1), flat(800, -4, -1, 2), flat(800, -5.5, -1, 3)], axis=1)
-    burst = flat(100, -2, 3, 4)
-    stream = AudioStream(encoder)
-    before = stream.push(log_mel)
-    assert [(u.index, u.final) for u in before] == [(0, False), (1, False), (2, False)]
-    after = stream.push(burst)
-    assert [(u.index, u.final) for u in after] == [(0, False), (2, False)]
-    assert (after[0].rows - before[0].rows).abs().max() > 1e-3
-    end = stream.finish()
-    assert [(u.index, u.final) for u in end] == [(3, True)]
-    clip = np.concatenate([log_mel, burst], axis=1)
-    torch.testing.assert_close(joined(before + after + end), whole(encoder, clip), **EXACT)
-
-
-def test_burst_in_the_last_incomplete_second_is_settled_at_finish(encoder: AudioEncoder) -> None:
-    clip = np.concatenate([flat(800, -6, -1), flat(30, -2, 3)], axis=1)
-    stream = AudioStream(encoder)
-    updates = stream.push(clip[:, :800])
-    assert stream.push(clip[:, 800:]) == []
-    end = stream.finish()
-    assert [(u.index, u.final) for u in end] == [(0, True), (1, True)]
-    torch.testing.assert_close(joined(updates + end), whole(encoder, clip), **EXACT)
-
-
-def test_burst_above_all_values_changes_nothing(encoder: AudioEncoder) -> None:
-    clip = np.concatenate([flat(1600, -4, -1), flat(100, -2, 3)], axis=1)
-    stream = AudioStream(encoder)
-    updates = stream.push(clip[:, :1600])
-    assert stream.push(clip[:, 1600:]) == []
-    end = stream.finish()
-    assert [u.index for u in end] == [2]
-    torch.testing.assert_close(joined(updates + end), whole(encoder, clip), **EXACT)
-
-
-def test_floor_exactly_at_the_lowest_value_changes_nothing(encoder: AudioEncoder) -> None:
-    stream = AudioStream(encoder)
-    stream.push(flat(800, -5, -1))
-    assert stream.push(flat(100, -2, 3)) == []
-    assert [u.index for u in stream.push(flat(100, -2, 3.001))] == [0]
-
-
-def test_each_second_is_convolved_once(encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    convolve = AudioEncoder.convolve
-
-    def counted(self: AudioEncoder, chunks: torch.Tensor) -> torch.Tensor:
-        seen.append(len(chunks))
-        return convolve(self, chunks)
-
-    monkeypatch.setattr(AudioEncoder, "convolve", counted)
-    stream_all(encoder, flat(1730, -3, 1), [40])
-    assert seen == [1] * 18
-
-    seen.clear()
-    stream_all(encoder, flat(99, -3, 1), [40])
-    assert seen == [1], "a lone tail must wait for the end of the clip"
-
-
-def test_convolution_rows_are_kept_for_the_open_window_only(encoder: AudioEncoder) -> None:
-    stream = AudioStream(encoder)
-    stream.push(flat(1130, -3, 1))
-    kept = [[c.rows is not None for c in w.chunks] for w in stream.windows]
-    assert kept == [[False] * 8, [True] * 3]
-    stream.finish()
-    assert all(c.rows is None for w in stream.windows for c in w.chunks)
-
-
-def test_streams_advance_together_as_alone(encoder: AudioEncoder) -> None:
-    clips = [speech(n, seed=n) for n in (1650, 45, 820, 2000, 100, 63)]
-    alone = [stream_all(encoder, clip, [400]) for clip in clips]
-    streams = [AudioStream(encoder) for _ in clips]
-    together: list[list[WindowUpdate]] = [[] for _ in clips]
-    for at in range(0, 2400, 400):
-        for clip, stream in zip(clips, streams, strict=True):
-            if at < clip.shape[1]:
-                stream.feed(clip[:, at : at + 400])
-            elif not stream.finished:
-                stream.seal()
-        for mine, new in zip(together, advance(encoder, streams), strict=True):
-            mine += new
-    for one, many, stream in zip(alone, together, streams, strict=True):
-        assert stream.finished
-        assert [(u.index, u.final) for u in one] == [(u.index, u.final) for u in many]
-        torch.testing.assert_close(joined(many), joined(one), **EXACT)
-
-
-def test_the_stream_keeps_its_own_copy(encoder: AudioEncoder) -> None:
-    log_mel = speech(450, seed=9)
-    expected, buffer = whole(encoder, log_mel), np.empty((128, 90), np.float32)
-    stream = AudioStream(encoder)
-    for at in range(0, 450, 90):
-        buffer[:] = log_mel[:, at : at + 90]
-        stream.push(torch.from_numpy(buffer))
-    torch.testing.assert_close(joined(stream.finish()), expected, **EXACT)
-
-
-def test_frames_after_the_end_are_refused(encoder: AudioEncoder) -> None:
-    stream = AudioStream(encoder)
-    stream.finish()
-    with pytest.raises(AssertionError, match="after the end"):
-        stream.push(flat(10, -1, 1))
-    with pytest.raises(AssertionError, match="twice"):
-        stream.finish()
-
-
-def test_samples_to_rows(encoder: AudioEncoder, oracle: Any) -> None:
-    """From sound to rows, piece by piece, against the reference on the whole clip's features."""
-    rng = np.random.default_rng(11)
-    samples = (rng.normal(size=16_000 * 10 + 77) * np.linspace(1e-4, 0.5, 16_000 * 10 + 77) ** 2).astype(np.float32)
-    samples[:4000] = 0
-    sound, stream, updates = MelStream(), AudioStream(encoder), []
-    for piece in np.split(samples, np.sort(rng.integers(0, len(samples), 40))):
-        updates += stream.push(sound.push(piece))
-    updates += stream.push(sound.finish()) + stream.finish()
-    torch.testing.assert_close(joined(updates), reference(oracle, torch.from_numpy(mel(samples))), **EXACT)
-    assert len({u.index for u in updates}) < len(updates), "the rising voice should have redone a window"
+def test_windows_alone_equal_the_whole_clip(encoder: AudioEncoder, frames: int) -> None:
+    """One by one, and among those of another clip."""
+    clip, other = random_mel(frames), random_mel(1650, seed=1)
+    size = encoder.config.window_frames
+    windows = [clip[:, at : at + size] for at in range(0, frames, size)]
+    padded, expected = frames >= encoder.config.chunk_frames, encoder.encode(clip)
+    alone = [encoder.encode_windows([w], padded)[0] for w in windows]
+    torch.testing.assert_close(torch.cat(alone), expected, **EXACT)
+    if padded:
+        beside = [other[:, :size], *windows, other[:, 2 * size :]]
+        torch.testing.assert_close(torch.cat(encoder.encode_windows(beside)[1:-1]), expected, **EXACT)
 
 
 def copy(encoder: AudioEncoder, device: torch.device | str, dtype: torch.dtype) -> AudioEncoder:
@@ -322,7 +145,7 @@ def copy(encoder: AudioEncoder, device: torch.device | str, dtype: torch.dtype) 
 def test_bf16_stays_near_float32(encoder: AudioEncoder, device: torch.device) -> None:
     log_mel = speech(950, seed=12)
     exact = whole(encoder, log_mel)
-    rounded = joined(stream_all(copy(encoder, device, torch.bfloat16), log_mel, [130]))
+    rounded = whole(copy(encoder, device, torch.bfloat16), log_mel)
     assert rounded.dtype == torch.bfloat16
     assert (rounded.float() - exact).norm() / exact.norm() < 0.03
 
@@ -333,13 +156,14 @@ def test_cuda_equals_cpu_and_never_waits(encoder: AudioEncoder, dtype: torch.dty
     log_mel = speech(1650, seed=13)
     expected = whole(copy(encoder, "cpu", torch.float32), log_mel)
     module = copy(encoder, "cuda", dtype)
-    stream_all(module, log_mel, [70])  # the first run may load kernels, which waits
+    features = torch.from_numpy(normalise(log_mel, float(log_mel.max()))).cuda()
+    module.encode(features)  # the first run may load kernels, which waits
     torch.cuda.set_sync_debug_mode("error")
     try:
-        updates = stream_all(module, log_mel, [70])
+        rows = module.encode(features)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (joined(updates).float() - expected).norm() / expected.norm() < tolerance
+    assert (rows.cpu().float() - expected).norm() / expected.norm() < tolerance
 
 
 def test_names_and_shapes_at_released_size() -> None:

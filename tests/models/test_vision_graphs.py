@@ -193,7 +193,7 @@ def test_images_and_videos_of_a_prompt(lent: Models) -> None:
     thinker.visual.graphs, passes = recorded(thinker.visual)
     spoilt = Prompt(
         scenes[0][0].ids,
-        images=tuple(Patches(np.full_like(p.values, np.nan), p.grid) for p in scenes[0][0].images),
+        images=tuple(Patches.of(np.full_like(p.values, np.nan), p.grid) for p in scenes[0][0].images),
         videos=scenes[0][0].videos,
     )
     assert (media := thinker.encode(spoilt)) is not None

@@ -38,8 +38,8 @@ CHAT = "stretto/server/chat.py"
 
 OWNERS = [
     ("no owner in the thinker's cache", THINKER, "            cache_root=a.cache_root,\n", "", [ROOTS]),
-    ("no owner in the talker's cache", PREFIX, "plan.speaker + a.cache_root", "plan.speaker", [ROOTS]),
-    ("no voice in the talker's cache", PREFIX, 'return b"%d " % plan.speaker + a', "return a", [VOICES]),
+    ("no owner in the talker's cache", TALKER, "rows, a.cache_root, salts", 'rows, b"", salts', [ROOTS]),
+    ("no voice in the talker's cache", PREFIX, "SPEAKER_ID + given.prompt.speaker", "SPEAKER_ID", [VOICES]),
     (
         "a chain of keys without its root",
         "stretto/stage/scheduler/blocks.py",
@@ -47,7 +47,7 @@ OWNERS = [
         'else _root(b"")',
         [ROOTS],
     ),
-    ("stages are not told the root", ADMISSION, "t.prompt.media, root)", "t.prompt.media)", [NAMELESS]),
+    ("stages are not told the root", ADMISSION, "t.params.priority, root)", "t.params.priority)", [NAMELESS]),
     ("all share", ADMISSION, 'b"" if shared else cache_root(ask.owner)', 'b""', [NAMELESS]),
     ("none can share", ADMISSION, 'b"" if shared else cache_root(ask.owner)', "cache_root(ask.owner)", [NAMELESS]),
     (

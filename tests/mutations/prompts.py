@@ -56,7 +56,7 @@ MUTATIONS = [
     (
         "arrays lie within the features",
         "stretto/prompt/packed.py",
-        "    if a.offset < 0 or a.offset % 4 or a.offset + 4 * count > size:",
+        "    if p.offset is not None and (p.offset < 0 or p.offset % 4 or p.offset + 4 * count > size):",
         "    if False:",
         [f"{POOL}::test_what_a_worker_says_is_checked"],
     ),

@@ -34,7 +34,7 @@ from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.packed import pack_prompt
+from stretto.prompt.packed import pack
 from stretto.stage.ends import LinkEnd
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
@@ -316,12 +316,12 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tiny_dir: Path) -> Non
 def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Path) -> None:
     """A failed put is a fault of the link that names its request: told at once, freed everywhere; the link lives."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
-    meta, blob = pack_prompt(builder.build(CHATS["text"]), features=True)
+    packed = pack(builder.build(CHATS["text"]))
     greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
     try:
         for name in ("doomed", "other"):
-            driven.host.handle(announcement(RequestId(name), meta, True, None, *greedy, 6, 7), blob)
+            driven.host.handle(announcement(RequestId(name), packed.meta, True, None, *greedy, 6, 7), packed.features)
         driven.host.loop.round()
         faults: list[StrettoError] = [PutFailed("injected", link="talker>code2wav", request=RequestId("doomed"))]
         link = SimpleNamespace(faults=lambda: [faults.pop()] if faults else [], ended=False)

@@ -23,7 +23,7 @@ from stretto.models.speech.vocoder_node import VocoderNode
 from stretto.orchestrator.api import AudioChunk, Event, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.packed import pack_prompt
+from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, come_to, freed, held
 from tests.pipeline import ONE_HOST, PROCESSES, announcement
@@ -233,7 +233,11 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.lane.inputs)
             left[f"{name}: out"] = len(node.outlet) + len(node.outlet._slow) + len(node.outlet._full)
-            mine = (node.tellings, node.encoding) if isinstance(node, ThinkerNode) else (node.voices, node._waiting)
+            mine = (
+                (node.tellings, node.encoders.requests)
+                if isinstance(node, ThinkerNode)
+                else (node.voices, node._waiting)
+            )
             left[f"{name}: records"] = sum(map(len, mine))
         if not isinstance(node, ThinkerNode):
             left[f"{name}: in"] = len(node.inlet)
@@ -266,7 +270,7 @@ STATES: dict[str, tuple[int, int, Callable[[HandDriven], bool]]] = {
 def test_by_hand(tiny_dir: Path, state: str) -> None:
     """To the last entry of the last table, and nothing is said of the request any more."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
-    meta, blob = pack_prompt(builder.build(CHATS["text"]), features=True)
+    packed = pack(builder.build(CHATS["text"]))
     tokens, frames, reached = STATES[state]
     driven = HandDriven(tiny_dir, NARROW)
     id, vocoder = RequestId("r"), driven.host.nodes["code2wav"].stage
@@ -275,7 +279,9 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
         vocoder.turn = lambda: False  # type: ignore[method-assign]
     try:
         whole = {"min_text_tokens": tokens, "min_frames": frames}
-        driven.host.handle(announcement(id, meta, True, None, *greedy(), tokens, frames, **whole), blob)
+        driven.host.handle(
+            announcement(id, packed.meta, True, None, *greedy(), tokens, frames, **whole), packed.features
+        )
         while not reached(driven):
             assert driven.host.loop.round()
         if state == "throttled":

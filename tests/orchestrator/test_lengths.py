@@ -12,7 +12,7 @@ from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.prompt.packed import pack_prompt
+from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven
 from tests.pipeline import announcement
@@ -43,13 +43,13 @@ def hurry(driven: HandDriven, config: OmniConfig) -> None:
 @pytest.mark.parametrize(("tokens", "frames"), [(1, 0), (2, 1), (3, 2), (6, 9), (9, 9)])
 def test_the_end_comes_right_after_what_must_come(tiny_dir: Path, tokens: int, frames: int) -> None:
     config = OmniConfig.read(tiny_dir)
-    meta, blob = pack_prompt(PromptBuilder.open(tiny_dir, config).build(CHATS["text"]), features=True)
+    packed = pack(PromptBuilder.open(tiny_dir, config).build(CHATS["text"]))
     greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
     try:
         hurry(driven, config)
         least = {"min_text_tokens": tokens, "min_frames": frames}
-        driven.answer(announcement(RequestId("r"), meta, True, None, *greedy, 20, 20, **least), blob)
+        driven.answer(announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 20, **least), packed.features)
         said = [i for m, _ in driven.reports if isinstance(m, Text) for i in m.ids]
         assert len(said) == tokens + 1
         assert said.index(config.tokens.im_end) == tokens

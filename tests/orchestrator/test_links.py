@@ -33,7 +33,7 @@ TALKER, VOCODER = 1, 2
 class Player:
     """A host that is up and notes what it is told."""
 
-    state = "ready"
+    state, address = "ready", "127.0.0.1"
 
     def __init__(self) -> None:
         self.told: list[Any] = []

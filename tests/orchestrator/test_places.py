@@ -27,12 +27,12 @@ class Engine(PipelineEngine):
         super().__init__(model, EngineConfig(**config))
         self.go = asyncio.Event()
 
-    def _run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
+    def run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
         async def wait() -> BuiltPrompt:
             await asyncio.wait_for(self.go.wait(), 10)
             return await build()
 
-        return super()._run(wait, ask)
+        return super().run(wait, ask)
 
     def ask(self) -> Any:
         return self.generate(CHATS["text"], modalities=["text"], params=Params(max_text_tokens=4))

@@ -23,10 +23,10 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.observe.trace import TraceEvents
 from stretto.orchestrator.api import TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.timeline import trace
-from stretto.prompt.packed import media_digest, pack_prompt
+from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
 from tests.pipeline import STAGES, announcement
@@ -56,7 +56,7 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
     heard = [t for t in lanes["packets"] if t < lanes["thinker"][-1]]
     assert len(heard) > 10
 
-    events = trace([("request", spans)])["traceEvents"]
+    events = TraceEvents().of("request", [s.in_nanoseconds for s in spans])
     drawn = {e["cat"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
     assert set(drawn) == {*STAGES, "packets"}
     assert drawn["packets"] < 1e6 * lanes["thinker"][-1]
@@ -73,12 +73,12 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
     assert len(prompt.ids) > 4 * chunk
     params = Params(max_text_tokens=6, max_frames=7, greedy_speech=True)
     greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
-    meta, blob = pack_prompt(prompt, features=True)
+    packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings(lone_prefill_chunk=chunk))
     try:
         driven.answer(
-            announcement(RequestId("r"), meta, True, None, *greedy, 6, 7, media=media_digest(prompt)),
-            blob,
+            announcement(RequestId("r"), packed.meta, True, None, *greedy, 6, 7),
+            packed.features,
         )
     finally:
         driven.host.close()
@@ -114,11 +114,13 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     prompt = builder.build(CHATS["text"])
     greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
-    meta, blob = pack_prompt(prompt, features=True)
+    packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings())
     driven.host.nodes["thinker"].clock = lambda: 1000.0
     try:
-        driven.answer(announcement(RequestId("r"), meta, True, None, *greedy, 20, 7, min_text_tokens=20), blob)
+        driven.answer(
+            announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20), packed.features
+        )
     finally:
         driven.host.close()
     groups = [m.ids for m, _ in driven.reports if isinstance(m, Text)]
@@ -141,13 +143,16 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
     seen, heard = builder.build(messages), builder.build(CHATS["text"])
     greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
-    host, parts = driven.host, sum(1 for _ in models.thinker.encoding(seen))
+    host, parts = (
+        driven.host,
+        sum(1 for _ in models.thinker.visual.encoding([v.values for v in seen.videos], [v.grid for v in seen.videos])),
+    )
     assert parts > 4
     host.nodes["thinker"].loop_clock = count().__next__  # a part takes one tick
     try:
         for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
-            meta, blob = pack_prompt(prompt, features=True)
-            host.handle(announcement(RequestId(id), meta, False, None, *greedy, 3, 0, media=media_digest(prompt)), blob)
+            packed = pack(prompt)
+            host.handle(announcement(RequestId(id), packed.meta, False, None, *greedy, 3, 0), packed.features)
         host.loop.round()
         host.handle(Cancel(RequestId("left")), b"")
         while len(ended := [m.request for m, _ in driven.reports if isinstance(m, Ended)]) < 2:
@@ -155,7 +160,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
             assert "text" in ended or worked.count("video") < parts / 2, "most of the time is the other request's"
             host.loop.round()
         assert ended == ["text", "video"]
-        assert not host.nodes["thinker"].encoding
+        assert not host.nodes["thinker"].encoders.requests
         host.handle(Ping(1), b"")
         told = driven.reports[-1][0]
         assert isinstance(told, Stats)

@@ -22,8 +22,9 @@ from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt import pool as pool_module
 from stretto.prompt.jobs import Apart, Build, Built, Conversation
 from stretto.prompt.lane import Lane
-from stretto.prompt.packed import Packed, PromptMeta
+from stretto.prompt.packed import Packed, PieceMeta, PromptMeta
 from stretto.prompt.pool import PoolSettings, PromptPool
+from stretto.prompt.prompt import DIGEST_BYTES
 from stretto.prompt.spool import Spool
 from stretto.prompt.threads import InThreads
 from tests.prompt.samples import sound_file, tone, video_file
@@ -82,7 +83,6 @@ def heavy(count: int = 8, **more: Any) -> Conversation:
 
 def same(a: Packed, b: Packed) -> None:
     assert a.meta == b.meta
-    assert a.media == b.media
     assert bytes(a.features) == bytes(b.features)
 
 
@@ -284,17 +284,14 @@ def test_what_a_worker_says_is_checked(tiny_dir: Path) -> None:
     assert bytes(Spool.received(os.dup(sealed.fd)).view()) == b"hard"
     with pytest.raises(OSError, match="not permitted"):
         sealed.append(b"!")
-    meta = PromptMeta((1,), (pool_array(4, 0),))
-    Packed(meta, b"", bytes(16)).check()
+    Packed(PromptMeta((1,), ((features(4, 0),),)), bytes(16)).check()
     for shape, offset in ((5, 0), (4, 4), (4, -4), (-1, 0), (2, 2)):
         with pytest.raises(WireError):
-            Packed(PromptMeta((1,), (pool_array(shape, offset),)), b"", bytes(16)).check()
+            Packed(PromptMeta((1,), ((features(shape, offset),),)), bytes(16)).check()
 
 
-def pool_array(count: int, offset: int) -> Any:
-    from stretto.prompt.packed import ArrayMeta
-
-    return ArrayMeta((count,), offset)
+def features(count: int, offset: int) -> PieceMeta:
+    return PieceMeta((count,), bytes(DIGEST_BYTES), offset)
 
 
 # ---- places

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from recipes.nano import codec, export, layout, speech, talker, thinker
+from recipes.nano import aids, codec, export, grow, layout, phones, speech, talker, thinker
 from recipes.nano.decoder import segment_mask
 from recipes.nano.shape import CODES, GROUPS
 from tests.recipes.conftest import Made
@@ -76,7 +76,8 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
     batch = layout.side_by_side([(example, 0)], 256)
     model = talker.load(made.work, text, torch.device("cpu"))
     embedding = thinker.load(made.work, text, torch.device("cpu")).model.embed_tokens.weight.detach()
-    data = talker.Data.place(batch, codes.numpy().astype(np.uint16), torch.device("cpu"))
+    table = codes.numpy().astype(np.uint16)
+    data = grow.Data.place(batch, table, phones.unknown(frames), torch.device("cpu"))
     before = data.before.long()
     past = data.table[before.clamp_min(0)].long()
     mark = torch.where(before >= 0, past[..., 0], data.mark.long())
@@ -95,9 +96,9 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
     due = data.frame[0] >= 0
     assert due.nonzero()[:, 0].tolist() == last[:-1].tolist()
     assert data.end[0].nonzero()[:, 0].tolist() == [size - 1]
-    table = model.code_predictor.tables()
+    tables = model.code_predictor.tables()
     with torch.no_grad():
-        fed = F.embedding(codes[:, 1:-1] + torch.arange(GROUPS - 2) * CODES, table)
+        fed = F.embedding(codes[:, 1:-1] + torch.arange(GROUPS - 2) * CODES, tables)
         predicted = model.code_predictor(hidden[0][due], model.model.codec_embedding(codes[:, 0]), fed)
     reference = torch.stack([out[0, -1] for _, out in residual.calls[: frames * (GROUPS - 1)]])
     torch.testing.assert_close(predicted.reshape(-1, CODES), reference, atol=2e-3, rtol=2e-3)
@@ -120,6 +121,7 @@ def test_examples_side_by_side_are_as_alone(made: Made) -> None:
     for p in model.parameters():  # where training starts, rows hardly look at each other
         p.data.add_(torch.randn_like(p) * 0.1)
     embedding = torch.randn(config.thinker.text.vocab_size, config.talker.thinker_hidden_size)
+    helper = aids.Aids(model.model, config.talker.text.hidden_size)
     table = np.random.default_rng(0).integers(0, CODES, (30, GROUPS)).astype(np.uint16)
     made_ = [
         (layout.example(config, text.turn("user", text.encode(q)), text.opening, text.encode(a), n, "nano"), start)
@@ -128,10 +130,10 @@ def test_examples_side_by_side_are_as_alone(made: Made) -> None:
     device = torch.device("cpu")
 
     def code0(examples: list[tuple[layout.Example, int]]) -> torch.Tensor:
-        data = talker.Data.place(layout.side_by_side(examples, 256), table, device)
+        data = grow.Data.place(layout.side_by_side(examples, 256), table, phones.unknown(30), device)
         assert len(data) == 1
         with torch.no_grad():
-            found = talker.losses(model, embedding, data, torch.tensor([0]), 30, noise=False)
+            found = talker.losses(model, helper, embedding, data, torch.tensor([0]), 30, talker.View())
         weight = sum(len(e.frame[e.frame >= 0]) + talker.END_WEIGHT for e, _ in examples)
         return found.code0 * weight
 

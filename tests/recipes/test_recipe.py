@@ -57,9 +57,11 @@ def test_resampling_keeps_a_tone_and_drops_what_does_not_fit(to: int, rate: int)
 def test_codes_are_stored_in_nine_bits(tmp_path: Path) -> None:
     table = np.random.default_rng(0).integers(0, 512, (700, 16)).astype(np.uint16)
     counts = [5] * 79 + [700 - 5 * 79]
-    codes.write(tmp_path, [0], counts, table)
+    labels = (np.arange(2100) % 256).astype(np.uint8).reshape(700, 3)
+    codes.write(tmp_path, [0], counts, table, labels)
     back = codes.read(tmp_path)
     assert (back.codes == table).all()
+    assert (back.labels == labels).all()
     assert back.frames == counts
     assert back.texts == corpus.chunk_texts(0)
     assert (tmp_path / "codes-0.npy").stat().st_size < 700 * 18 + 200
@@ -67,6 +69,7 @@ def test_codes_are_stored_in_nine_bits(tmp_path: Path) -> None:
     assert few.frames == [5, 5]
     assert len(rest.codes) == 690
     assert (rest.codes == table[10:]).all()
+    assert (rest.labels == labels[10:]).all()
 
 
 def test_spectral_loss_is_zero_for_the_same_sound() -> None:

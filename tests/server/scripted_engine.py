@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.control.request import Params
 from stretto.family import ModelInfo
 from stretto.orchestrator.api import (
     AudioChunk,
@@ -47,10 +48,11 @@ class ScriptedEngine:
     ledger: Ledger = field(default_factory=Ledger)
     numbers: Mapping[str, float] = field(default_factory=dict)
     closed: bool = False
+    defaults: Params = field(default_factory=Params)
 
     @property
     def info(self) -> ModelInfo:
-        return ModelInfo(self.name, ("Ethan", "Chelsie", "Aiden"), "Ethan", 24_000, 32768)
+        return ModelInfo(self.name, ("Ethan", "Chelsie", "Aiden"), "Ethan", 24_000, 32768, defaults=self.defaults)
 
     @property
     def progress(self) -> Progress:

@@ -49,6 +49,7 @@ class Ledger:
     opened: int = 0
     closed: int = 0
     finished: int = 0
+    most: int = 0  # at once
     running: set[str] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,6 +57,7 @@ class Ledger:
         assert name not in self.running, "an id was used twice"
         self.opened += 1
         self.running.add(name)
+        self.most = max(self.most, len(self.running))
         self.idle.clear()
 
     def close(self, name: str) -> None:

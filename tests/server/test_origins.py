@@ -290,7 +290,7 @@ def test_a_stock_client(running: Running) -> None:
 # ---- what is not HTTP
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/realtime", CHAT])
+@pytest.mark.parametrize("path", ["/", "/v1/realtime/calls", CHAT])
 def test_a_websocket_is_denied_in_http(path: str, running: Running) -> None:
     key = base64.b64encode(os.urandom(16)).decode()
     with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:

@@ -15,6 +15,7 @@ import torch
 from stretto.cli import parser
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.cluster import ClusterConfig
 from stretto.control.request import ChunkSizes
 from stretto.control.settings import EngineConfig, HostPlace, HostSettings, parse_placement
 from stretto.errors import Invalid
@@ -23,7 +24,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.plan import POOLS, plan
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.prompt.settings import PoolSettings
-from stretto.server.command import OTHER_VARIABLES, RECORDS, settings_table, settle
+from stretto.server.command import OTHER_VARIABLES, RECORDS, settings_table, settle, settle_all
 from stretto.server.config import WHOLE, ServerConfig
 from stretto.server.settings import flag_of, name_of, settings_of
 from stretto.stage.plan import DoesNotFit, check
@@ -45,12 +46,14 @@ ELSEWHERE = {
 """Fields that are set under another record's name."""
 
 SAMPLES = {
+    "link_details": "protocol=rdma", "memory_share": "0.5", "host_gpus": "0.5",
     "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6", "dtype": "float16",
     "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3", "first_frames": "2",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
     "allowed_hosts": "a.example",
 }  # fmt: skip
 BESIDE = {
+    "link_details": {"connector": "mooncake"},
     "device": {"replicas": "2"}, "ssl_certfile": {"ssl_keyfile": "k.pem"}, "ssl_keyfile": {"ssl_certfile": "c.pem"},
 }  # fmt: skip
 """What else must be said for a sample to be valid."""
@@ -88,10 +91,11 @@ def found(
     record: type[Any], f: Field[Any], flags: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Any, dict[str, Any]]:
     """The field as it reaches the engine or the server, and all the others."""
-    _, engine, server = settle(dict(flags), environ)
+    _, engine, server, cluster = settle_all(dict(flags), environ)
     assert engine.prompts is not None
     holders: dict[type[Any], Any] = {
         EngineConfig: engine, HostSettings: engine.host, ServerConfig: server, PoolSettings: engine.prompts,
+        ClusterConfig: cluster,
         OverlapSwitches: OverlapSwitches.read(engine.host.switches, {}),
     }  # fmt: skip
     every_value = {f"{r.__name__}.{g.name}": getattr(holders[r], g.name) for r in RECORDS for g in settings_of(r)}
@@ -179,7 +183,7 @@ def test_more_devices_than_replicas_are_a_mistake(words: list[str]) -> None:
 def test_pace_counts_where_there_are_listeners() -> None:
     assert settle(vars(command("serve")), {})[1].min_pace == 1.0
     assert settle(vars(command("serve", "--min-pace", "0")), {})[1].min_pace == 0.0
-    config, _ = settings(command("generate", "x", "--text", "hi", "--device", "cpu"))
+    config = settings(command("generate", "x", "--text", "hi", "--device", "cpu"))
     assert config.min_pace == EngineConfig().min_pace == 0.0
     assert "--min-pace" not in options("generate")
 

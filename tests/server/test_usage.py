@@ -15,9 +15,9 @@ import pytest
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.api import Usage
-from stretto.prompt.packed import media_digest
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.template import TextStream
 from stretto.server.chat import chat_usage
@@ -73,8 +73,8 @@ class Desk:
     def found(self, prompt: Prompt, spoken: bool) -> int:
         """Rows in whole blocks that an earlier prompt began with too, never the last one. What the talker needs of
         media is kept only where an answer was spoken."""
-        pads, digest = self.builder.config.tokens.media_pads, media_digest(prompt)
-        rows = [(i, digest) if i in pads else i for i in prompt.ids]
+        told = {p: piece.digest for piece in media_pieces(prompt, self.builder.config) for p in piece.places.tolist()}
+        rows = [(i, told[p]) if p in told else i for p, i in enumerate(prompt.ids)]
         best = 0
         for earlier, was_spoken in self.asked:
             same = 0

@@ -114,7 +114,7 @@ class Desk:
         capture = np.array(plan.media_places, dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
             media = self.models.thinker.encode(prompt)
-        given = ThinkerInput(positions, first, options.text, media, capture, tuple(bias))
+        given = ThinkerInput(positions, first, options.text, [media] if media else [], capture, tuple(bias))
         spec = RequestSpec(
             RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}), sampling=options.text,
             needs_payload=options.speak,
@@ -137,7 +137,7 @@ class Desk:
             RequestId(id), options.max_frames + 1, frozenset({eos}), sampling=options.code0, paced=True,
             cache_output=False, cache_root=str(plan.speaker).encode(),
         )  # fmt: skip
-        self.stage.submit(replace(spec, **changes), given, given.num_rows, closed=False)
+        self.stage.submit(replace(spec, **changes), given, len(plan) - 1, closed=False, missing=given.missing)
         return given
 
     def feed(self, id: str, token: int | None) -> None:

@@ -230,6 +230,6 @@ def test_vocoder_steps(
     assert captured == sorted(captured, key=lambda shape: -shape[0] * shape[1])
     assert cuda.warmups() == [shape for shape in captured for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(before, [stage.state.frames, stage.state.tails], strict=True))
-    for (slots, frames), (_, (given, wav)) in stage._graphs.items():
+    for (slots, frames), (_, (given, wav)) in stage.graphs.items():
         assert given.numel() == slots * (tiny_config.code2wav.num_quantizers * frames + 1)
         assert wav.shape[0] == slots

@@ -188,17 +188,17 @@ def test_an_empty_stream_ends(models: Models) -> None:
 def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Models) -> None:
     ears = Ears()
     stage = CodecStage(models.code2wav, ears, SMALL)
-    run_step = stage._run
+    run_step = stage.run
 
     def broken(*args):
         raise RuntimeError("injected")
 
-    stage._run = broken
+    stage.run = broken
     stage.open(RequestId("a"))
     stage.push(RequestId("a"), codes(models, 3, 0))
     run(stage)
     assert isinstance(ears.errors["a"], StageDead)
-    stage._run = run_step
+    stage.run = run_step
     stage.open(RequestId("b"))
     stage.push(RequestId("b"), codes(models, 3, 1).to(stage.device), Reason.STOP)
     run(stage)
@@ -231,13 +231,13 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
     config = replace(SMALL, spare_cells=spare, max_cells=12)
     ears, seen = Ears(), set()
     stage = CodecStage(models.code2wav, ears, config)
-    real = stage._run
+    real = stage.run
 
     def watched(slots, size):
         seen.add((slots, size))
         return real(slots, size)
 
-    monkeypatch.setattr(stage, "_run", watched)
+    monkeypatch.setattr(stage, "run", watched)
     frames = {str(i): codes(models, int(rng.integers(1, 9)), i) for i in range(10)}
     for id, given in frames.items():
         while len(stage) > 6:

@@ -15,7 +15,8 @@ from stretto.control.messages import Admit, Cancel, Connect, Ended, Failed, List
 from stretto.control.settings import HostSettings
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.packed import ArrayMeta, PatchMeta, PromptMeta
+from stretto.prompt.packed import PatchMeta, PieceMeta, PromptMeta
+from stretto.prompt.prompt import DIGEST_BYTES
 from stretto.stage.host import Host
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven
@@ -63,9 +64,12 @@ def with_params(stage: str, params: bytes) -> Callable[[Admit, Any], Admit]:
     return lambda a, _: msgspec.structs.replace(a, stages={**a.stages, stage: msgspec.Raw(params)})
 
 
-def with_picture(grid: tuple[int, int, int], values: ArrayMeta | None) -> Callable[[Admit, Any], Admit]:
+def with_picture(
+    grid: tuple[int, int, int], shape: tuple[int, ...], offset: int | None = 0
+) -> Callable[[Admit, Any], Admit]:
     def make(a: Admit, tokens: Any) -> Admit:
         ids = (*a.prompt.ids[:3], tokens.image_pad, *a.prompt.ids[3:])
+        values = PieceMeta(shape, bytes(DIGEST_BYTES), offset)
         return msgspec.structs.replace(a, prompt=PromptMeta(ids, images=(PatchMeta(grid, 1.0, values),)))
 
     return make
@@ -82,13 +86,12 @@ CASES: dict[str, tuple[str, Callable[[Admit, Any], Admit]]] = {
     "parameters that are none": ("WireError", with_params("talker", b"\xc1")),
     "parameters of another stage": ("WireError", with_params("code2wav", msgspec.msgpack.encode({"max_frames": 1}))),
     "a pad without its picture": ("Bug", with_ids(lambda ids, t: (t.image_pad, *ids), speak=False)),
-    "a picture without numbers": ("Bug", with_picture((1, 2, 2), None)),
-    "a picture of another size": ("Bug", with_picture((1, 2, 2), ArrayMeta((3, 4), 0))),
-    "a picture of no size": ("WireError", with_picture((1, 0, 2), ArrayMeta((0, 4), 0))),
-    "a picture that might fill all memory": ("WireError", with_picture((2**20, 2, 2), None)),
-    "a product that overflows": ("WireError", with_picture((1, 2, 2), ArrayMeta((2**32, 2**32), 0))),
-    "a size below 0": ("WireError", with_picture((1, 2, 2), ArrayMeta((-4, 4), 0))),
-    "an offset below 0": ("WireError", with_picture((1, 2, 2), ArrayMeta((1, 1), -4))),
+    "a picture of another size": ("Bug", with_picture((1, 2, 2), (3, 4), 0)),
+    "a picture of no size": ("WireError", with_picture((1, 0, 2), (0, 4), 0)),
+    "a picture that might fill all memory": ("WireError", with_picture((2**20, 2, 2), (1, 1), None)),
+    "a product that overflows": ("WireError", with_picture((1, 2, 2), (2**32, 2**32), 0)),
+    "a size below 0": ("WireError", with_picture((1, 2, 2), (-4, 4), 0)),
+    "an offset below 0": ("WireError", with_picture((1, 2, 2), (1, 1), -4)),
 }
 
 

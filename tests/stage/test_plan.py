@@ -62,8 +62,12 @@ def test_float8_experts_are_planned_as_they_are_built(tiny_dir: Path, tiny_confi
     assert [(q.lighter, q.state) for q in (p, full)] == [
         ("", p.state), ("load experts as float8 (--expert-weights float8)", p.state)
     ]  # fmt: skip
-    with pytest.raises(DoesNotFit, match=r"MiB\), load experts as float8 \(--expert-weights float8\), or place"):
-        check([full], 1 << 20, 0, "cuda:0")
+    assert full.saves() == full.weights - p.weights
+    for free, how in ((1 << 20, "does not fit alone"), (full.kept - 1, "fits")):
+        with pytest.raises(
+            DoesNotFit, match=rf"MiB\), load experts as float8 \(--expert-weights float8\): .*which {how}"
+        ):
+            check([full], free, 0, "cuda:0")
 
 
 @pytest.mark.parametrize(
@@ -107,9 +111,32 @@ def test_a_refusal_names_every_number_and_what_to_lower() -> None:
     assert str(e.value) == (
         "thinker 70.0 GiB (weights 60.0 GiB, state 10.0 GiB), talker 12.0 GiB (weights 6.0 GiB, state 4.0 GiB, while "
         "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower --kv-blocks "
-        "thinker=N (now 10.0 GiB), or place stages on different devices (--placement)"
+        'thinker=N (now 10.0 GiB), or use 2 such cards: --placement "thinker@0, talker@1"'
     )
     assert [size(n) for n in (1024, 5 << 20, 3 * GIB)] == ["1 KiB", "5.0 MiB", "3.0 GiB"]
+
+
+def test_a_refusal_names_the_split_that_fits() -> None:
+    def advice(free: int, *sizes: int) -> str:
+        with pytest.raises(DoesNotFit) as e:
+            check([StagePlan(f"s{i}", n, 0) for i, n in enumerate(sizes)], free, 5, "cuda:0")
+        return str(e.value).rpartition("; ")[2]
+
+    assert advice(40, 3, 30, 6) == 'or use 2 such cards: --placement "s1@0, s0+s2@1"'
+    assert advice(40, 30, 20, 25) == 'or use 3 such cards: --placement "s0@0, s2@1, s1@2"'
+    assert advice(40, 36, 1, 1) == "and no --placement on several such cards fits"
+
+
+def test_hosts_on_one_card_leave_room_for_each_other(tiny_config: OmniConfig) -> None:
+    """The first of two hosts takes so many blocks that the second finds room for as many."""
+    s = HostSettings(max_rows=4, max_context=640)
+    both = [*STAGES[:1], *STAGES[1:], *STAGES]
+    bare = needed(plan(tiny_config, both, s, {"thinker": 0, "talker": 0}, torch.float32))
+    got = shared(tiny_config, both, s, torch.float32, bare + 9_000_000)
+    assert got["thinker"] == got["talker"] > 40
+    assert needed(plan(tiny_config, both, s, got, torch.float32)) <= bare + 9_000_000
+    alone = shared(tiny_config, STAGES, s, torch.float32, bare + 9_000_000)
+    assert alone["thinker"] > got["thinker"]
 
 
 def test_pools_share_what_is_left(tiny_config: OmniConfig) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.models.qwen3_omni.bridge import NUM_OPENING
-from stretto.models.qwen3_omni.nodes.prefix import OPENING_ID, row_ids, runs_of
+from stretto.models.qwen3_omni.nodes.prefix import OPENING_ID, row_ids
+from stretto.models.qwen3_omni.pieces import runs_of
 
 
 @given(st.sets(st.integers(0, 60)))
@@ -21,6 +22,7 @@ def test_runs_are_the_places_and_never_touch(places: set[int]) -> None:
 @dataclass(slots=True)
 class Told:
     ids: tuple[int, ...]
+    speaker: int = 3
 
 
 @dataclass(slots=True)

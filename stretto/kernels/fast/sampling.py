@@ -74,7 +74,7 @@ def pick_text(
     Position i of `rows` and `positions` (both [batch] int64) says who logits[i] belongs to and where it stands.
     `next` [rows] int64 and `answer.seen` are written at the picked tokens' places."""
     batch, size = logits.shape
-    _check(logits, rows, positions)
+    check_picks(logits, rows, positions)
     assert answer.seen.is_contiguous(), "one row of marks after the other"
     c = config("pick_text", (size,), {"block": 4096, "warps": 8, "merge_warps": 8})
     blocks = triton.cdiv(size, c["block"])
@@ -157,7 +157,7 @@ def _pick(
 ) -> None:
     batch, size = logits.shape
     hidden = table.shape[1]
-    _check(logits, rows, positions)
+    check_picks(logits, rows, positions)
     assert answer is None or answer.seen.is_contiguous(), "one row of marks after the other"
     assert table.is_contiguous(), "one row of the table per code"
     assert x.stride(1) == out.total.stride(1) == out.codes.stride(1) == 1
@@ -177,7 +177,7 @@ def _pick(
     )  # fmt: skip
 
 
-def _check(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+def check_picks(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
     assert logits.stride(1) == 1, logits.stride()
     assert rows.dtype == positions.dtype == torch.int64, (rows.dtype, positions.dtype)
     assert rows.is_contiguous(), rows.stride()

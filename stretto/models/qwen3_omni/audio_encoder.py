@@ -1,35 +1,31 @@
-"""The audio encoder: log-mel frames in, thinker rows out, for whole clips and for speech that is still arriving.
+"""The audio encoder: log-mel frames in, thinker rows out, window by window.
 
-Owns the convolution front (one second at a time), the transformer (one 8-second attention window at a time) and
-`AudioStream`, the state of one utterance that is encoded while it is spoken. The thinker stage calls all of it on
-its own thread, on the current stream; nothing here waits for the device."""
+Owns the convolution front (one second at a time) and the transformer (one 8-second attention window at a time).
+Windows do not see each other, so a clip may be encoded as it is needed, or as it is spoken. The thinker stage calls
+all of it on its own thread, on the current stream; nothing here waits for the device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from stretto.layers.linear import Linear
-from stretto.models.parts import Parts, run_through
 from stretto.models.qwen3_omni.config import AudioConfig, conv_length
-from stretto.prompt.mel import RANGE, normalise
-from stretto.prompt.prompt import Array
 
 if TYPE_CHECKING:
     from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 
 # Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks peak near
-# 400 MB with the activation's copy; 32 windows are 3,328 tokens, enough to fill a device. Other requests wait for one.
+# 400 MB with the activation's copy; 8 windows are what the largest captured graph takes. Other requests wait for one.
 CONV_BATCH = 64
-WINDOW_BATCH = 32
+WINDOW_BATCH = 8
 WINDOW_BATCH_CPU = 4
 
 
@@ -80,7 +76,7 @@ class Layer(nn.Module):
 
 
 class AudioEncoder(nn.Module):
-    """Weights only; everything that belongs to one utterance is in `AudioStream`."""
+    """Weights only."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -148,25 +144,33 @@ class AudioEncoder(nn.Module):
 
     def encode(self, mel: torch.Tensor) -> torch.Tensor:
         """A whole clip: normalised mel [bins, frames] -> [audio_tokens(frames), out]. No frames, no rows."""
-        return run_through(self.encoding(mel))
-
-    def encoding(self, mel: torch.Tensor) -> Parts[torch.Tensor]:
-        """`encode` in parts, each of a batch of windows."""
-        c = self.config
-        bins, frames = mel.shape
-        assert bins == c.num_mel_bins, f"expected mel of [{c.num_mel_bins}, frames], got {tuple(mel.shape)}"
+        c, frames = self.config, mel.shape[1]
+        windows = [mel[:, at : at + c.window_frames] for at in range(0, frames, c.window_frames)]
         outs = [self.proj2.weight.new_empty(0, c.output_size)]
-        batch = c.window_frames * (WINDOW_BATCH_CPU if outs[0].device.type == "cpu" else WINDOW_BATCH)
-        for at in range(0, frames, batch):
-            if at:
-                yield
-            part = mel[:, at : at + batch]
-            n, width = part.shape[1], min(frames, c.chunk_frames)
-            lengths = [min(width, n - i) for i in range(0, n, width)]
-            chunks = F.pad(part, (0, -n % width)).view(-1, len(lengths), width).transpose(0, 1)
-            rows, per = self.front(chunks, lengths), c.chunks_per_window
-            outs += self.windows([torch.cat(rows[i : i + per]) for i in range(0, len(rows), per)])
+        for at in range(0, len(windows), self.batch):
+            outs += self.encode_windows(windows[at : at + self.batch], padded=frames >= c.chunk_frames)
         return torch.cat(outs)
+
+    @property
+    def batch(self) -> int:
+        """Windows that are worth a launch of their own; other requests wait for it."""
+        return WINDOW_BATCH_CPU if self.proj2.weight.device.type == "cpu" else WINDOW_BATCH
+
+    def encode_windows(self, mels: Sequence[torch.Tensor], padded: bool = True) -> list[torch.Tensor]:
+        """Windows of any clips in one launch: normalised mel [bins, frames] each -> [audio_tokens(frames), out]. One
+        that is all of a clip shorter than a convolution chunk goes alone, and is not `padded` to one."""
+        c = self.config
+        width = c.chunk_frames if padded else mels[0].shape[1]
+        chunks, lengths, per = [], [], []
+        for mel in mels:
+            bins, n = mel.shape
+            assert bins == c.num_mel_bins, f"expected mel of [{c.num_mel_bins}, frames], got {tuple(mel.shape)}"
+            count = -(-n // width)
+            chunks.append(F.pad(mel, (0, -n % width)).reshape(bins, count, width).transpose(0, 1))
+            lengths += [min(width, n - i) for i in range(0, n, width)]
+            per.append(count)
+        rows = iter(self.front(torch.cat(chunks), lengths))
+        return self.windows([torch.cat(list(islice(rows, count))) for count in per])
 
 
 def sinusoid(length: int, hidden_size: int, device: torch.device) -> torch.Tensor:
@@ -177,169 +181,3 @@ def sinusoid(length: int, hidden_size: int, device: torch.device) -> torch.Tenso
     rate = torch.exp(-step * torch.arange(half, device=device, dtype=torch.float32))
     angle = torch.arange(length, device=device)[:, None] * rate
     return torch.cat([angle.sin(), angle.cos()], 1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WindowUpdate:
-    """Rows of one attention window. They replace what was reported for the same index before.
-
-    A window is complete when its eight seconds are, but a louder sound later may still change it, so only the
-    updates of `finish` are final. With them, every window not named there is final as it stands."""
-
-    index: int
-    rows: torch.Tensor  # [tokens, out]
-    final: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    log_mel: Array  # [bins, frames], not yet clamped
-    low: float  # its smallest value
-    width: int  # frames after zero padding
-    rows: torch.Tensor | None = None  # convolution output, while the window is open
-    peak: float = -math.inf  # the maximum `rows` was made with
-
-    def padded(self, peak: float) -> Array:
-        values = np.zeros((len(self.log_mel), self.width), np.float32)
-        values[:, : self.log_mel.shape[1]] = normalise(self.log_mel, peak)
-        return values
-
-    def stale(self, peak: float) -> bool:
-        return self.rows is None or changes(self.low, self.peak, peak)
-
-
-@dataclass(slots=True, eq=False)
-class _Window:
-    chunks: list[_Chunk] = field(default_factory=list)
-    encoded: bool = False
-    peak: float = -math.inf  # the maximum it was last encoded with
-
-    def stale(self, peak: float) -> bool:
-        return not self.encoded or any(changes(c.low, self.peak, peak) for c in self.chunks)
-
-
-def changes(low: float, old: float, new: float) -> bool:
-    """Whether a maximum that grew from `old` to `new` alters any value of a chunk whose smallest is `low`."""
-    return new > old and low < float(np.float32(new) - np.float32(RANGE))
-
-
-class AudioStream:
-    """One utterance, encoded while it arrives; when finished, its windows equal `encode` of the whole clip.
-
-    Mel values are clamped to eight below the clip's maximum, which is known only at the end. So the stream keeps
-    the unclamped values, encodes with the maximum so far, and encodes again what a later, louder sound changes.
-    That is looked at when a second of audio is complete, so a slowly rising voice costs one pass a second at most.
-
-    Memory: 4 bytes x bins per frame on the host (51 kB per second of audio at 128 bins and 100 frames/s) until the
-    stream is dropped, and on the device the convolution rows of the open window only: at most 8 x 13 rows (266 kB
-    in bf16 at the released size). Rows of encoded windows belong to whoever took the update."""
-
-    __slots__ = ("_fill", "_tail", "config", "encoder", "finished", "news", "peak", "windows")
-
-    def __init__(self, encoder: AudioEncoder) -> None:
-        self.encoder = encoder
-        self.config = encoder.config
-        self.windows: list[_Window] = []  # the last one may be open
-        self.peak = -math.inf  # largest value so far
-        self.news = False  # a chunk was completed (or the stream finished) since the last `advance`
-        self.finished = False
-        self._tail = np.empty((self.config.num_mel_bins, self.config.chunk_frames), np.float32)
-        self._fill = 0  # frames in _tail: the second that is not complete
-
-    def push(self, log_mel: Array | torch.Tensor) -> list[WindowUpdate]:
-        """Take log10 mel frames [bins, n] (on the host), and report the windows they complete or change."""
-        self.feed(log_mel)
-        return advance(self.encoder, [self])[0]
-
-    def finish(self) -> list[WindowUpdate]:
-        """The audio is complete: report the open window, and those the final maximum changes."""
-        self.seal()
-        return advance(self.encoder, [self])[0]
-
-    def feed(self, log_mel: Array | torch.Tensor) -> None:
-        """Take frames without running anything; `advance` does that for several streams in one launch."""
-        frames: Array = log_mel.numpy() if isinstance(log_mel, torch.Tensor) else log_mel
-        bins, size = self._tail.shape
-        assert frames.shape[:-1] == (bins,), f"expected [{bins}, n] log-mel frames, got {frames.shape}"
-        assert not self.finished, "frames after the end of the utterance"
-        if frames.shape[1] == 0:
-            return
-        self.peak = max(self.peak, float(frames.max()))
-        at = 0
-        while at < frames.shape[1]:
-            part = frames[:, at : at + size - self._fill]
-            self._tail[:, self._fill : self._fill + part.shape[1]] = part
-            self._fill += part.shape[1]
-            at += part.shape[1]
-            if self._fill == size:
-                self._cut(size)
-
-    def seal(self) -> None:
-        """No more frames. The tail waits for this, because a clip shorter than a chunk is not padded to one."""
-        assert not self.finished, "finished twice"
-        if self._fill:
-            self._cut(self.config.chunk_frames if self.windows else self._fill)
-        self.finished = self.news = True
-
-    def _cut(self, width: int) -> None:
-        """The frames in the tail become a chunk of the open window."""
-        log_mel = self._tail[:, : self._fill].copy()
-        if not self.windows or len(self.windows[-1].chunks) == self.config.chunks_per_window:
-            self.windows.append(_Window())
-        self.windows[-1].chunks.append(_Chunk(log_mel, float(log_mel.min()), width))
-        self._fill = 0
-        self.news = True
-
-    def due(self) -> list[int]:
-        """Windows that are complete and not (or no longer rightly) encoded."""
-        full = self.config.chunks_per_window
-        return [
-            i
-            for i, w in enumerate(self.windows)
-            if self.news and (self.finished or len(w.chunks) == full) and w.stale(self.peak)
-        ]
-
-    def pending(self) -> list[_Chunk]:
-        """Chunks whose window is not complete yet: their convolutions need not wait for it."""
-        last = self.windows[-1:]
-        return [c for w in last if self.news and not w.encoded for c in w.chunks]
-
-    def settle(self, index: int, rows: torch.Tensor) -> WindowUpdate:
-        window = self.windows[index]
-        window.encoded, window.peak = True, self.peak
-        for c in window.chunks:
-            c.rows = None
-        return WindowUpdate(index, rows, self.finished)
-
-
-def advance(encoder: AudioEncoder, streams: Sequence[AudioStream]) -> list[list[WindowUpdate]]:
-    """Encode what is due in any of the streams, together; one list of updates per stream."""
-    updates: list[list[WindowUpdate]] = [[] for _ in streams]
-    due = [(n, s, i) for n, s in enumerate(streams) for i in s.due()]
-    for at in range(0, len(due), WINDOW_BATCH):
-        batch = due[at : at + WINDOW_BATCH]
-        rows = _front(encoder, ((c, s.peak) for _, s, i in batch for c in s.windows[i].chunks))
-        sizes = [len(s.windows[i].chunks) for _, s, i in batch]
-        ends = np.cumsum(sizes)
-        whole = [torch.cat(rows[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-        for (n, s, i), out in zip(batch, encoder.windows(whole), strict=True):
-            updates[n].append(s.settle(i, out))
-    _front(encoder, ((c, s.peak) for s in streams for c in s.pending()))
-    for s in streams:
-        s.news = False
-    return updates
-
-
-def _front(encoder: AudioEncoder, chunks: Iterable[tuple[_Chunk, float]]) -> list[torch.Tensor]:
-    """The convolution rows of all these chunks; those that have none made with their maximum are computed."""
-    chunks = list(chunks)
-    stale = [(c, peak) for c, peak in chunks if c.stale(peak)]
-    # One launch, and one more for each clip shorter than a chunk, which has a width of its own.
-    for width in sorted({c.width for c, _ in stale}):
-        group = [(c, peak) for c, peak in stale if c.width == width]
-        mel = torch.from_numpy(np.stack([c.padded(peak) for c, peak in group]))
-        rows = encoder.front(mel, [c.log_mel.shape[1] for c, _ in group])
-        for (c, peak), r in zip(group, rows, strict=True):
-            # A copy: the view would keep the whole launch's output alive as long as one window is open.
-            c.rows, c.peak = r.clone(), peak
-    return [c.rows for c, _ in chunks if c.rows is not None]

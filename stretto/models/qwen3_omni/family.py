@@ -10,8 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.embedded import read_ideas
+from stretto.family import Ear, LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
+from stretto.models.qwen3_omni.generation import read_defaults
 from stretto.models.qwen3_omni.params import stage_params
 
 PIPELINE = PipelineSpec(
@@ -26,6 +29,8 @@ PIPELINE = PipelineSpec(
         "text": ("thinker",),
         "speech": ("thinker", "talker", "code2wav"),
         "reading": ("talker", "code2wav"),
+        "text_ahead": ("thinker",),
+        "speech_ahead": ("thinker", "talker"),
     },
 )
 
@@ -52,11 +57,14 @@ def open_model(directory: Path) -> Qwen3Omni:
     return Qwen3Omni(
         config,
         ModelInfo(
-            name=directory.name,
+            name=model_name(directory),
             voices=tuple(config.talker.speakers),
             default_voice=config.talker.default_voice,
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
+            ear=Ear(config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames),
+            ideas=read_ideas(directory),
+            defaults=read_defaults(directory),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),
         config.thinker.text.vocab_size,

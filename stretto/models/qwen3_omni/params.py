@@ -8,13 +8,14 @@ from typing import Annotated
 import msgspec
 
 from stretto.control.messages import Positive, Sampling, TokenId
+from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Bug
 from stretto.family import Wanted
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the talker was made to pick code 0 of a frame."""
+"""How the released talker picks code 0 of a frame. What a checkpoint or a request says comes first."""
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """How the code predictor was made to pick the other codes."""
 
@@ -25,10 +26,14 @@ class ThinkerParams(StageParams, frozen=True):
     min_tokens: int = 0
     logit_bias: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=1024)] = ()
     speak: bool = True  # the talker is to be told
+    grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""  # that the text follows
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
 
 
 class TalkerParams(FrameParams, frozen=True):
-    pass
+    ahead: bool = False  # the beginning of a prompt: take its rows, and say nothing
 
 
 def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
@@ -36,7 +41,8 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
     p = w.params
     text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(w.seed, "thinker"))
     speech = stage_seed(w.seed, "talker")
-    code0, residual = replace(CODE0, seed=speech), replace(RESIDUAL, seed=speech)
+    drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
+    code0, residual = SamplingParams(*drawn, seed=speech), replace(RESIDUAL, seed=speech)
     if p.greedy_speech:
         code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
     thinker = ThinkerParams(
@@ -44,7 +50,11 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.max_text_tokens,
         p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
         tuple(p.logit_bias.items()),
-        speak=w.capability == "speech",
+        speak=w.capability in ("speech", "speech_ahead"),
+        grammar=p.grammar,
+        min_p=p.min_p,
+        frequency_penalty=p.frequency_penalty,
+        presence_penalty=p.presence_penalty,
     )
     talker = TalkerParams(
         Sampling.of(code0),
@@ -57,10 +67,13 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.packets.ramp,
         p.want_codes,
         w.spoken,
+        ahead=w.capability == "speech_ahead",
     )
     match w.capability:
-        case "text":
+        case "text" | "text_ahead":
             return {"thinker": thinker}
+        case "speech_ahead":
+            return {"thinker": thinker, "talker": talker}
         case "speech":
             return {"thinker": thinker, "talker": talker, "code2wav": VocoderParams()}
         case "reading":

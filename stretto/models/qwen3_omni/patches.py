@@ -107,7 +107,7 @@ def image_patches(image: Image.Image, rule: PatchRule) -> Patches:
     h, w = fit(image.height, image.width, rule.factor, rule.min_pixels, rule.max_pixels)
     frame = _resized(image, h, w)
     values = _cut(np.stack([frame] * rule.temporal_patch), rule)
-    return Patches(values, (1, h // rule.patch, w // rule.patch))
+    return Patches.of(values, (1, h // rule.patch, w // rule.patch))
 
 
 def video_patches(frames: Sequence[Image.Image], fps: float, rule: PatchRule, *, fitted: bool = False) -> Patches:
@@ -128,7 +128,7 @@ def video_patches(frames: Sequence[Image.Image], fps: float, rule: PatchRule, *,
     for t in range(grid[0]):
         group = [min(t * rule.temporal_patch + i, len(frames) - 1) for i in range(rule.temporal_patch)]
         values[t * rows : (t + 1) * rows] = _cut(np.stack([_resized(frames[i], h, w) for i in group]), rule)
-    return Patches(values, grid, rule.temporal_patch / fps)
+    return Patches.of(values, grid, rule.temporal_patch / fps)
 
 
 def _resized(image: Image.Image, h: int, w: int) -> npt.NDArray[np.uint8]:

@@ -25,12 +25,19 @@ Blocks = Mapping[str, int]
 
 
 def pool_sizes(
-    config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, device: torch.device
+    config: OmniConfig,
+    stages: Sequence[str],
+    s: HostSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    beside: Sequence[Sequence[str]] = (),
 ) -> dict[str, int]:
-    """Blocks of each stage's pool. An answer takes about as many rows in the talker as in the thinker."""
+    """Blocks of each stage's pool. An answer takes about as many rows in the talker as in the thinker. Hosts that will
+    load on the same card (`beside`, the stages of each) find as many blocks as these stages do."""
     if device.type != "cuda":
         return {**POOLS, **s.blocks}
-    return shared(config, stages, s, dtype, room_for_pools(device))
+    everyone = [*stages, *(stage for host in beside for stage in host)]
+    return shared(config, everyone, s, dtype, room_for_pools(device, 1 + len(beside), s.memory_share))
 
 
 def shared(config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, room: int) -> dict[str, int]:
@@ -60,9 +67,15 @@ def _weights(module: nn.Module) -> int:
 def _thinker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dtype) -> StagePlan:
     model = build(lambda: Thinker(config), "meta", dtype)
     pool = model.cache(blocks["thinker"] + 1, s.block_size).data.nbytes
-    lighter = "" if s.expert_weights == "float8" else "load experts as float8 (--expert-weights float8)"
     knobs = "--kv-blocks thinker=N or --max-model-len"
-    return StagePlan("thinker", _weights(model), pool, knobs=knobs, lighter=lighter)
+    if s.expert_weights == "float8":
+        return StagePlan("thinker", _weights(model), pool, knobs=knobs)
+
+    def saves() -> int:
+        return _weights(model) - _weights(build(lambda: Thinker(config.with_float8_experts()), "meta", dtype))
+
+    lighter = "load experts as float8 (--expert-weights float8)"
+    return StagePlan("thinker", _weights(model), pool, knobs=knobs, lighter=lighter, saves=saves)
 
 
 def _talker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dtype, alone: bool) -> StagePlan:

@@ -5,7 +5,7 @@ request. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from stretto.errors import CheckpointError, TooLong
+from stretto.errors import CheckpointError, Invalid, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.models.qwen3_omni.patches import PatchRule, fit_video, image_patches, video_patches
 from stretto.prompt.media import Budget, MediaLimits
 from stretto.prompt.mel import mel
-from stretto.prompt.messages import Medium, Reader
+from stretto.prompt.messages import Kind, Medium, Reader
 from stretto.prompt.prompt import Array, AudioClip, Patches, Prompt
 from stretto.prompt.template import ChatTemplate, Tokenizer, encode_rendered
 from stretto.prompt.video import Video
@@ -71,11 +71,12 @@ class PromptBuilder:
         use_audio_in_video: bool = False,
         *,
         allow_paths: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins.
 
         `use_audio_in_video`: videos are heard as well as seen. `allow_paths`: messages may name local files; only
-        for callers who could read them anyway."""
+        for callers who could read them anyway. `variables` of the chat template."""
         media = _Media(self)
         reader = Reader(
             budget=Budget(self.limits),
@@ -86,7 +87,9 @@ class PromptBuilder:
         )
         declared = reader.read_tools(tools)
         turns = reader.read(messages)
-        ids = encode_rendered(self.template.render(turns, declared), self.tokenizer)
+        ids = encode_rendered(self.template.render(turns, declared, variables), self.tokenizer)
+        if variables and ids[-3:] != self._opening:
+            raise Invalid("chat_template_kwargs: the answer must begin as the model's speech expects it", "messages")
         expanded = media.expand(ids)
         self.check_length(len(expanded))
         return Prompt(
@@ -107,10 +110,14 @@ class PromptBuilder:
                 "messages",
             )
 
+    @property
+    def _opening(self) -> list[int]:
+        return [self.config.tokens.im_start, self.config.tokens.assistant, *self.tokenizer.encode("\n")]
+
     def _check_template(self, directory: str | Path) -> None:
         """The talker counts on an answer starting with exactly these three tokens."""
         ids = encode_rendered(self.template.render([{"role": "user", "content": "Hello"}]), self.tokenizer)
-        start = [self.config.tokens.im_start, self.config.tokens.assistant, *self.tokenizer.encode("\n")]
+        start = self._opening
         if ids[-len(start) :] != start or len(start) != 3:
             raise CheckpointError(f"{directory}: the chat template does not end in <|im_start|>assistant and a newline")
 
@@ -130,12 +137,15 @@ class _Media:
     num_tokens: int = 0
     _pads: list[tuple[int, list[int]]] = field(default_factory=list)  # the template's pad, and the ids in its place
 
-    def add(self, medium: Medium) -> None:
+    def add(self, medium: Medium, kind: Kind) -> None:
         ids = self.builder.config.tokens
         if isinstance(medium, Video):
             self._put(ids.video_pad, self._video(medium))
-        elif isinstance(medium, Image.Image):
-            patches = image_patches(medium, self.builder.rule)
+        elif isinstance(medium, Patches) and kind == "video":
+            self.videos.append(medium)
+            self._put(ids.video_pad, [ids.video_pad] * self._rows(medium))
+        elif isinstance(medium, Image.Image | Patches):
+            patches = medium if isinstance(medium, Patches) else image_patches(medium, self.builder.rule)
             self.images.append(patches)
             self._put(ids.image_pad, [ids.image_pad] * self._rows(patches))
         else:
@@ -147,11 +157,12 @@ class _Media:
         # Checked as it grows: the features of a thousand images must not pile up before the request is refused.
         self.builder.check_length(self.num_tokens, so_far=True)
 
-    def _audio(self, samples: Array) -> int:
+    def _audio(self, sound: Array | AudioClip) -> int:
         config = self.builder.config.thinker.audio
-        features = mel(samples, config.num_mel_bins)
-        self.audios.append(AudioClip(features))
-        return audio_tokens(features.shape[1], config.chunk_frames)
+        if not isinstance(sound, AudioClip):
+            sound = AudioClip.of(mel(sound, config.num_mel_bins), config.window_frames)
+        self.audios.append(sound)
+        return audio_tokens(sound.num_frames, config.chunk_frames)
 
     def _rows(self, patches: Patches) -> int:
         t, h, w = patches.grid

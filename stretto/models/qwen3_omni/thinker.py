@@ -18,7 +18,7 @@ from stretto.kernels.paged import KVCache, Paging
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
-from stretto.models.parts import Parts, run_through
+from stretto.models.parts import run_through
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
@@ -36,9 +36,26 @@ class MediaRows:
 
     def within(self, start: int, stop: int) -> MediaRows:
         """The part that falls into prompt positions [start, stop), with places counted from `start`."""
+        if not len(self.places) or start > self.places[-1] or stop <= self.places[0]:
+            none = self.places[:0]
+            return MediaRows(none, self.rows[:0], none, self.deep[:, :0])
         a, b = torch.searchsorted(self.places, torch.tensor([start, stop])).tolist()
         c, d = torch.searchsorted(self.visual_places, torch.tensor([start, stop])).tolist()
         return MediaRows(self.places[a:b] - start, self.rows[a:b], self.visual_places[c:d] - start, self.deep[:, c:d])
+
+    @staticmethod
+    def joined(parts: Sequence[MediaRows]) -> MediaRows | None:
+        """Several as one, None if there is nothing in them. Their order is theirs: places need not rise."""
+        parts = [p for p in parts if len(p.places)]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        visual = [p for p in parts if len(p.visual_places)] or parts[:1]
+        return MediaRows(
+            torch.cat([p.places for p in parts]),
+            torch.cat([p.rows for p in parts]),
+            torch.cat([p.visual_places for p in visual]),
+            torch.cat([p.deep for p in visual], 1),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +101,7 @@ class Thinker(nn.Module):
         return self.model.cache(num_blocks, block_size, self.device, self.dtype)
 
     def encode(self, prompt: Prompt) -> MediaRows | None:
-        """Run the encoders over a prompt's media. None if it has none."""
-        return run_through(self.encoding(prompt))
-
-    def encoding(self, prompt: Prompt) -> Parts[MediaRows | None]:
-        """`encode` in parts, so that other requests' steps can come between them."""
+        """Run the encoders over all of a prompt's media. None if it has none."""
         if not prompt.has_media:
             return None
         tokens, device, dtype = self.config.tokens, self.device, self.dtype
@@ -108,15 +121,12 @@ class Thinker(nn.Module):
 
         heard: list[torch.Tensor] = []
         for clip in prompt.audios:
-            if heard:
-                yield
-            mel = to_device(clip.mel, device, torch.float32).to(dtype)
-            heard.append((yield from self.audio_tower.encoding(mel)))
+            heard.append(self.audio_tower.encode(to_device(clip.mel, device, torch.float32).to(dtype)))
         if heard:
             rows.index_copy_(0, among(tokens.audio_pad, media), torch.cat(heard))
         for pad, pictures in ((tokens.image_pad, prompt.images), (tokens.video_pad, prompt.videos)):
             if pictures:
-                seen = yield from self.visual.encoding([m.values for m in pictures], [m.grid for m in pictures])
+                seen = run_through(self.visual.encoding([m.values for m in pictures], [m.grid for m in pictures]))
                 rows.index_copy_(0, among(pad, media), seen.main)
                 deep.index_copy_(1, among(pad, visual), torch.stack(list(seen.deep)))
         return MediaRows(torch.from_numpy(media), rows, torch.from_numpy(visual), deep)

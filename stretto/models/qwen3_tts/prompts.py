@@ -16,7 +16,7 @@ import numpy as np
 from stretto.errors import CheckpointError, Invalid
 from stretto.models.qwen3_tts.config import SAMPLE_RATE, TtsConfig
 from stretto.prompt.media import Budget, MediaLimits
-from stretto.prompt.messages import Medium, Reader
+from stretto.prompt.messages import Kind, Medium, Reader
 from stretto.prompt.prompt import Array, AudioClip, Prompt
 from stretto.prompt.template import Tokenizer
 
@@ -58,7 +58,7 @@ class SpeechBuilder:
         message with a clip, the clip's samples and the tokens of what is said in it."""
         clips: list[Array] = []
 
-        def found(medium: Medium) -> None:
+        def found(medium: Medium, kind: Kind) -> None:
             if not isinstance(medium, np.ndarray):
                 raise Invalid("a voice is made of sound", "audio")
             clips.append(medium)
@@ -89,7 +89,7 @@ class SpeechBuilder:
         if seconds < SHORTEST_S:
             raise Invalid(f"the clip is too short: {seconds:.2f} s, at least {SHORTEST_S:g} s are needed", "audio")
         text = "".join(part.get("text", "") for part in content if part["type"] == "text").strip()
-        return Prompt(tuple(self.tokenizer.encode(text)) if text else (), (AudioClip(samples[None]),))
+        return Prompt(tuple(self.tokenizer.encode(text)) if text else (), (AudioClip.of(samples[None]),))
 
 
 def open_builder(directory: Path) -> SpeechBuilder:

@@ -14,6 +14,7 @@ from torch import nn
 
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder
+from stretto.layers.host import Array, attend
 from stretto.layers.linear import Embedding, Linear
 
 Pick = Callable[[torch.Tensor, int], torch.Tensor]
@@ -50,6 +51,13 @@ class FramePass:
         mask = None if self.queries == 1 else self.cache.seen[self.start : stop, :stop].repeat(group, 1)
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
         return out.view(q5.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+    def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        if self.queries > 1:
+            return self(layer, *(torch.from_numpy(a) for a in (q, k, v))).numpy()
+        keys, values = self.cache.data[layer, :, : self.rows].numpy()
+        keys[:, :, self.start], values[:, :, self.start] = k, v
+        return attend(q, keys[:, :, : self.start + 1], values[:, :, : self.start + 1])
 
 
 class PredictorModel(Decoder):

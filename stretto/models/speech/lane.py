@@ -74,15 +74,15 @@ class FrameLane(Generic[T, I]):
         with torch.inference_mode():
             self.begin = model.codec_rows(torch.tensor([c.bos], device=model.device))[0]
         self.frame_cache = model.frame_cache(num_rows + 1)
-        self._frame: FusedFrame | None = None
+        self.frame: FusedFrame | None = None
         layers = model.code_predictor.model.fused
         if layers is not None and model.code_predictor.small_to_mtp_projection is None:
             from stretto.kernels.fast.sampling import Columns
             from stretto.models.speech.fused_frame import FusedFrame
 
             code0, rest = (Columns(c.floats, c.ints) for c in (self.code0, self.residual))
-            self._frame = FusedFrame(model, layers, self.rows.seen, self.rows.floor, code0, rest)
-        self.fused = self._frame is not None and model.model.fused is not None
+            self.frame = FusedFrame(model, layers, self.rows.seen, self.rows.floor, code0, rest)
+        self.fused = self.frame is not None and model.model.fused is not None
         self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
         self.inputs: dict[RequestId, I] = {}
 
@@ -106,7 +106,7 @@ class FrameLane(Generic[T, I]):
         )
         self.code0.write(join.row, given.code0)
         self.residual.write(join.row, given.residual)
-        if given.frames:  # back after a pause or preemption: the next input needs the last frame
+        if given.frames:  # back after a preemption: the next input needs the last frame
             self.embedding[join.row] = self.frame_rows(given.frames[-1:])[0]
         else:  # the prompt's last row runs as a decode
             self.embedding[join.row] = self.before_text(given)
@@ -162,9 +162,9 @@ class FrameLane(Generic[T, I]):
         return hidden, Captured()
 
     def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
-        if self._frame is not None and len(hidden) <= MAX_ROWS:
+        if self.frame is not None and len(hidden) <= MAX_ROWS:
             pair = torch.stack((hidden, hidden), 1)  # the second place is for code 0
-            return Picked(self._frame(pair, rows, positions, self.frame_cache, self.embedding))
+            return Picked(self.frame(pair, rows, positions, self.frame_cache, self.embedding))
         state = FrameRows(
             code0=self.code0.pick(rows, how),
             residual=self.residual.pick(rows, how),
@@ -182,7 +182,7 @@ class FrameLane(Generic[T, I]):
         return Picked(guarded(step.codes, step.hidden))
 
     def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        assert self._frame is not None
+        assert self.frame is not None
         pair = self.embedding.new_empty(rows.shape[0], 2, self.embedding.shape[1])
         self.model.model.fused_step(
             rows,
@@ -195,4 +195,4 @@ class FrameLane(Generic[T, I]):
             self.cache,
             out=pair[:, 0],
         )
-        return self._frame(pair, rows, positions, self.frame_cache, self.embedding)
+        return self.frame(pair, rows, positions, self.frame_cache, self.embedding)

@@ -40,6 +40,7 @@ class Speaking:
     want_codes: bool
     journal: Journal
     pace: Pace
+    ahead: bool = False  # its prompt is read, and nothing of it will be heard
     frames: list[Sequence[int]] = field(default_factory=list)
 
     @property
@@ -56,6 +57,7 @@ class Known:
     rows: list[int]  # what tells them, for the prefix cache
     root: bytes
     salts: Sequence[Salt] = ()
+    missing: Sequence[Span] = ()  # rows whose input is still to come
 
 
 class FrameNode:
@@ -110,7 +112,7 @@ class FrameNode:
             cache_output=False,
             cache_root=known.root,
         )
-        request = self.stage.submit(spec, given, known.rows, closed=False, salts=known.salts)
+        request = self.stage.submit(spec, given, known.rows, closed=False, salts=known.salts, missing=known.missing)
         pace = Pace(p.first_frames, p.each_frames, p.ramp, self._rhythm)
         self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, Journal(self.clock()), pace)
         self.outlet.open(id)
@@ -213,6 +215,8 @@ class FrameNode:
 
     def _end_text(self, id: RequestId, given: Any) -> None:
         given.text_ended = True
+        if self.voices[id].ahead:
+            return  # it ends when all its rows are in
         if given.text:
             self.stage.scheduler.end_text(id)
             return
@@ -233,7 +237,9 @@ class FrameNode:
             return
         now = self.clock()
         if o.reason is not None:  # the pick that ends a request is not a frame
-            self._send(id, voice, now, Mark.REQUEST_END)
+            if not voice.ahead:
+                self._send(id, voice, now, Mark.REQUEST_END)
+            voice.journal.cached = self.stage.num_cached(id)
             self.report(voice.journal.ended(id, self.name, o.reason), b"")
             self._close(id, purge=False)
         elif o.token is None:

@@ -56,7 +56,7 @@ export async function health(signal) {
   return { state, stages: body.stages ?? {}, error };
 }
 
-/** {name, voices, defaultVoice, rate} of the first model. */
+/** {name, voices, defaultVoice, rate, ideas} of the first model. */
 export async function model(key) {
   const response = await reach("v1/models", { headers: headers(key), cache: "no-store" });
   if (!response.ok) throw await failure(response);
@@ -68,6 +68,7 @@ export async function model(key) {
     voices,
     defaultVoice: first.default_voice ?? voices[0] ?? null,
     rate: first.sample_rate ?? 24000,
+    ideas: first.ideas ?? [],
   };
 }
 

@@ -129,6 +129,8 @@ function showModel(model) {
   $("voice").replaceChildren(...model.voices.map((voice) => new Option(voice[0].toUpperCase() + voice.slice(1), voice)));
   $("voice").value = model.voices.includes(chosen) ? chosen : (model.defaultVoice ?? "");
   $("voice").disabled = !model.voices.length;
+  const idea = (words) => Object.assign(document.createElement("button"), { type: "button", className: "idea", textContent: words });
+  if (model.ideas.length) $("ideas").replaceChildren(...model.ideas.map(idea));
   $("about").textContent = `Model ${model.name}, speech at ${model.rate / 1000} kHz.`;
 }
 
@@ -453,7 +455,7 @@ $("longest").onchange = () => store(localStorage, "stretto-longest", $("longest"
 $("voice").onchange = () => store(localStorage, "stretto-voice", $("voice").value);
 $("zoom-making").onclick = () => setZoom("making");
 $("zoom-hearing").onclick = () => setZoom("hearing");
-for (const idea of $("ideas").children) idea.onclick = () => submit(idea.textContent);
+$("ideas").onclick = (e) => e.target.matches(".idea") && submit(e.target.textContent);
 
 addEventListener("keydown", (e) => {
   if (e.key !== "Escape" || $("settings").open) return;

@@ -1,7 +1,7 @@
 """What runs next in an autoregressive stage. Pure Python: nothing below this package imports torch."""
 
 from stretto.stage.scheduler.batch import Batch, Leave, Outcome, Published, RowJoin, RowLeave, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, prefix_key
+from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, prefix_keys
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 
@@ -18,5 +18,5 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "StepResult",
-    "prefix_key",
+    "prefix_keys",
 ]

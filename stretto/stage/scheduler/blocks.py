@@ -42,10 +42,16 @@ def _root(root: bytes) -> bytes:
     return blake2b(root, digest_size=_DIGEST_SIZE, person=b"prefix root").digest()
 
 
-def prefix_key(ids: Sequence[int], salts: Sequence[Salt] = (), root: bytes = b"") -> bytes:
-    """A key for a whole prefix, whatever the block size: other stages salt rows with it that depend on this one's."""
-    inside = [salt for salt in salts if salt.span.start < len(ids)]
-    return _digest(_root(root), array("q", ids).tobytes(), 0, inside)
+def prefix_keys(ids: Sequence[int], salts: Sequence[Salt]) -> list[bytes]:
+    """For each salt, which come in order, a key for the whole prefix up to its end, whatever the block size: other
+    stages salt rows with it that depend on this one's."""
+    told, at, keys = blake2b(digest_size=_DIGEST_SIZE, person=b"prefix"), 0, []
+    for salt in salts:
+        start, stop = salt.span.start, salt.span.stop
+        told.update(array("q", (start - at, stop - at, *ids[at:stop])).tobytes() + salt.digest)
+        keys.append(told.digest())
+        at = stop
+    return keys
 
 
 def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:

@@ -35,8 +35,14 @@ class Holdings:
         return -(-rows // self.block_size)
 
     def find_prefix(self, request: StageRequest) -> list[BlockId]:
-        """Cached blocks for the start of a request that has none, held for it from now on. At least the last known
-        row is left to compute, because its output is not in the cache."""
+        """Cached blocks for the start of a request that has none, held for it from now on."""
+        found = self.search(request)
+        self.pool.hold(found)
+        return found
+
+    def search(self, request: StageRequest) -> list[BlockId]:
+        """Those that `find_prefix` would find. At least the last known row is left to compute, because its output is
+        not in the cache."""
         cursor, size = request.cursor, self.block_size
         chain_keys(request, cursor.known - 1, size)
         # Rows that were confirmed before need no payload: it has been published.
@@ -46,9 +52,7 @@ class Holdings:
             (key, needs and media and (i + 1) * size > cursor.confirmed)
             for i, (key, media) in enumerate(islice(request.keys, (cursor.known - 1) // size))
         )
-        found = self.pool.find(wanted)
-        self.pool.hold(found)
-        return found
+        return self.pool.find(wanted)
 
     def seat(self, request: StageRequest, found: list[BlockId]) -> None:
         """Gives the request a row, and the blocks found for its prefix."""
@@ -75,6 +79,7 @@ class Holdings:
             )
         )
         request.row, request.was_admitted = row, True
+        request.refresh_limit()
         self.seated[row] = request
 
     def unseat(self, request: StageRequest, why: Leave) -> None:
@@ -95,17 +100,12 @@ class Holdings:
         request.blocks.extend(self.pool.take(count))
 
     def trim(self, request: StageRequest) -> None:
-        """Gives up the blocks beyond `filled`. A partly filled block that others may read cannot be written again:
-        it goes as well, and its rows are computed again in a block of our own."""
-        cursor = request.cursor
-        whole, part = divmod(cursor.filled, self.block_size)
-        if part and whole < request.published:
-            cursor.vacate(whole * self.block_size)
-            part = 0
-        keep = whole + (part > 0)
+        """Gives up the blocks beyond `filled`. (One that is partly filled is never one that others may read.)"""
+        keep = self.num_blocks(request.cursor.filled)
         dropped = request.blocks[keep:]
         del request.blocks[keep:]
-        request.published = min(request.published, whole)
+        request.published = min(request.published, keep)
+        request.refresh_limit()
         self._release(request, dropped)
 
     def drop(self, request: StageRequest) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from stretto.errors import Bug
 from stretto.stage.request import OPAQUE, BlockId, RequestSpec, Salt, StageRequest
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, chain_keys, prefix_key
+from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, chain_keys, prefix_keys
 from stretto.types import RequestId, Span
 
 
@@ -70,11 +70,16 @@ def test_keys_do_not_depend_on_when_they_are_computed() -> None:
     assert [media for _, media in request.keys] == [True, True]
 
 
-def test_a_prefix_key_sees_everything_before_its_end_only() -> None:
+def test_prefix_keys_see_everything_before_their_end_only() -> None:
     salt, later = Salt(Span(1, 3), b"x"), Salt(Span(6, 8), b"z")
-    assert prefix_key(IDS[:4], [salt]) == prefix_key(IDS[:4], [salt, later])
-    assert prefix_key(IDS[:4], [salt]) != prefix_key(IDS[:4])
-    assert prefix_key(IDS[:4]) != prefix_key([0, *IDS[1:4]])
+    one, two = prefix_keys(IDS, [salt, later])
+    assert prefix_keys([*IDS[:3], 99], [salt]) == [one]
+    assert prefix_keys([99, *IDS[1:]], [salt])[0] != one
+    assert prefix_keys(IDS, [Salt(Span(1, 3), b"y"), later])[1] != two
+    assert prefix_keys(IDS, [Salt(Span(1, 2), b"x"), later])[1] != two
+    between = prefix_keys([*IDS[:4], 99, *IDS[5:]], [salt, later])
+    assert between[0] == one
+    assert between[1] != two
 
 
 def test_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_start() -> None:

@@ -10,9 +10,11 @@ import numpy.typing as npt
 import torch
 
 from stretto.layers.upload import to_device
-from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt, first_text_row, opening_rows, user_rows
+from stretto.models.qwen3_omni.bridge import TalkerPrompt, first_text_row, opening_rows, user_rows
+from stretto.models.qwen3_omni.pieces import runs_of
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.speech.lane import FrameInput, FrameLane
+from stretto.types import Span
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +28,9 @@ class TalkerInput(FrameInput[TalkerPrompt]):
         return sum(len(m) for m in self.media)
 
     @property
-    def num_rows(self) -> int:
-        """Prompt rows whose input is known by now."""
-        users = len(self.prompt.ids)
-        late = np.flatnonzero(np.cumsum(self.prompt.is_media) > self.num_media)
-        if len(late):
-            return int(late[0])
-        return users + NUM_OPENING - 1 + bool(self.text)
+    def missing(self) -> list[Span]:
+        """Media rows of the prompt that have not come."""
+        return runs_of(np.flatnonzero(self.prompt.is_media)[self.num_media :])
 
 
 class TalkerLane(FrameLane[Talker, TalkerInput]):

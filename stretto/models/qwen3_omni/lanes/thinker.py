@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import BiasColumns, DeviceRows, How, SamplingColumns
+from stretto.stage.runner.rows import BiasColumns, DeviceRows, FloorColumns, How, MaskColumns, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
@@ -26,15 +26,16 @@ MAX_BIAS = 1024  # tokens of one request
 
 @dataclass(slots=True, eq=False)
 class ThinkerInput:
-    """What a request brings beside its ids. A new segment replaces positions and `first_decode` in one go."""
+    """What a request brings beside its ids."""
 
     positions: npt.NDArray[np.float32]  # [3, prompt]
     first_decode: float  # rotary position of the first generated token
     sampling: SamplingParams = GREEDY
-    media: MediaRows | None = None
+    media: list[MediaRows] = field(default_factory=list)  # of the pieces that are encoded by now
     capture: npt.NDArray[np.int64] | None = None  # sorted prompt positions whose accept-layer rows are wanted
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
+    min_p: float = 0.0  # least share of the best token's likelihood
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +53,11 @@ class ThinkerLane:
         blocks = -(-max_context // cache.block_size)
         self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
         self.params = SamplingColumns(num_rows + 1, model.device)
-        self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.rows.bias = self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.floors = FloorColumns(num_rows + 1, model.device, model.model.fused is not None)
+        self.rows.masks = self.masks = MaskColumns(
+            num_rows + 1, model.config.thinker.text.vocab_size, model.device, model.model.fused is not None
+        )
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
         self.fused = model.model.fused is not None
@@ -70,6 +75,7 @@ class ThinkerLane:
         self.rows.join(join.row, join.blocks, offset, seen, request.cursor.prompt + given.min_new)
         self.params.write(join.row, given.sampling)
         self.bias.write(join.row, given.bias)
+        self.floors.write(join.row, 0.0 if given.sampling.greedy else given.min_p)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids
@@ -84,7 +90,7 @@ class ThinkerLane:
 
     def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[ThinkerExtra]:
         given, device = self.inputs[request.id], self.model.device
-        media = None if given.media is None else given.media.within(start, stop)
+        media = MediaRows.joined([m.within(start, stop) for m in given.media]) if given.media else None
         x = self.model.embed(to_device(request.ids[start:stop], device, torch.int64), media)
         capture: list[int] = []
         if given.capture is not None:
@@ -121,7 +127,9 @@ class ThinkerLane:
             return Picked(self._fused_pick(rows, positions, hidden))
         logits = self.model.logits(hidden)
         self.bias.add(logits, rows)
+        self.masks.apply(logits, rows)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
+        self.floors.apply(logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end)
         seen = self.rows.seen[rows] if how.penalty else None
         tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
         self.next[rows] = tokens
@@ -151,6 +159,8 @@ class ThinkerLane:
         params = Columns(self.params.floats, self.params.ints)
         logits = project(hidden, self.model.lm_head.weight)
         self.bias.add(logits, rows)
+        self.masks.apply(logits, rows)
+        self.floors.apply(logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end)
         return pick_text(logits, rows, positions, params, answer, self.next)[:, None]
 
 

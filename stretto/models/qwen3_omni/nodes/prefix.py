@@ -6,59 +6,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from stretto.control.messages import Admit
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt
 from stretto.models.qwen3_omni.lanes.talker import TalkerInput
-from stretto.prompt.prompt import Prompt
+from stretto.models.qwen3_omni.pieces import MediaPiece
 from stretto.stage.request import Salt
-from stretto.stage.scheduler.blocks import prefix_key
+from stretto.stage.scheduler.blocks import prefix_keys
 from stretto.types import Span
 
 OPENING_ID = 1 << 40
 """Ids of the talker's opening rows in the prefix cache begin here: beyond any vocabulary."""
+SPEAKER_ID, SPEAKER_ROW = 1 << 41, 6
+"""Those of the row that carries the voice, and which of the opening rows that is."""
 
 
-def runs_of(places: Sequence[int]) -> list[Span]:
-    """Rising positions as runs."""
-    runs: list[Span] = []
-    for p in places:
-        if runs and runs[-1].stop == p:
-            runs[-1] = Span(runs[-1].start, p + 1)
-        else:
-            runs.append(Span(p, p + 1))
-    return runs
+def thinker_salts(pieces: Sequence[MediaPiece]) -> list[Salt]:
+    """What tells media rows apart, whose ids are all the same: the digest of the piece that they are of."""
+    return sorted((Salt(run, p.digest) for p in pieces for run in p.runs), key=lambda salt: salt.span.start)
 
 
-def thinker_salts(a: Admit, prompt: Prompt, pads: Sequence[int]) -> list[Salt]:
-    """What tells media rows apart, whose ids are all the same `pads`: the digest of the media, `a.media`."""
-    return [Salt(run, a.media) for run in runs_of(np.flatnonzero(np.isin(prompt.ids, pads)).tolist())]
-
-
-def talker_salts(a: Admit, prompt: Prompt, plan: TalkerPrompt) -> list[Salt]:
+def talker_salts(ids: Sequence[int], salts: Sequence[Salt], plan: TalkerPrompt) -> list[Salt]:
     """What tells media rows apart: the thinker's whole prefix up to their end, which they depend on though the talker
-    never sees its text. `a.media` is the digest of the media themselves."""
-    if not a.media:
-        return []
-    told = [Salt(Span(0, len(prompt.ids)), a.media)]
-    return [
-        Salt(run, prefix_key(prompt.ids[: plan.places[run.stop - 1] + 1], told))
-        for run in runs_of(np.flatnonzero(plan.is_media).tolist())
-    ]
-
-
-def talker_root(a: Admit, plan: TalkerPrompt) -> bytes:
-    """Rows meet in the talker's cache only if they are of one owner and one voice."""
-    return b"%d " % plan.speaker + a.cache_root
+    never sees its text. `salts` are the thinker's. What comes behind a piece does not change its salt."""
+    rows = {place: row for row, place in enumerate(plan.places)}
+    keyed = zip(salts, prefix_keys(ids, salts), strict=True)
+    found = ((rows.get(salt.span.start), len(salt.span), key) for salt, key in keyed)
+    return [Salt(Span(row, row + size), key) for row, size, key in found if row is not None]
 
 
 def row_ids(given: TalkerInput, start: int, stop: int) -> list[int]:
     """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id, opening rows by their
-    place, and the last one by the text token in it. (Voices are kept apart by the cache's root.)"""
+    place, of these one by the voice in it, and the last one by the text token in it."""
     users = len(given.prompt.ids)
-    last = users + NUM_OPENING - 1
-    ids = list(given.prompt.ids[start : min(stop, users)])
-    for row in range(max(start, users), stop):
-        ids.append(OPENING_ID + row - users if row < last else OPENING_ID + NUM_OPENING + given.text[0])
-    return ids
+    told = {SPEAKER_ROW: SPEAKER_ID + given.prompt.speaker}
+    if given.text:
+        told[NUM_OPENING - 1] = OPENING_ID + NUM_OPENING + given.text[0]
+    opening = range(max(start - users, 0), max(stop - users, 0))
+    return [*given.prompt.ids[start:stop], *(told.get(row, OPENING_ID + row) for row in opening)]

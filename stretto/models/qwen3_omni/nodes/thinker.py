@@ -1,31 +1,35 @@
 """The thinker's node: prompts in by control messages, text out as reports, and its rows out to the talker.
 
-It has no link in: a prompt's features come with its announcement. Called by the host and driven by the loop, on the
-loop thread."""
+It has no link in: a prompt's features come with its announcement, or when they are asked for. Called by the host and
+driven by the loop, on the loop thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.control.messages import Admit, Text, Working
+from stretto.control.messages import Admit, Lacking, Text, Working
 from stretto.errors import Bug, StrettoError
-from stretto.models.parts import Parts
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
-from stretto.models.qwen3_omni.nodes.prefix import runs_of, thinker_salts
+from stretto.models.qwen3_omni.lanes.thinker import MAX_BIAS, ThinkerInput
+from stretto.models.qwen3_omni.nodes.encoders import Encoders
+from stretto.models.qwen3_omni.nodes.prefix import thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
+from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs, runs_of
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
+from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_node import FRAME_S
-from stretto.prompt.prompt import Prompt
+from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
+from stretto.stage.guide import GrammarGuide, Grammars, Guide, PenaltyGuide
 from stretto.stage.links import Outlet
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
@@ -41,15 +45,20 @@ would cost the host more than its share of the step. The first ones go one by on
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoding:
-    """A request whose media are being encoded."""
+class Admitted:
+    """A request that is not in the stage yet."""
 
     admit: Admit
     params: ThinkerParams
     prompt: Prompt
     positions: npt.NDArray[np.float32]
     first: float
-    parts: Parts[MediaRows | None]
+
+
+def guide_of(p: ThinkerParams, grammar: GrammarGuide | None) -> Guide | None:
+    if not p.frequency_penalty and not p.presence_penalty:
+        return grammar
+    return PenaltyGuide(p.frequency_penalty, p.presence_penalty, dict(p.logit_bias), MAX_BIAS, grammar)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,19 +93,29 @@ class ThinkerNode:
         self.outlet: Outlet[ThinkerRows] = Outlet("thinker>talker", ThinkerRows)
         self.inlets: tuple[()] = ()
         self.outlets = (self.outlet,)
-        self.encoding: dict[RequestId, Encoding] = {}
         self.tellings: dict[RequestId, Telling] = {}
+        self.compiling: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}  # until its grammar is there
+        text, tokenizer = self.config.thinker.text, Path(context.model) / "tokenizer.json"
+        self.grammars, self.ring = Grammars(tokenizer, text.vocab_size, self.config.tokens.im_end), context.ring
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self._encode_ns = 0  # not before this is the next part of media encoded
         self.stage = stage(self._emit)
-        context.recorder.number("stretto_stage_encoding", self.encoding.__len__, stage=self.name)
+        self.encoders = Encoders(
+            model, self.stage, lambda id, digests: self.report(Lacking(id, self.name, digests), b"")
+        )
+        for name, read in {
+            "stretto_stage_encoding": lambda: self.encoders.num_due,
+            "stretto_stage_encoded_total": lambda: self.encoders.encoded,
+            "stretto_stage_asked_total": lambda: self.encoders.asked,
+        }.items():
+            context.recorder.number(name, read, stage=self.name)
 
     def __len__(self) -> int:
-        return len(self.tellings)
+        return len(self.tellings) + len(self.compiling)
 
     @property
     def due_ns(self) -> int | None:
-        if not self.encoding:
+        if self.encoders.due is None:
             return self.stage.due_ns
         return self._encode_ns if self.stage.due_ns is None else min(self._encode_ns, self.stage.due_ns)
 
@@ -116,42 +135,44 @@ class ThinkerNode:
             prompt.videos,
             prompt.audio_in_video,
         )
-        self.tellings[a.request] = Telling(Journal(self.clock()), params.speak)
-        if params.speak:
-            self.outlet.open(a.request)
-        self.encoding[a.request] = Encoding(a, params, prompt, positions, first, self.model.encoding(prompt))
-        if not prompt.has_media:
-            self._encode(a.request)  # there is nothing to do
-
-    def _encode(self, id: RequestId) -> None:
-        """Run one part of a request's media through the encoders; when that was the last one, it is for the stage."""
-        e = self.encoding.pop(id)
-        try:
-            with self.stage.runner.on_stream(), torch.inference_mode():
-                next(e.parts)
-        except StopIteration as end:
-            self._submit(e, end.value)
+        known = Admitted(a, params, prompt, positions, first)
+        if params.grammar:
+            self.compiling[a.request] = known, self.grammars.compile(params.grammar, self.ring)
         else:
-            self.encoding[id] = e  # behind the others
+            self._submit(known)
 
-    def _submit(self, e: Encoding, media: MediaRows | None) -> None:
-        a, p, prompt, c = e.admit, e.params, e.prompt, self.config
-        capture = media.places.numpy() if p.speak and media is not None else None
-        sampling = p.sampling.params()
-        given = ThinkerInput(e.positions, e.first, sampling, media, capture, p.logit_bias, p.min_tokens)
+    def _submit(self, known: Admitted, grammar: GrammarGuide | None = None) -> None:
+        a, params, prompt, c = known.admit, known.params, known.prompt, self.config
+        pieces, sampling = media_pieces(prompt, c), params.sampling.params()
+        capture = np.sort(np.concatenate([p.places for p in pieces])) if params.speak and pieces else None
+        given = ThinkerInput(
+            known.positions, known.first, sampling, [], capture, params.logit_bias, params.min_tokens, params.min_p
+        )
         spec = RequestSpec(
             a.request,
-            p.max_tokens,
+            params.max_tokens,
             frozenset({c.tokens.im_end}),
             sampling=sampling,
             priority=a.priority,
-            needs_payload=p.speak,
+            needs_payload=params.speak,
+            guide=guide_of(params, grammar),
             cache_root=a.cache_root,
         )
-        self.stage.submit(spec, given, prompt.ids, salts=thinker_salts(a, prompt, c.tokens.media_pads))
+        salts, missing = thinker_salts(pieces), missing_runs(pieces)
+        request = self.stage.submit(spec, given, prompt.ids, salts=salts, missing=missing)
+        self.tellings[a.request] = Telling(Journal(self.clock()), params.speak)
+        if params.speak:
+            self.outlet.open(a.request)
+        if pieces:
+            self.encoders.add(request, given, a.cache_root, pieces)
+
+    def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
+        """Features that were asked for."""
+        self.encoders.supply(id, pieces)
 
     def cancel(self, id: RequestId) -> None:
-        self.encoding.pop(id, None)
+        self.compiling.pop(id, None)
+        self.encoders.drop(id)
         self.stage.cancel(id)
         self.outlet.close(id, purge=True)
         self.tellings.pop(id, None)
@@ -163,6 +184,7 @@ class ThinkerNode:
             return
         request = self.stage.scheduler.request(id)
         self._tell(id, telling, self.clock())
+        self.encoders.drop(id)
         self.stage.cancel(id)
         if telling.speak:
             self._forward(request, len(request.ids), Mark.REQUEST_END, None)
@@ -175,21 +197,33 @@ class ThinkerNode:
     def turn(self) -> bool:
         for id in self.outlet.flush():
             self.outlet.tell(id, self.stage.scheduler)
-        now = self.loop_clock()
-        encoded = bool(self.encoding) and now >= self._encode_ns
-        if encoded:
-            self._encode_next()
+        if self.compiling:
+            self._take_compiled()
+        now, due = self.loop_clock(), self.encoders.due
+        encoded = due is not None and now >= self._encode_ns
+        if due is not None and encoded:
+            others = self.num_requests() > self.encoders.num_due
+            self._encode(due)
             # Others have the time between two parts, and more of it than the parts take.
-            rest = OTHERS * (self.loop_clock() - now) if self.num_requests() > len(self.encoding) else 0
-            self._encode_ns = self.loop_clock() + rest
+            self._encode_ns = self.loop_clock() + (OTHERS * (self.loop_clock() - now) if others else 0)
         return self.stage.turn() or encoded
 
-    def _encode_next(self) -> None:
-        """A part of one request's media, each in its turn."""
-        id = next(iter(self.encoding))
+    def _take_compiled(self) -> None:
+        """Requests whose grammar is there go on, those whose grammar is none fail."""
+        for id in [id for id, (_, made) in self.compiling.items() if made.done()]:
+            known, made = self.compiling.pop(id)
+            try:
+                self._submit(known, made.result())
+            except StrettoError as error:
+                self.cancel(id)
+                self.report(failed(id, self.name, error), b"")
+
+    def _encode(self, id: RequestId) -> None:
+        """A part of one request's media."""
         self.report(Working(id, self.name), b"")
         try:
-            self._encode(id)
+            with self.stage.runner.on_stream(), torch.inference_mode():
+                self.encoders.run(id)
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as e:  # noqa: BLE001  what features that fit nothing make of the models
@@ -209,12 +243,16 @@ class ThinkerNode:
             telling.tokens.append(o.token)
             if len(journal.marks) == 1:
                 journal.cached = self.stage.num_cached(id)
+                journal.encoded = self.encoders.proven(id)
         elif reason is None:
             journal.mark_chunk(now)
-        if o.error is not None:
+        guide = request.spec.guide
+        error = o.error or (guide.error if guide is not None and reason is not None else None)
+        if error is not None:
             del self.tellings[id]
+            self.encoders.drop(id)
             self.outlet.close(id, purge=True)
-            self.report(failed(id, self.name, o.error), b"")
+            self.report(failed(id, self.name, error), b"")
             return
         if o.token is not None and reason is None and not telling.due(now):
             return
@@ -225,6 +263,7 @@ class ThinkerNode:
             self._forward(request, ready, Mark.REQUEST_END if reason is not None else Mark.MORE, o.media)
         if reason is not None:
             del self.tellings[id]
+            self.encoders.drop(id)
             self.report(journal.ended(id, self.name, reason), b"")
         elif (deadline := journal.deadline(FRAME_S)) is not None:
             self.stage.scheduler.set_deadline(id, deadline)

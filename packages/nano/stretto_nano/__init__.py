@@ -1,0 +1,1 @@
+"""Data only: `checkpoint/` beside this file is found by `stretto.embedded`."""

@@ -1,0 +1,121 @@
+"""The API keys: given with the command, or in a file that may change while the server runs. Used on the event loop."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+from starlette.datastructures import Headers
+
+from stretto.errors import Invalid
+from stretto.server.failures import Refused
+
+log = logging.getLogger("stretto.server")
+
+NOBODY = "anyone"  # the owner of requests to a server without keys
+LOOK_S = 1.0  # the file is looked at no more often
+
+
+@dataclass(slots=True)
+class Keys:
+    """The keys, as digests: comparing them takes the same time however long and however wrong a guess is.
+
+    Keys of the file are known by a part of their digest, so that whoever has one stays the same when lines move."""
+
+    stated: dict[str, bytes]
+    file: Path | None = None
+    clock: Callable[[], float] = monotonic
+    _read: dict[str, bytes] = field(default_factory=dict)
+    _stamp: tuple[int, int, int] | None = None  # of the file as it was read: time, size, inode
+    _looked: float = 0.0
+
+    @classmethod
+    def of(cls, keys: Sequence[str], file: str | None = None, clock: Callable[[], float] = monotonic) -> Keys:
+        """Raises `Invalid` for a file that has none."""
+        own = cls({f"key{i}": _digest(k) for i, k in enumerate(keys, start=1)}, Path(file) if file else None, clock)
+        if own.file is not None:
+            own._stamp, own._read = _stamped(own.file), _read(own.file)
+            own._looked = clock()
+        return own
+
+    @property
+    def needed(self) -> bool:
+        return bool(self.stated or self.file)
+
+    def owner(self, headers: Headers, other: str | None = None) -> str:
+        """Which key a request carries: `key1`, `key2` ..., or a file's `key-` and eight letters. `other` is one that
+        came where headers cannot be set."""
+        if not self.needed:
+            return NOBODY
+        self._look()
+        guess = _key(headers) or other
+        if guess is None:
+            raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
+        digest, found = _digest(guess), ""
+        for name, known in (*self.stated.items(), *self._read.items()):  # all of them, found or not
+            found = name if hmac.compare_digest(digest, known) else found
+        if not found:
+            raise _unauthorized("this API key is not valid")
+        return found
+
+    def _look(self) -> None:
+        """Read the file again if it changed. One that cannot be read, or has no keys, leaves those that were there."""
+        if self.file is None or self.clock() - self._looked < LOOK_S:
+            return
+        self._looked = self.clock()
+        stamp = _stamped(self.file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._read = _read(self.file)
+        except Invalid as e:
+            log.error("API keys stay as they were: %s", e)
+        else:
+            log.warning("API keys: %d in %s", len(self._read), self.file)
+
+
+def _stamped(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(file: Path) -> dict[str, bytes]:
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise Invalid(
+            f"{file}: cannot be read ({getattr(e, 'strerror', None) or 'not text'})", "api_key_file"
+        ) from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise Invalid(f"{file}: has no keys; one a line, # begins a comment", "api_key_file")
+    if not all(key.isascii() and " " not in key for key in keys):
+        raise Invalid(f"{file}: keys are words of ASCII letters, one a line", "api_key_file")
+    return {f"key-{_digest(k).hex()[:8]}": _digest(k) for k in keys}
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _key(headers: Headers) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("api-key") or headers.get("x-api-key")
+
+
+def _unauthorized(message: str) -> Refused:
+    return Refused(
+        401, message, kind="authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+    )

@@ -1,0 +1,178 @@
+"""`/v1/realtime`: a WebSocket from its handshake to its close. An ASGI app behind the middleware, which has looked at
+key, name and origin.
+
+Refusals come before the upgrade, as HTTP. Then three tasks: one reads and handles events, one writes, one watches the
+clock. Whichever ends first ends the session, and the client is told why in the close frame."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from urllib.parse import parse_qs
+
+from starlette.types import Receive, Scope, Send
+
+from stretto.errors import StrettoError
+from stretto.server.exchange import VISIT, Visit
+from stretto.server.failures import respond
+from stretto.server.realtime import serverevents as s
+from stretto.server.realtime.clientevents import LARGE, Event, Malformed, decode
+from stretto.server.realtime.outbox import Outbox, Slow
+from stretto.server.realtime.session import RealtimeSession
+from stretto.server.service import Service
+
+PATHS = ("/v1/realtime", "/realtime")
+SUBPROTOCOL = "realtime"
+TURN_S = 0.002  # how long one client's small events may keep the event loop
+POLL_S = 1.0
+LAST_WORDS_S = 2.0  # for what is left to send, and for the close frame
+GOING_AWAY, POLICY, INTERNAL = 1001, 1008, 1011
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a session ends: as the metrics say it, and as the client is told."""
+
+    reason: str
+    code: int | None = None  # None: the client has left
+    words: str = ""
+
+
+LEFT = Ending("left")
+EXPIRED = Ending("expired", GOING_AWAY, "the session has reached its longest duration")
+IDLE = Ending("idle", POLICY, "nothing was sent for too long")
+SLOW = Ending("slow", POLICY, "the client does not read what it is sent")
+DRAINING = Ending("draining", GOING_AWAY, "the server is shutting down")
+FAILED = Ending("failed", INTERNAL, "the server failed")
+
+
+class Realtime:
+    """The endpoint. `loop_time` is the clock of idle and expired sessions."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()  # websocket.connect
+        visit: Visit = scope[VISIT]
+        visit.route = "realtime"
+        try:
+            engine = self.service.engine()
+            model = self.service.check_model(_query(scope, "model"), engine)
+            with self.service.sessions.slot(visit.owner):
+                outbox = Outbox(self.service.config.send_timeout)
+                session = RealtimeSession.open(self.service, engine, outbox, visit.owner, model)
+                connection = Connection(self.service, session, outbox, receive, send)
+                await connection.run(SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None)
+                visit.ended = connection.ending.reason
+        except StrettoError as e:
+            visit.ended = type(e).__name__
+            await respond(e)(scope, receive, send)
+
+
+@dataclass(slots=True)
+class Connection:
+    service: Service
+    session: RealtimeSession
+    outbox: Outbox
+    receive: Receive
+    send: Send
+    ending: Ending = LEFT
+    heard: float = field(default_factory=time.monotonic)  # when the client last sent something
+
+    async def run(self, subprotocol: str | None) -> None:
+        metrics = self.service.metrics.realtime
+        await self.send({"type": "websocket.accept", "subprotocol": subprotocol})
+        metrics.sessions.inc()
+        self.session.greet()
+        work = [asyncio.create_task(w) for w in (self._read(), self._write(), self._watch())]
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            self.ending = next(t.result() for t in work if t in done)
+        except Exception as e:  # noqa: BLE001 - the connection's boundary
+            respond(e)  # logs it
+            self.ending = FAILED
+        finally:
+            try:
+                await self._end(work)
+            finally:
+                metrics.sessions.dec()
+                metrics.closed.labels(self.ending.reason).inc()
+
+    async def _end(self, work: list[asyncio.Task[Ending]]) -> None:
+        read, write, watch = work
+        for task in (read, watch):
+            task.cancel()
+        await asyncio.wait((read, watch))
+        await self.session.close()
+        self.outbox.finish()
+        if self.ending.code is not None:
+            await asyncio.wait([write], timeout=LAST_WORDS_S)
+        write.cancel()
+        await asyncio.wait([write])
+        if self.ending.code is not None:
+            close = {"type": "websocket.close", "code": self.ending.code, "reason": self.ending.words}
+            with contextlib.suppress(TimeoutError, OSError, RuntimeError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self.send(close)
+
+    async def _write(self) -> Ending:
+        async def send(data: bytes) -> None:
+            await self.send({"type": "websocket.send", "text": data.decode()})
+
+        try:
+            await self.outbox.run(send)
+        except Slow:
+            return SLOW
+        except OSError:  # the server's word for a client that has gone
+            return LEFT
+        return self.ending
+
+    async def _read(self) -> Ending:
+        began = time.perf_counter()
+        while True:
+            message = await self.receive()
+            if message["type"] == "websocket.disconnect":
+                return LEFT
+            self.heard = time.monotonic()
+            data = message.get("bytes")
+            event = await self._decode(bytes(data) if data is not None else message["text"].encode())
+            if event is not None:
+                await self.session.handle(event)
+            if time.perf_counter() - began > TURN_S:
+                await asyncio.sleep(0)  # messages that came together are there without waiting
+                began = time.perf_counter()
+
+    async def _decode(self, data: bytes) -> Event | None:
+        try:
+            return await asyncio.to_thread(decode, data) if len(data) > LARGE else decode(data)
+        except Malformed as e:
+            self.session.error(e.code, str(e), e.param, e.event_id)
+            return None
+
+    async def _watch(self) -> Ending:
+        """Until the session has lasted too long, nobody has sent anything for too long, or the server goes."""
+        config, draining = self.service.config, self.service.sessions.draining
+        ends = time.monotonic() + config.realtime_minutes * 60
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(draining.wait(), POLL_S)
+            now = time.monotonic()
+            if now >= ends:
+                words = f"Your session hit the maximum duration of {config.realtime_minutes:g} minutes."
+                told = s.ErrorInfo("invalid_request_error", words, "session_expired")
+                self.outbox.put(s.Error(error=told))
+                return EXPIRED
+            if self.session.busy:
+                await asyncio.sleep(POLL_S / 10 if draining.is_set() else 0)
+            elif draining.is_set():
+                return DRAINING
+            elif now - self.heard > config.realtime_idle:
+                return IDLE
+
+
+def _query(scope: Scope, name: str) -> str | None:
+    values = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(name)
+    return values[0] if values else None

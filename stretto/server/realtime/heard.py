@@ -1,0 +1,68 @@
+"""How much of a spoken answer was heard, and which words that is. Pure, but for a clock that is given.
+
+The model gives no alignment of words and sound, so this is an estimate: a share of the sound is the same share of the
+text. While an answer is being made its text runs ahead of its sound, so the share is taken of the longer of two: the
+sound that was made, and the time that reading the text aloud takes at a common pace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SECONDS_A_LETTER = 0.065  # about 15 letters and spaces a second
+SECONDS_A_SIGN = 0.22  # signs that are a syllable: Chinese, Japanese, Korean
+_SIGN = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+
+
+def heard(text: str, played: float, made: float, complete: bool) -> str:
+    """The words of `text` that were heard whole after `played` seconds. `made`: seconds of sound there are, all of the
+    answer's if `complete`."""
+    whole = made if complete else max(made, reading_time(text))
+    if whole <= 0 or played <= 0:
+        return ""
+    if played >= whole:
+        return text
+    budget = reading_time(text) * played / whole + 1e-9
+    end = 0
+    for word_end in _word_ends(text):
+        budget -= reading_time(text[end:word_end])
+        if budget < 0:
+            break
+        end = word_end
+    return text[:end]
+
+
+def reading_time(text: str) -> float:
+    signs = len(_SIGN.findall(text))
+    return signs * SECONDS_A_SIGN + (len(text) - signs) * SECONDS_A_LETTER
+
+
+def _word_ends(text: str) -> list[int]:
+    """Where words end: before white space, after each sign, at the end."""
+    return [m.end() for m in re.finditer(rf"{_SIGN.pattern}|[^\s{_SIGN.pattern[1:]}+", text)]
+
+
+@dataclass(slots=True)
+class Playback:
+    """The clock of a player that plays what it gets at once, and waits when it has nothing."""
+
+    clock: Callable[[], float]
+    sent: float = 0.0  # seconds of sound
+    _started: float | None = None  # when it would have begun, had it never waited
+
+    def add(self, seconds: float) -> None:
+        now = self.clock()
+        if self._started is None:
+            self._started = now
+        self._started += max(0.0, now - self._started - self.sent)  # it stood still
+        self.sent += seconds
+
+    @property
+    def played(self) -> float:
+        return 0.0 if self._started is None else min(self.sent, self.clock() - self._started)
+
+    @property
+    def lead(self) -> float:
+        """Seconds that lie at the player."""
+        return self.sent - self.played

@@ -1,0 +1,220 @@
+"""The conversation as clients see it: items with ids, in order, and what each means to the model.
+
+`Conversation` keeps the clients' view and the engine's session in step. An item that says nothing to the model, such as
+an empty message, has no counterpart there. All on the event loop, by the session's own tasks."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+
+from stretto.errors import Invalid
+from stretto.orchestrator.api import Message
+from stretto.orchestrator.session import END, INPUT_RATE, Session
+from stretto.orchestrator.session import Item as EngineItem
+from stretto.server.realtime import clientevents as c
+from stretto.server.realtime.heard import heard
+from stretto.server.realtime.serverevents import Item, Part
+from stretto.server.realtime.sound import FormatName, convert
+
+MAX_ITEMS = 4000
+MAX_TOLD = 768 << 10  # bytes of an item in JSON: clients take messages of up to a MiB
+SHOWN_URL = 64 << 10  # characters of a picture's address that are told again
+FRONT = "root"
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+class NoSuchItem(Invalid):
+    pass
+
+
+class DuplicateItem(Invalid):
+    pass
+
+
+@dataclass(slots=True)
+class Speech:
+    """What was said aloud in an item of the assistant, to know later what of it was heard."""
+
+    text: str
+    seconds: float  # of sound that was sent
+    complete: bool  # that was all of it
+
+
+@dataclass(slots=True)
+class Entry:
+    item: Item
+    engine_id: str | None = None  # in the engine's session
+    speech: Speech | None = None
+    size: int = 0  # bytes it holds, about
+
+    @property
+    def id(self) -> str:
+        return self.item.id
+
+
+@dataclass(slots=True)
+class Conversation:
+    session: Session
+    entries: list[Entry] = field(default_factory=list)
+    size: int = 0  # bytes of what clients put in, about
+
+    @property
+    def last_id(self) -> str | None:
+        return self.entries[-1].id if self.entries else None
+
+    def find(self, id: str) -> Entry:
+        for entry in self.entries:
+            if entry.id == id:
+                return entry
+        raise NoSuchItem(f"there is no item {id[:128]!r}", "item_id")
+
+    def before(self, entry: Entry) -> str | None:
+        """The id of the item before it."""
+        at = self.entries.index(entry)
+        return self.entries[at - 1].id if at else None
+
+    def engine_item(self, entry: Entry) -> EngineItem | None:
+        return next((i for i in self.session.items if i.id == entry.engine_id), None)
+
+    def check_new(self, id: str | None) -> None:
+        if any(e.id == id for e in self.entries):
+            raise DuplicateItem(f"there is an item {id!r} already", "item.id")
+        if len(self.entries) >= MAX_ITEMS:
+            raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
+
+    async def insert(self, entry: Entry, message: Message | None, after: str | None) -> None:
+        """Behind the item `after`; None: behind all, `FRONT`: before all."""
+        place = len(self.entries) if after is None else 0 if after == FRONT else self._place(after) + 1
+        self.check_new(entry.id)
+        self.entries.insert(place, entry)
+        self.size += entry.size
+        await self.tell_engine(entry, message)
+
+    def _place(self, id: str) -> int:
+        for at, entry in enumerate(self.entries):
+            if entry.id == id:
+                return at
+        raise NoSuchItem(f"there is no item {id[:128]!r}", "previous_item_id")
+
+    async def tell_engine(self, entry: Entry, message: Message | None) -> None:
+        """Make this the message of an entry, where it stands; None: it says nothing to the model."""
+        if entry.engine_id is not None:
+            if message is not None:
+                await self.session.replace(entry.engine_id, message)
+                return
+            await self.session.remove(entry.engine_id)
+            entry.engine_id = None
+        elif message is not None:
+            at = self.entries.index(entry)
+            after = next((e.engine_id for e in reversed(self.entries[:at]) if e.engine_id is not None), None)
+            last = all(e.engine_id is None for e in self.entries[at:])
+            entry.engine_id = entry.id
+            await self.session.add(message, id=entry.id, after=END if last else after)
+
+    async def delete(self, id: str) -> None:
+        entry = self.find(id)
+        self.entries.remove(entry)
+        self.size -= entry.size
+        if entry.engine_id is not None:
+            await self.session.remove(entry.engine_id)
+
+    async def truncate(self, entry: Entry, played: float) -> None:
+        """Forget of a spoken answer what was not heard after so many seconds."""
+        assert entry.speech is not None
+        words = heard(entry.speech.text, played, entry.speech.seconds, entry.speech.complete)
+        entry.item.content = [Part("output_audio", transcript=words)]
+        await self.tell_engine(entry, {"role": "assistant", "content": words} if words else None)
+
+    def forgotten(self) -> list[str]:
+        """Items of the engine's that no entry stands for: an answer that it remembered by itself."""
+        known = {e.engine_id for e in self.entries}
+        return [i.id for i in self.session.items if i.id not in known]
+
+
+# ---- from what a client sends
+
+
+def read_item(given: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
+    """An item of a client: as it is told again, as a message for the model, and about how many bytes it holds.
+
+    Converts sound, so a large one belongs in a thread."""
+    item, message, size = _read(given, format)
+    if (told := len(msgspec.json.encode(item))) > MAX_TOLD:
+        raise Invalid(f"the item's text has {told:,} bytes, more than the {MAX_TOLD:,} allowed", "item")
+    return item, message, size
+
+
+def _read(given: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
+    id = given.id or new_id("item")
+    if given.type == "function_call":
+        name, call = _needed(given.name, "item.name"), given.call_id or new_id("call")
+        arguments = given.arguments or "{}"
+        item = Item(id, given.type, status="completed", call_id=call, name=name, arguments=arguments)
+        return item, call_message(call, name, arguments), len(arguments)
+    if given.type == "function_call_output":
+        call, output = _needed(given.call_id, "item.call_id"), given.output or ""
+        item = Item(id, given.type, status="completed", call_id=call, output=output)
+        return item, {"role": "tool", "tool_call_id": call, "content": output}, len(output)
+    if given.type != "message":
+        raise Invalid(f"an item of type {given.type} cannot be created", "item.type")
+    role = _needed(given.role, "item.role")
+    parts = given.content or []
+    item = Item(id, "message", status="completed", role=role, content=[_told(p, role) for p in parts])
+    if role != "user":
+        text = "".join(p.text or p.transcript or "" for p in parts)
+        return item, {"role": role, "content": text} if text else None, len(text)
+    content = [part for p in parts if (part := _meant(p, format)) is not None]
+    return item, {"role": "user", "content": content} if content else None, sum(map(_size, content))
+
+
+def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _needed(value: str | None, param: str) -> str:
+    if not value:
+        raise Invalid(f"{param} is missing", param)
+    return value
+
+
+def _told(part: c.Part, role: str) -> Part:
+    side = "output" if role == "assistant" else "input"
+    kind = part.type if part.type not in ("text", "audio") else f"{side}_{part.type}"
+    if kind.endswith("_text"):
+        return Part(kind, text=part.text or "")
+    if kind.endswith("_audio"):
+        return Part(kind, transcript=part.transcript or part.text)
+    url = part.image_url or ""
+    return Part(kind, image_url=url if len(url) <= SHOWN_URL else UNSET, detail=part.detail or UNSET)
+
+
+def _meant(part: c.Part, format: FormatName) -> dict[str, Any] | None:
+    if part.image_url:
+        return {"type": "image_url", "image_url": {"url": part.image_url}}
+    if part.audio:
+        return audio_part(convert(part.audio, format))
+    text = part.text or part.transcript
+    return {"type": "text", "text": text} if text else None
+
+
+def audio_part(samples: Any) -> dict[str, Any]:
+    return {"type": "audio", "data": np.asarray(samples, np.float32), "sample_rate": INPUT_RATE}
+
+
+def _size(part: dict[str, Any]) -> int:
+    match part["type"]:
+        case "audio":
+            return int(part["data"].nbytes)
+        case "image_url":
+            return len(part["image_url"]["url"])
+    return len(part["text"])

@@ -1,0 +1,84 @@
+"""What waits to be sent to one client: bounded, in order, written by a task of its own.
+
+Events are encoded when they are put in. A response waits for room before it adds sound, so only answers to a client's
+own events can pile up; a client that asks and does not read is closed. On the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from stretto.server.realtime.serverevents import ServerEvent
+
+ROOM = 512 << 10  # bytes that may lie here before a response waits
+MOST = 8 << 20
+_encode = msgspec.json.Encoder().encode
+
+
+class Slow(Exception):
+    """The client does not read what it is sent."""
+
+
+@dataclass(slots=True)
+class Outbox:
+    timeout: float  # seconds that one message may take
+    held: int = 0
+    sent: int = 0  # messages
+    overflown: bool = False
+    _waiting: deque[bytes] = field(default_factory=deque)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    _finished: bool = False
+
+    def __post_init__(self) -> None:
+        self._room.set()
+
+    def put(self, event: ServerEvent) -> None:
+        if self._finished or self.overflown:
+            return
+        event.event_id = f"event_{secrets.token_hex(10)}"
+        data = _encode(event)
+        self._waiting.append(data)
+        self.held += len(data)
+        if self.held > MOST:
+            self.overflown = True
+            self._waiting.clear()
+        if self.held > ROOM:
+            self._room.clear()
+        self._changed.set()
+
+    async def room(self) -> None:
+        """Until the client has taken enough of what lies here."""
+        await self._room.wait()
+
+    def finish(self) -> None:
+        """Nothing more is put in; `run` ends when all has been sent."""
+        self._finished = True
+        self._changed.set()
+
+    async def run(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send until finished. Raises `Slow`."""
+        while True:
+            if self.overflown:
+                raise Slow("too much lies here unread")
+            if not self._waiting:
+                if self._finished:
+                    return
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            data = self._waiting.popleft()
+            try:
+                async with asyncio.timeout(self.timeout):
+                    await send(data)
+            except TimeoutError:
+                raise Slow(f"no message was taken for {self.timeout:g} s") from None
+            self.held -= len(data)
+            self.sent += 1
+            if self.held <= ROOM:
+                self._room.set()

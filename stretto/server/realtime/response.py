@@ -1,0 +1,294 @@
+"""One response: the engine's events, held back or paced, become the client's. A task of its own on the event loop.
+
+Until it is released, what the engine makes waits here: a response that was begun at a pause may turn out to be one too
+early, and then nobody hears of it. `cancel` ends it at once: the closing events are written before it returns, and
+nothing of this response can follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
+from stretto.server.access import Admission
+from stretto.server.answer import finish_reason, unfinished
+from stretto.server.failures import describe
+from stretto.server.realtime import serverevents as s
+from stretto.server.realtime.heard import Playback
+from stretto.server.realtime.items import Conversation, Entry, call_message
+from stretto.server.realtime.outbox import Outbox
+from stretto.server.realtime.writer import FRAMES_A_SECOND, Writer, told_usage
+from stretto.server.tools import Call, ToolParser
+
+Reason = Literal["turn_detected", "client_cancelled"]
+MAX_SPANS = 2000
+clock = time.perf_counter
+
+
+@dataclass(slots=True)
+class SpeechEnd:
+    """When the person stopped speaking, as far as it is known."""
+
+    at: float  # on `clock`
+    vad_wait: float | None = None  # seconds of silence that were waited for
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    writer: Writer
+    start: Callable[[], AsyncGenerator[Event]]
+    outbox: Outbox
+    admission: Admission
+    owner: str
+    lead: float  # seconds that sound may be ahead of its playback
+    parser: ToolParser | None = None
+    speculative: bool = False
+    begun: float = field(default_factory=clock)
+    speech_end: SpeechEnd | None = None
+    playback: Playback = field(default_factory=lambda: Playback(clock))
+    sounded: asyncio.Event = field(default_factory=asyncio.Event)  # its first sound was sent, or it is over
+    over: bool = False  # the client was told how it ended, or will never hear of it
+    status: s.Status = "in_progress"
+    error: Exception | None = None  # why it failed
+    cuts: dict[str, float] = field(default_factory=dict)  # by item: seconds of it that were heard, as the client says
+    task: asyncio.Task[None] | None = None
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: list[Event] = field(default_factory=list)
+    _held_samples: int = 0
+    _early: list[AudioChunk] = field(default_factory=list)  # sound before it is known whether a call is being written
+    _first_text: float | None = None
+    _first_audio: float | None = None
+    _first_sent: float | None = None
+    _tokens: int = 0
+    _samples: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.writer.id
+
+    @property
+    def conversation(self) -> Conversation | None:
+        return self.writer.conversation
+
+    # -- what the session does with it
+
+    def release(self) -> None:
+        """The client may hear of it."""
+        if self._released.is_set() or self.over:
+            return
+        self.writer.begin()
+        self._released.set()
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            self._write(event)
+
+    def cancel(self, reason: Reason) -> bool:
+        """End it now; whether there was anything to end. The engine's work ends with the task."""
+        if self.over:
+            return False
+        self.over = True
+        self.sounded.set()
+        if self._released.is_set():
+            self.status = "cancelled"
+            self.writer.finish(self.status, self._usage_so_far(), self._timings(), reason=reason)
+        if self.task is not None:
+            self.task.cancel()
+        return True
+
+    async def ended(self) -> None:
+        if self.task is not None:
+            await asyncio.wait([self.task])
+
+    async def forget_unheard(self) -> None:
+        """After a cancel: the conversation keeps the words that were heard, as far as can be told."""
+        if self.conversation is None:
+            return
+        played = self.playback.played
+        for id in self.conversation.forgotten():
+            await self.conversation.session.remove(id)
+        for entry in self._kept():
+            if entry.speech is not None:
+                await self.conversation.truncate(entry, self.cuts.get(entry.id, played))
+                played -= entry.speech.seconds
+            else:
+                await self.conversation.tell_engine(entry, _message(entry))
+
+    # -- the task
+
+    async def run(self) -> None:
+        try:
+            with self.admission.slot(self.owner):
+                end = await self._generate()
+            await self._released.wait()
+            await self._end(end)
+        except Exception as e:  # noqa: BLE001 - the task's boundary: the client is told, the session goes on
+            await self._fail(e)
+        finally:
+            self.sounded.set()
+
+    async def _generate(self) -> Finished:
+        end: Finished | None = None
+        async with aclosing(self.start()) as events:
+            async for event in events:
+                self._note(event)
+                if isinstance(event, Finished):
+                    end = event
+                elif self._released.is_set():
+                    await self._pace(event)
+                    self._write(event)
+                else:
+                    await self._hold(event)
+        if end is None:
+            raise unfinished()
+        return end
+
+    def _note(self, event: Event) -> None:
+        now = clock() - self.begun
+        if isinstance(event, TextDelta):
+            self._first_text = now if self._first_text is None else self._first_text
+            self._tokens += len(event.ids)
+        elif isinstance(event, AudioChunk):
+            self._first_audio = now if self._first_audio is None else self._first_audio
+            self._samples += len(event.samples)
+
+    async def _hold(self, event: Event) -> None:
+        self._waiting.append(event)
+        if isinstance(event, AudioChunk):
+            self._held_samples += len(event.samples)
+        if self._held_samples > self.lead * self.writer.info.sample_rate:
+            await self._released.wait()
+
+    async def _pace(self, event: Event) -> None:
+        if isinstance(event, AudioChunk):
+            await self.outbox.room()
+            while (ahead := self.playback.lead - self.lead) > 0:
+                await asyncio.sleep(ahead)
+
+    def _write(self, event: Event) -> None:
+        if isinstance(event, TextDelta):
+            self._words(self.parser.feed(event.text) if self.parser is not None else [event.text])
+        elif isinstance(event, AudioChunk):
+            self._sound(event)
+
+    def _words(self, parts: list[Any]) -> None:
+        for part in parts:
+            if isinstance(part, Call):
+                self._early.clear()
+                self.writer.call(part)
+            else:
+                self.writer.words(part)
+        if self.writer.speaking and not self._calling:
+            early, self._early = self._early, []
+            for chunk in early:
+                self._sound(chunk)
+
+    def _sound(self, chunk: AudioChunk) -> None:
+        if self._calling:
+            self._early.clear()  # a call is not read aloud
+        elif self.parser is not None and not self.writer.speaking:
+            self._early.append(chunk)
+        else:
+            self.writer.sound(chunk.samples)
+            self.playback.add(len(chunk.samples) / self.writer.info.sample_rate)
+            if self._first_sent is None:
+                self._first_sent = clock()
+                self.sounded.set()
+
+    @property
+    def _calling(self) -> bool:
+        return self.parser is not None and (self.parser.inside or self.parser.num_calls > 0)
+
+    # -- its end
+
+    async def _end(self, end: Finished) -> None:
+        reason = finish_reason(end)
+        if self.parser is not None:
+            self._words(self.parser.finish())
+        self.writer.close(reason == "stop")
+        await self._remember()
+        self.over = True
+        usage, timings = told_usage(end.usage), self._timings(end)
+        self.status = "completed" if reason == "stop" else "incomplete"
+        self.writer.finish(self.status, usage, timings, reason="max_output_tokens" if reason == "length" else None)
+
+    async def _fail(self, error: Exception) -> None:
+        self.error = error
+        await self._released.wait()
+        if self.over:
+            return
+        _, failure = describe(error)
+        self.writer.close(False)
+        await self._remember()
+        self.over, self.status = True, "failed"
+        told = s.StatusError(failure.error.type, failure.error.code, failure.error.message)
+        self.writer.finish(self.status, self._usage_so_far(), self._timings(), error=told)
+
+    async def _remember(self) -> None:
+        """What was said becomes part of the engine's conversation, where the client has it."""
+        if self.conversation is None:
+            return
+        made, entries = self.conversation.forgotten(), self._kept()
+        last = bool(entries) and self.conversation.entries[-1] is entries[0]
+        if len(entries) == len(made) == 1 and last and entries[0].item.type == "message":
+            entries[0].engine_id = made[0]  # the engine remembers it by itself, token for token
+        else:
+            for id in made:
+                await self.conversation.session.remove(id)
+            for entry in entries:
+                await self.conversation.tell_engine(entry, _message(entry))
+        for entry in entries:
+            if entry.id in self.cuts and entry.speech is not None:
+                await self.conversation.truncate(entry, self.cuts[entry.id])
+
+    def _kept(self) -> list[Entry]:
+        """Its entries, without those that the client has deleted meanwhile."""
+        assert self.conversation is not None
+        return [e for e in self.writer.entries if e in self.conversation.entries]
+
+    # -- numbers
+
+    def _usage_so_far(self) -> s.Usage:
+        frames = round(self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND)
+        return told_usage(Usage(0, self._tokens, frames, self._samples))
+
+    def _timings(self, end: Finished | None = None) -> s.Timings:
+        told = s.Timings(
+            seed=end.seed if end else None,
+            first_text_s=_rounded(self._first_text),
+            first_audio_s=_rounded(self._first_audio),
+            total_s=_rounded(clock() - self.begun),
+            audio_s=round(self._samples / self.writer.info.sample_rate, 6),
+            speculative=self.speculative,
+        )
+        if self.speech_end is not None:
+            told.vad_wait_s = _rounded(self.speech_end.vad_wait)
+            told.speech_to_audio_s = self.speech_to_audio
+        if end is not None and self.writer.options.timeline:
+            told.timeline = [
+                {"lane": t.lane, "name": t.name, "start": round(t.start, 6), "stop": round(t.stop, 6)}
+                for t in end.timeline[:MAX_SPANS]
+            ]
+        return told
+
+    @property
+    def speech_to_audio(self) -> float | None:
+        """From the end of speech to when the first sound was handed over."""
+        if self.speech_end is None or self._first_sent is None:
+            return None
+        return _rounded(self._first_sent - self.speech_end.at)
+
+
+def _message(entry: Entry) -> dict[str, Any] | None:
+    item = entry.item
+    if item.type == "function_call":
+        return call_message(str(item.call_id), str(item.name), str(item.arguments))
+    text = "".join(p.text or p.transcript or "" for p in item.content or ())
+    return {"role": "assistant", "content": text} if text else None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

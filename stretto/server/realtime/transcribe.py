@@ -1,0 +1,84 @@
+"""The words of what the user said, by the model itself: a request of its own beside the conversation, for text alone
+and behind all others in line. Off the way of the answer: it begins when the answer's first sound is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+from stretto.control.request import Params
+from stretto.errors import StrettoError
+from stretto.orchestrator.api import Finished, TextDelta, Usage
+from stretto.orchestrator.session import Item, Session
+from stretto.server.failures import describe
+from stretto.server.realtime import serverevents as s
+from stretto.server.realtime.clientevents import Transcription
+from stretto.server.realtime.items import Entry
+
+PRIORITY = 10  # behind answers
+TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says
+TASK = "Write down word for word what is said in the recording, in the language that is spoken. Write nothing else."
+
+
+def instructions(wanted: Transcription) -> str:
+    words = [TASK]
+    if wanted.language:
+        words.append(f"The language is {wanted.language}.")
+    if wanted.prompt:
+        words.append(f"For orientation: {wanted.prompt}")
+    return " ".join(words)
+
+
+async def transcribe(
+    session: Session,
+    wanted: Transcription,
+    entry: Entry,
+    item: Item,
+    seconds: float,
+    put: Callable[[s.ServerEvent], None],
+) -> bool:
+    """Whether it worked; the client is told either way."""
+    said: list[str] = []
+    usage: Usage | None = None
+    params = Params(priority=PRIORITY, max_text_tokens=LEAST_TOKENS + int(TOKENS_A_SECOND * seconds))
+    try:
+        events = session.respond(
+            modalities=("text",), params=params, instructions=instructions(wanted), items=[item], remember=False
+        )
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, TextDelta) and event.text:
+                    said.append(event.text)
+                    put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=event.text))
+                elif isinstance(event, Finished):
+                    usage = event.usage
+    except StrettoError as e:
+        _, failure = describe(e)
+        told = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
+        put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=told))
+        return False
+    text = "".join(said)
+    for part in entry.item.content or ():
+        part.transcript = text
+    usage = usage or Usage(0, 0, 0, 0)
+    told_usage = {
+        "type": "tokens",
+        "total_tokens": usage.prompt_tokens + usage.text_tokens,
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.text_tokens,
+        "input_token_details": {
+            "text_tokens": usage.prompt_tokens - usage.audio_prompt_tokens,
+            "audio_tokens": usage.audio_prompt_tokens,
+        },
+    }
+    put(s.TranscriptionCompleted(item_id=entry.id, content_index=0, transcript=text, usage=told_usage))
+    return True
+
+
+async def after_first_sound(sounded: Callable[[], asyncio.Event | None], grace: float) -> None:
+    """Until the answer has its first sound. If none is under way, one may come within the `grace`."""
+    if sounded() is None:
+        await asyncio.sleep(grace)
+    if (event := sounded()) is not None:
+        await event.wait()

@@ -1,0 +1,201 @@
+"""The events of one response, in the order that clients are built for: created; for each item its beginning, its
+pieces and its end; done. No awaiting here: what is written is written before anything else can happen.
+
+A message item is open from its first word or sound to the first function call or the end. Its entry is part of the
+conversation from the moment the client is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.family import ModelInfo
+from stretto.orchestrator.api import Usage as EngineUsage
+from stretto.server.answer import slices
+from stretto.server.realtime import serverevents as s
+from stretto.server.realtime.items import Conversation, Entry, Speech, new_id
+from stretto.server.realtime.options import Options, told_format
+from stretto.server.realtime.sound import Float, SoundOut
+from stretto.server.tools import Call
+
+FRAMES_A_SECOND = 12.5  # of speech; each counts as a token
+
+
+@dataclass(slots=True)
+class _Open:
+    """The message item that is being said."""
+
+    entry: Entry
+    index: int
+    sound: SoundOut
+    words: list[str] = field(default_factory=list)
+    samples: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+
+@dataclass(slots=True)
+class Writer:
+    options: Options
+    info: ModelInfo
+    put: Callable[[s.ServerEvent], None]
+    conversation: Conversation | None  # None: what is said is not remembered
+    conversation_id: str
+    metadata: dict[str, str] | None = None
+    id: str = field(default_factory=lambda: new_id("resp"))
+    entries: list[Entry] = field(default_factory=list)
+    _open: _Open | None = None
+
+    # -- the response
+
+    def begin(self) -> None:
+        self.put(s.ResponseCreated(response=self._told("in_progress")))
+
+    def finish(
+        self,
+        status: s.Status,
+        usage: s.Usage,
+        timings: s.Timings,
+        *,
+        reason: str | None = None,
+        error: s.StatusError | None = None,
+    ) -> None:
+        """Ends what is open and says how the response ended. Nothing may follow."""
+        self.close(status == "completed")
+        told = self._told(status)
+        told.status_details = s.StatusDetails(status)
+        if reason is not None:
+            told.status_details.reason = reason
+        if error is not None:
+            told.status_details.error = error
+        told.output, told.usage, told.stretto = [e.item for e in self.entries], usage, timings
+        self.put(s.ResponseDone(response=told))
+
+    def _told(self, status: s.Status) -> s.Response:
+        o = self.options
+        return s.Response(
+            id=self.id,
+            status=status,
+            output_modalities=list(o.modalities),
+            audio=s.ResponseAudio(s.OutputFormat(told_format(o.output_format), o.voice)),
+            max_output_tokens=o.max_output_tokens,
+            conversation_id=self.conversation_id if self.conversation is not None else None,
+            metadata=self.metadata,
+        )
+
+    # -- what is said
+
+    def words(self, text: str) -> None:
+        if not text:
+            return
+        message = self._message()
+        message.words.append(text)
+        kind = s.TranscriptDelta if self.options.spoken else s.TextDelta
+        self.put(kind(**self._place(message), delta=text))
+
+    def sound(self, samples: Float) -> None:
+        message = self._message()
+        message.samples += len(samples)
+        self._sound(message, message.sound.feed(samples))
+
+    @property
+    def speaking(self) -> bool:
+        """A message is open."""
+        return self._open is not None
+
+    def call(self, call: Call) -> None:
+        self.close(True, whole=False)
+        call_id = new_id("call")
+        item = s.Item(
+            new_id("item"), "function_call", status="in_progress", call_id=call_id, name=call.name, arguments=""
+        )
+        entry = self._add(item)
+        place: dict[str, Any] = {"response_id": self.id, "item_id": item.id, "output_index": len(self.entries) - 1}
+        self.put(s.ArgumentsDelta(**place, call_id=call_id, delta=call.arguments))
+        self.put(s.ArgumentsDone(**place, call_id=call_id, name=call.name, arguments=call.arguments))
+        item.arguments, item.status = call.arguments, "completed"
+        self._end(entry, len(self.entries) - 1)
+
+    def _message(self) -> _Open:
+        if self._open is None:
+            item = s.Item(new_id("item"), "message", status="in_progress", role="assistant", content=[])
+            entry = self._add(item)
+            self._open = _Open(
+                entry, len(self.entries) - 1, SoundOut(self.options.output_format, self.info.sample_rate)
+            )
+            part = s.Part("audio", transcript="") if self.options.spoken else s.Part("text", text="")
+            self.put(s.PartAdded(**self._place(self._open), part=part))
+        return self._open
+
+    def _add(self, item: s.Item) -> Entry:
+        entry = Entry(item)
+        self.entries.append(entry)
+        self.put(s.OutputItemAdded(response_id=self.id, output_index=len(self.entries) - 1, item=item))
+        if self.conversation is not None:
+            previous = self.conversation.last_id
+            self.conversation.entries.append(entry)
+            self.put(s.ItemAdded(previous_item_id=previous, item=item))
+        return entry
+
+    def close(self, completed: bool, whole: bool = True) -> None:
+        """The end of the message that is open, if one is. `whole`: its sound is all that there would have been."""
+        message, self._open = self._open, None
+        if message is None:
+            return
+        place, text = self._place(message), message.text
+        if self.options.spoken:
+            self._sound(message, message.sound.flush())
+            self.put(s.AudioDone(**place))
+            self.put(s.TranscriptDone(**place, transcript=text))
+            part, kept = s.Part("audio", transcript=text), s.Part("output_audio", transcript=text)
+            message.entry.speech = Speech(text, message.samples / self.info.sample_rate, completed and whole)
+        else:
+            self.put(s.TextDone(**place, text=text))
+            part, kept = s.Part("text", text=text), s.Part("output_text", text=text)
+        self.put(s.PartDone(**place, part=part))
+        message.entry.item.content = [kept]
+        message.entry.item.status = "completed" if completed else "incomplete"
+        self._end(message.entry, message.index)
+
+    def _end(self, entry: Entry, index: int) -> None:
+        if self.conversation is not None and entry in self.conversation.entries:  # it may have been deleted
+            self.put(s.ItemDone(previous_item_id=self.conversation.before(entry), item=entry.item))
+        self.put(s.OutputItemDone(response_id=self.id, output_index=index, item=entry.item))
+
+    def _sound(self, message: _Open, data: bytes) -> None:
+        for piece in slices(data):
+            self.put(s.AudioDelta(**self._place(message), delta=piece))
+
+    def _place(self, message: _Open) -> dict[str, Any]:
+        return {
+            "response_id": self.id,
+            "item_id": message.entry.id,
+            "output_index": message.index,
+            "content_index": 0,
+        }
+
+
+def told_usage(usage: EngineUsage) -> s.Usage:
+    media = usage.audio_prompt_tokens + usage.image_prompt_tokens
+    text = usage.prompt_tokens - media
+    # The engine counts cached tokens together. Prompts begin with text, so that is what they most likely are.
+    cached_text = min(usage.cached_tokens, text)
+    cached_audio = min(usage.cached_tokens - cached_text, usage.audio_prompt_tokens)
+    cached_images = usage.cached_tokens - cached_text - cached_audio
+    output = usage.text_tokens + usage.frames
+    return s.Usage(
+        total_tokens=usage.prompt_tokens + output,
+        input_tokens=usage.prompt_tokens,
+        output_tokens=output,
+        input_token_details=s.InputDetails(
+            text,
+            usage.audio_prompt_tokens,
+            usage.image_prompt_tokens,
+            usage.cached_tokens,
+            s.CachedDetails(cached_text, cached_audio, cached_images),
+        ),
+        output_token_details=s.OutputDetails(usage.text_tokens, usage.frames),
+    )

@@ -1,0 +1,25 @@
+"""A server with the real engine and the tiny model, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.control.settings import EngineConfig
+from stretto.orchestrator.api import Engine
+from stretto.orchestrator.engine import PipelineEngine
+from stretto.prompt.settings import PoolSettings
+from tests.server.conftest import Running
+
+
+@pytest.fixture(scope="session")
+def real(tiny_dir: Path) -> Iterator[Running]:
+    async def open_engine() -> Engine:
+        engine = PipelineEngine(tiny_dir, EngineConfig(prompts=PoolSettings()))
+        await engine.start()
+        return engine
+
+    with Running(open_engine) as running:
+        yield running

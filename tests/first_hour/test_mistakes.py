@@ -1,0 +1,124 @@
+"""What people type by mistake, as they type it: one sentence, a status, no traceback, nothing started in vain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+from stretto.errors import Invalid
+from stretto.stage.devices import check_device
+
+STRETTO = [sys.executable, "-m", "stretto.cli"]
+SMALL = ["--max-text-tokens", "4", "--max-frames", "4", "--device", "cpu"]
+
+
+def typed(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*STRETTO, *map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def check_told(done: subprocess.CompletedProcess[str], says: str, code: int | None = None) -> None:
+    assert done.returncode != 0
+    assert code is None or done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at devices as Linux has them")
+def test_serve_without_the_gpu_it_names_ends_with_one_sentence(tiny_dir: Path) -> None:
+    done = typed("serve", tiny_dir, "--device", "cuda:77", "--port", "0")
+    check_told(done, "is placed on cuda:77, but there is no", 2)
+    assert done.stderr.count("cuda:77") == 1
+
+
+@pytest.mark.parametrize(("name", "says"), [("gpu", "there is no device 'gpu'"), ("meta", "only cpu and cuda")])
+def test_a_device_that_is_none(name: str, says: str) -> None:
+    with pytest.raises(Invalid, match=says):
+        check_device(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--max-rows", "-3"), "max_rows must be at least 1"),
+        (("--max-rows", "0"), "max_rows must be at least 1"),
+        (("--max-model-len", "9999999"), "the model has only 8192 positions"),
+        (("--host", "no.such.host.invalid", "--port", "0"), "cannot listen on no.such.host.invalid"),
+        (("--port", "TAKEN"), "--port 0 any free one"),
+        (("--ssl-certfile", "none.pem", "--ssl-keyfile", "none.key", "--port", "0"), "none.pem"),
+        (("--max-row", "3", "--prot", "1"), "did you mean --port"),
+    ],
+)  # fmt: skip
+def test_serve_refuses_at_once(words: tuple[str, ...], says: str, tiny_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = typed("serve", tiny_dir, *(port if w == "TAKEN" else w for w in words), "--device", "cpu")
+    check_told(done, says)
+    assert "starting" not in done.stderr  # no process was started for this
+
+
+def test_unknown_flags_show_their_own_commands_usage(tiny_dir: Path) -> None:
+    done = typed("generate", tiny_dir, "--text", "hi", "--tempreature", "1")
+    check_told(done, "usage: stretto generate", 2)
+    assert "did you mean --temperature?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--text", "hi", "--out", "x.mp3"), "x.mp3: can be .wav or .flac"),
+        (("--messages", "nowhere.json"), "nowhere.json"),
+        (("--batch", "nowhere.jsonl", "--out-dir", "d"), "nowhere.jsonl"),
+        (("--text", "hi", "--text-only", "--out", "b.wav"), "--text-only makes no speech"),
+    ],
+)
+def test_generate_refuses_before_it_loads(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # There is no such model: had it been looked for first, the words would be others.
+    assert main(["generate", str(tmp_path / "no-model"), *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_generate_into_head(tiny_dir: Path) -> None:
+    words = ["generate", str(tiny_dir), "--text", "hi", "--text-only", *SMALL]
+    with subprocess.Popen([*STRETTO, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+
+
+@pytest.mark.parametrize("words", [("serve", "TINY", "--port", "0"), ("generate", "TINY", "--text", "hi")])
+def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
+    command = [*STRETTO, *(str(tiny_dir) if w == "TINY" else w for w in words), "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not children.read_text().split():  # a host has been started
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(60) in (0, 130)
+    assert "Traceback" not in said
+
+
+def test_tiny_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    assert main(["tiny", str(tmp_path)]) == 2
+    assert (tmp_path / "config.json").read_text() == "mine"
+    assert main(["tiny", str(tmp_path / "config.json")]) == 2
+    assert main(["tiny", str(tmp_path / "config.json" / "below")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["tiny", str(tmp_path / "empty")]) == 0

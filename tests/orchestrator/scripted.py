@@ -1,0 +1,67 @@
+"""Hosts without a process: they note what they are sent, and say what a test has them say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stretto.control.messages import PREFIX as PREFIX
+from stretto.control.messages import FromHost, ToHost, decode_to_host, encode, lengths
+from stretto.orchestrator.hosts import Host, OnDeath, OnMessage
+from stretto.prompt.packed import Bytes
+
+
+class ScriptedHost(Host):
+    started = False
+    killed = False
+
+    def __init__(self, name: str, on_message: OnMessage, on_death: OnDeath, device: str, fail: OSError | None) -> None:
+        super().__init__(name, on_message, on_death, device)
+        self.sent = bytearray()
+        self.fail = fail
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    async def start(self) -> None:
+        if self.fail is not None:
+            raise self.fail
+        self.started = True
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        self.state = "dead"
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def _write(self, data: Bytes) -> None:
+        if self.started:
+            self.sent += data
+
+    def _close(self) -> None:
+        pass
+
+    def say(self, message: FromHost) -> None:
+        self.take(encode(message))
+
+    def heard(self) -> list[ToHost]:
+        """All that it was sent, in order."""
+        found, rest = [], bytes(self.sent)
+        while rest:
+            header, blob = lengths(rest[: PREFIX.size])
+            found.append(decode_to_host(rest[PREFIX.size : PREFIX.size + header]))
+            rest = rest[PREFIX.size + header + blob :]
+        return found
+
+
+@dataclass(slots=True)
+class ScriptedLauncher:
+    """`failures` befall the starts of hosts, the first ones first."""
+
+    hosts: list[ScriptedHost] = field(default_factory=list)
+    failures: list[OSError] = field(default_factory=list)
+
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+        fail = self.failures.pop(0) if self.failures else None
+        self.hosts.append(ScriptedHost(name, on_message, on_death, device, fail))
+        return self.hosts[-1]

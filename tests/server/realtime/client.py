@@ -1,0 +1,100 @@
+"""A client for tests: plain JSON over a WebSocket, every event checked as strict clients do."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from openai._models import construct_type
+from openai.types.realtime import RealtimeServerEvent
+from pydantic import TypeAdapter
+from websockets.sync.client import ClientConnection, connect
+
+from tests.server.conftest import Running
+from tests.server.realtime.sounds import b64
+
+PATIENCE = 60.0
+MOST_BYTES = 1 << 20
+_strict: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
+Json = dict[str, Any]
+
+
+class Client:
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+        self.seen: list[Json] = []
+
+    def send(self, type: str, **fields: Any) -> str:
+        event_id = f"evt_{secrets.token_hex(4)}"
+        self.socket.send(json.dumps({"type": type, "event_id": event_id, **fields}))
+        return event_id
+
+    def next(self) -> Json:
+        data = self.socket.recv(timeout=PATIENCE)
+        assert len(data) < MOST_BYTES
+        event: Json = json.loads(data)
+        check(event)
+        self.seen.append(event)
+        return event
+
+    def until(self, *types: str) -> Json:
+        """The next event of one of these types. An error that nobody waits for fails the test."""
+        while True:
+            event = self.next()
+            if event["type"] in types:
+                return event
+            assert event["type"] != "error", event
+
+    def collect(self, last: str) -> list[Json]:
+        """All events up to one of this type."""
+        start = len(self.seen)
+        self.until(last)
+        return self.seen[start:]
+
+    def update(self, **session: Any) -> Json:
+        self.send("session.update", session={"type": "realtime", **session})
+        return dict(self.until("session.updated")["session"])
+
+    def manual(self, **session: Any) -> Json:
+        """Turns end when the client says so."""
+        audio = session.pop("audio", {})
+        audio.setdefault("input", {})["turn_detection"] = None
+        return self.update(audio=audio, **session)
+
+    def append(self, data: bytes, piece: int = 4800) -> None:
+        for i in range(0, len(data), piece):
+            self.send("input_audio_buffer.append", audio=b64(data[i : i + piece]))
+
+    def sync(self) -> list[Json]:
+        """All that has come when the server has handled everything sent so far."""
+        start = len(self.seen)
+        event_id = self.send("conversation.item.retrieve", item_id="nothing")
+        while True:
+            event = self.next()
+            if event["type"] == "error" and event["error"]["event_id"] == event_id:
+                self.seen.pop()
+                return self.seen[start:]
+
+
+def check(event: Json) -> None:
+    """As OpenAI's types have it: every required field there and of its type; `usage` and the rest as well."""
+    assert event["event_id"]
+    _strict.validate_python(event)
+    assert type(construct_type(type_=RealtimeServerEvent, value=event)).__name__ != "UnknownEvent"
+
+
+@contextmanager
+def talk(running: Running, path: str = "/v1/realtime", **options: Any) -> Iterator[Client]:
+    with connect(
+        f"ws://127.0.0.1:{running.port}{path}", max_size=MOST_BYTES, max_queue=None, compression=None, **options
+    ) as socket:
+        client = Client(socket)
+        assert client.next()["type"] == "session.created"
+        yield client
+
+
+def types(events: list[Json]) -> list[str]:
+    return [e["type"] for e in events]

@@ -1,0 +1,161 @@
+"""A session's settings and what an update makes of them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.control.request import ChunkSizes
+from stretto.errors import Invalid
+from stretto.family import ModelInfo
+from stretto.server.realtime import clientevents as c
+from stretto.server.realtime.options import MAX_SAID, Options, SessionState
+
+INFO = ModelInfo("m", ("Ethan", "Chelsie"), "Ethan", 24_000, 32768)
+
+
+def state() -> SessionState:
+    return SessionState("sess_1", "m", 99, Options("Ethan"))
+
+
+def update(to: SessionState, **session: Any) -> SessionState:
+    return to.updated(msgspec.convert(session, c.SessionFields), INFO)
+
+
+def test_defaults_are_told_in_full() -> None:
+    assert state().told() == {
+        "type": "realtime",
+        "object": "realtime.session",
+        "id": "sess_1",
+        "model": "m",
+        "expires_at": 99,
+        "output_modalities": ["audio"],
+        "instructions": "",
+        "tools": [],
+        "tool_choice": "auto",
+        "max_output_tokens": "inf",
+        "tracing": None,
+        "truncation": "auto",
+        "prompt": None,
+        "include": None,
+        "audio": {
+            "input": {
+                "format": {"type": "audio/pcm", "rate": 24000},
+                "transcription": None,
+                "noise_reduction": None,
+                "turn_detection": {
+                    "type": "server_vad",
+                    "threshold": 0.5,
+                    "prefix_padding_ms": 300,
+                    "silence_duration_ms": 500,
+                    "idle_timeout_ms": None,
+                    "create_response": True,
+                    "interrupt_response": True,
+                },
+            },
+            "output": {"format": {"type": "audio/pcm", "rate": 24000}, "voice": "Ethan", "speed": 1.0},
+        },
+    }
+
+
+def test_only_what_is_named_changes_and_objects_merge() -> None:
+    one = update(state(), instructions="Be kind.", audio={"input": {"turn_detection": {"threshold": 0.7}}})
+    two = update(one, audio={"input": {"transcription": {"model": "gpt-4o-mini-transcribe"}}})
+    told = two.told()
+    assert told["instructions"] == "Be kind."
+    assert told["audio"]["input"]["turn_detection"]["threshold"] == 0.7
+    assert told["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 500
+    assert told["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
+
+
+def test_null_clears() -> None:
+    audio = {"input": {"transcription": {"language": "de"}, "noise_reduction": {"type": "near_field"}}}
+    one = update(state(), instructions="x", tools=[{"type": "function", "name": "f"}], audio=audio)
+    assert one.told()["audio"]["input"]["transcription"] == {"model": "m", "language": "de"}
+    assert one.told()["audio"]["input"]["noise_reduction"] == {"type": "near_field"}
+    cleared = {"turn_detection": None, "transcription": None, "noise_reduction": None}
+    two = update(one, instructions="", tools=[], audio={"input": cleared})
+    assert two.told()["audio"]["input"] == {"format": {"type": "audio/pcm", "rate": 24000}, **cleared}
+    assert (two.told()["instructions"], two.told()["tools"]) == ("", [])
+    back = update(two, audio={"input": {"turn_detection": {"type": "server_vad"}}})
+    assert back.told()["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 500
+
+
+def test_another_type_of_detection_replaces_the_object() -> None:
+    one = update(state(), audio={"input": {"turn_detection": {"type": "server_vad", "create_response": False}}})
+    two = update(one, audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "high"}}})
+    assert two.told()["audio"]["input"]["turn_detection"] == {
+        "type": "semantic_vad", "eagerness": "high", "create_response": True, "interrupt_response": True,
+    }  # fmt: skip
+    three = update(two, audio={"input": {"turn_detection": {"interrupt_response": False}}})
+    assert three.turns is not None
+    assert (three.turns.type, three.turns.eagerness, three.turns.interrupt_response) == ("semantic_vad", "high", False)
+
+
+def test_what_stock_clients_send_unasked_is_taken() -> None:
+    livekit = {
+        "type": "realtime", "model": "gpt-realtime", "tracing": None, "max_output_tokens": "inf", "tool_choice": "auto",
+        "prompt": {"id": "p"}, "include": ["x"], "truncation": {"type": "auto"}, "reasoning": {"effort": "low"},
+        "audio": {"output": {"voice": "marin", "speed": 1.0, "format": {"type": "audio/pcm", "rate": 24000}},
+                  "input": {"noise_reduction": None, "turn_detection": {"type": "semantic_vad"}}},
+    }  # fmt: skip
+    told = update(state(), **livekit).told()
+    assert told["model"] == "m"
+    assert told["audio"]["output"]["voice"] == "Chelsie"
+    assert update(state(), audio={"output": {"voice": "nobody"}}).answers.voice == "Ethan"
+    assert update(state(), audio={"output": {"voice": {"id": "ash"}}}).answers.voice == "Ethan"
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        {"output_modalities": ["video"]},
+        {"output_modalities": []},
+        {"audio": {"input": {"format": {"type": "audio/opus"}}}},
+        {"audio": {"input": {"format": {"type": "audio/pcm", "rate": 16000}}}},
+        {"audio": {"input": {"turn_detection": {"type": "psychic"}}}},
+        {"audio": {"input": {"turn_detection": {"threshold": 2}}}},
+        {"instructions": 5},
+        {"tools": [{"type": "function"}]},
+        {"tools": "all"},
+        {"tool_choice": "perhaps"},
+        {"max_output_tokens": 0},
+        {"type": "transcription"},
+    ],
+)
+def test_wrong_values_are_refused(session: dict[str, Any]) -> None:
+    with pytest.raises((Invalid, msgspec.ValidationError)):
+        update(state(), **session)
+
+
+def test_tools_become_the_model_s() -> None:
+    tools = [
+        {"type": "function", "name": "a", "description": "A", "parameters": {"type": "object"}},
+        {"type": "mcp", "server_label": "x"},
+        {"type": "function", "name": "b"},
+    ]
+    options = update(state(), tools=tools).answers
+    assert [t["function"]["name"] for t in options.chat_tools() or ()] == ["a", "b"]
+    only = options.updated(c.ResponseFields(tool_choice={"type": "function", "name": "b"}), INFO)
+    assert [t["function"]["name"] for t in only.chat_tools() or ()] == ["b"]
+    assert only.tool_choice == "required"  # strict clients want a word
+    assert options.updated(c.ResponseFields(tool_choice="none"), INFO).chat_tools() is None
+
+
+def test_sampling() -> None:
+    options = update(state(), seed=3, temperature=0.5, max_output_tokens=20, max_audio_frames=9).answers
+    params = options.params(ChunkSizes())
+    assert (params.seed, params.temperature, params.max_text_tokens, params.max_frames) == (3, 0.5, 20, 9)
+    assert options.updated(c.ResponseFields(max_output_tokens="inf"), INFO).params(ChunkSizes()).max_text_tokens == 1024
+
+
+def test_both_modalities_mean_speech() -> None:
+    assert update(state(), output_modalities=["text", "audio"]).told()["output_modalities"] == ["audio"]
+    assert not update(state(), output_modalities=["text"]).answers.spoken
+
+
+def test_a_session_fits_in_a_message() -> None:
+    tools = [{"type": "function", "name": f"f{i}", "description": "x" * 10_000} for i in range(100)]
+    with pytest.raises(Invalid, match="more than"):
+        update(state(), tools=tools)
+    assert len(msgspec.json.encode(update(state(), instructions="\x01" * 120_000).told())) < MAX_SAID + 4096

@@ -1,0 +1,72 @@
+"""What waits to be sent: in order, bounded, and nobody waits for ever."""
+
+import asyncio
+import json
+
+import pytest
+
+from stretto.server.realtime import outbox as module
+from stretto.server.realtime.outbox import Outbox, Slow
+from stretto.server.realtime.serverevents import Cleared, ItemDeleted
+
+
+def test_everything_in_order_with_ids_of_their_own() -> None:
+    async def main() -> None:
+        box, got = Outbox(5.0), []
+
+        async def send(data: bytes) -> None:
+            got.append(json.loads(data))
+
+        task = asyncio.create_task(box.run(send))
+        for i in range(5):
+            box.put(ItemDeleted(item_id=str(i)))
+            await asyncio.sleep(0)
+        box.finish()
+        box.put(Cleared())  # too late
+        await task
+        assert [e["item_id"] for e in got] == list("01234")
+        assert len({e["event_id"] for e in got}) == 5
+        assert box.held == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_that_takes_nothing() -> None:
+    async def main() -> None:
+        box = Outbox(0.01)
+        box.put(Cleared())
+
+        async def never(data: bytes) -> None:
+            await asyncio.Event().wait()
+
+        with pytest.raises(Slow):
+            await box.run(never)
+
+    asyncio.run(main())
+
+
+def test_a_client_that_asks_and_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(module, "ROOM", 500)
+        monkeypatch.setattr(module, "MOST", 1000)
+        box, hold = Outbox(60.0), asyncio.Event()
+
+        async def send(data: bytes) -> None:
+            await hold.wait()
+
+        task = asyncio.create_task(box.run(send))
+        for _ in range(5):
+            box.put(ItemDeleted(item_id="x" * 100))
+        waiting = asyncio.create_task(box.room())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        for _ in range(100):
+            box.put(ItemDeleted(item_id="x" * 100))
+        assert box.overflown
+        assert not box._waiting  # what was there is given up
+        hold.set()
+        with pytest.raises(Slow):
+            await task
+        waiting.cancel()
+
+    asyncio.run(main())

@@ -1,0 +1,92 @@
+"""Which model a command uses that was given none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto import embedded, generate
+from stretto.errors import Invalid
+from stretto.models.qwen3_omni.family import open_model
+from stretto.server import command
+
+
+def package(folder: Path, files: tuple[str, ...] = ("config.json", "a.safetensors", "b.safetensors")) -> Path:
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    for name in files:
+        (checkpoint / name).write_text("{}")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    return checkpoint
+
+
+def test_the_checkpoint_of_a_clone_is_found(tmp_path: Path) -> None:
+    made = package(tmp_path)
+    assert embedded.find(tmp_path) == made
+
+
+def test_an_installed_package_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, clone = tmp_path / "site", tmp_path / "clone"
+    installed = package(site / embedded.PACKAGE)
+    (site / embedded.PACKAGE / "__init__.py").write_text("")
+    package(clone)
+    monkeypatch.syspath_prepend(site)
+    assert embedded.find(clone) == installed
+
+
+@pytest.mark.parametrize("missing", ["config.json", "b.safetensors"])
+def test_half_a_checkpoint_does_not_count(tmp_path: Path, missing: str) -> None:
+    files = tuple(f for f in ("config.json", "a.safetensors", "b.safetensors") if f != missing)
+    package(tmp_path, files)
+    assert embedded.find(tmp_path) is None
+
+
+@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {}}', "{}"])
+def test_an_index_that_makes_no_sense(tmp_path: Path, index: str) -> None:
+    (package(tmp_path) / "model.safetensors.index.json").write_text(index)
+    assert embedded.find(tmp_path) is None
+
+
+def test_serve_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = package(tmp_path)
+    monkeypatch.setattr(embedded, "find", lambda: own)
+    with command.checkpoint(None) as folder:
+        assert folder == own
+    assert "embedded" in capsys.readouterr().err
+    monkeypatch.setattr(embedded, "find", lambda: None)
+    with command.checkpoint(None) as folder:
+        assert (folder / "config.json").is_file()
+    assert "mean nothing" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_generate_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = argparse.ArgumentParser().add_subparsers()
+    generate.add_generate_parser(jobs)
+    assert jobs.choices["generate"].parse_args(["--text", "Hello"]).model is None
+    monkeypatch.setattr(embedded, "find", lambda: tmp_path)
+    assert generate._directory(None) == tmp_path
+    monkeypatch.setattr(embedded, "find", lambda: None)
+    with pytest.raises(Invalid, match="name a checkpoint"):
+        generate._directory(None)
+
+
+def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
+    assert open_model(tiny_dir).info.ideas == ()
+    for words, wanted in (
+        (["Who are you?"], ("Who are you?",)),
+        ([str(i) for i in range(9)], tuple("012345")),
+        (["x" * 201], ()),
+        ({"a": 1}, ()),
+        ([1], ()),
+    ):
+        (tmp_path / embedded.IDEAS).write_text(json.dumps(words))
+        assert embedded.read_ideas(tmp_path) == wanted
+    (tmp_path / embedded.IDEAS).write_text("[")
+    assert embedded.read_ideas(tmp_path) == ()
