@@ -15,6 +15,7 @@ from stretto.cluster.command import run_on_ray
 from stretto.errors import Invalid, StrettoError
 from stretto.generate import add_generate_parser
 from stretto.server.command import add_env_parser, add_serve_parser
+from stretto.speak import add_speak_parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     jobs = top.add_subparsers(required=True, metavar="JOB")
     add_serve_parser(jobs, {"ray": run_on_ray})
     add_generate_parser(jobs)
+    add_speak_parser(jobs)
     add_talk_parser(jobs)
     add_bench_parser(jobs)
     tiny = jobs.add_parser("tiny", help="write a small random checkpoint in the released format")

@@ -302,7 +302,7 @@ def run_live(args: argparse.Namespace, root: str, model: str) -> int:
         raise Invalid(f"there is no microphone to listen with: {sound.why}; or give --file")
     else:
         listen = sound.listen
-    headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     url = f"{realtime_url(root)}?model={quote(model)}"
     try:
         with connect(url, additional_headers=headers, max_size=None, max_queue=None, compression=None) as socket:
