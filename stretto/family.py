@@ -77,6 +77,16 @@ class PipelineSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Listening:
+    """How a model is asked to write down what it hears."""
+
+    transcribe: str
+    transcribe_language: str  # with {language}
+    translate: str  # into English
+    languages: Mapping[str, str]  # that it hears: their names by code
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model, as its users see it."""
 
@@ -87,6 +97,7 @@ class ModelInfo:
     max_positions: int
     input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
     output_modalities: tuple[Output, ...] = ("text", "audio")
+    listening: Listening | None = None  # None: it does not write down speech
     defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
 
 

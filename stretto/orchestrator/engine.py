@@ -35,7 +35,7 @@ from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.routing import Router
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
+from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
 from stretto.prompt.packed import Packed
 from stretto.prompt.pool import PromptPool
 from stretto.prompt.spool import Spool
@@ -198,6 +198,9 @@ class PipelineEngine:
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         return await self._prompts.outline(body, long, most, sender)
+
+    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+        return await self._prompts.cut(sound, seconds, sender)
 
     async def _run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
         with self._place():

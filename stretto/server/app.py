@@ -31,12 +31,14 @@ from stretto.server.exchange import VISIT, Visit
 from stretto.server.failures import Refused, respond
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.openapi import document
+from stretto.server.origins import FORMS
 from stretto.server.pages import WEB, Pages
 from stretto.server.schema import Health, ModelCard, ModelList, Version
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
+from stretto.server.transcribe import answer_sound, reader
 
-POSTS = ("/v1/chat/completions", "/v1/audio/speech")
+POSTS = ("/v1/chat/completions", "/v1/audio/speech", *FORMS)
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
     **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
@@ -81,7 +83,11 @@ class Routes:
         largest = self.service.config.max_body_bytes
         chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
         speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
-        posts: list[ASGIApp] = [chat, speech]
+        hears = [
+            Endpoint(self.service, route, largest, reader(translate), answer_sound)
+            for route, translate in (("transcriptions", False), ("translations", True))
+        ]
+        posts: list[ASGIApp] = [chat, speech, *hears]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),

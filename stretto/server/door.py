@@ -78,7 +78,8 @@ class Door:
         if api and scope["method"] != "OPTIONS":
             visit.owner = self.service.keys.owner(headers)
             if scope["method"] == "POST":
-                check_json(headers)
+                visit.content_type = headers.get("content-type", "")
+                check_json(headers, scope["path"].removeprefix(scope.get("root_path", "")))
         return self.app
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -42,6 +42,7 @@ class Visit:
     route: str = "other"
     owner: str = ""  # which API key, never the key
     sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
+    content_type: str = ""  # of a body
     status: int = 0
     ended: str = ""
     queued: float | None = None  # seconds in the queue; None: its turn has not come

@@ -19,6 +19,11 @@ from stretto.server.schema import (
     SpeechDelta,
     SpeechDone,
     SpeechRequest,
+    Transcript,
+    TranscriptDelta,
+    TranscriptDone,
+    TranscriptionRequest,
+    VerboseTranscript,
     Version,
 )
 
@@ -41,6 +46,7 @@ _ERRORS = {
 
 def document() -> dict[str, Any]:
     types = [ChatRequest, Tool, ChatResponse, ChatChunk, SpeechRequest, SpeechDelta, SpeechDone, ModelCard, ModelList]
+    types += [TranscriptionRequest, Transcript, VerboseTranscript, TranscriptDelta, TranscriptDone]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
     parts["ChatRequest"]["required"] = ["messages"]
@@ -60,11 +66,19 @@ def _paths() -> dict[str, Any]:
     audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg")}
     speech = {**audio, "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")}}
     chat = {**_as_json("ChatResponse"), "text/event-stream": {"schema": _event("ChatChunk", "Failure")}}
+    either = {"anyOf": [{"$ref": _REF.format(name=n)} for n in ("Transcript", "VerboseTranscript")]}
+    heard = {
+        "application/json": {"schema": either},
+        "text/plain": {"schema": {"type": "string"}},
+        "text/event-stream": {"schema": _event("TranscriptDelta", "TranscriptDone", "Failure")},
+    }
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     plain = {"text/plain": {"schema": {"type": "string"}}}
     return {
         "/v1/chat/completions": {"post": _post("Answer a conversation", "ChatRequest", chat)},
         "/v1/audio/speech": {"post": _post("Read a text aloud", "SpeechRequest", speech)},
+        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", heard, *_ERRORS), "requestBody": _form()}},
+        "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS), "requestBody": _form()}},
         "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
         "/v1/models/{model}": {
             "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503), "parameters": [name]}
@@ -108,9 +122,21 @@ def _undecoded() -> dict[str, Any]:
     return {
         "messages": messages,
         "tools": {"anyOf": [tools, nothing]},
-        "tool_choice": {"enum": ["none", "auto", None]},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _named_tool()]},
+        "chat_template_kwargs": {"anyOf": [{"type": "object", "maxProperties": 16}, nothing]},
         "metadata": {"anyOf": [{"type": "object"}, nothing]},
     }
+
+
+def _named_tool() -> dict[str, Any]:
+    name = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+    return {"type": "object", "required": ["function"], "properties": {"type": {"const": "function"}, "function": name}}
+
+
+def _form() -> dict[str, Any]:
+    sound = {"type": "string", "format": "binary"}
+    whole = {"allOf": [{"$ref": _REF.format(name="TranscriptionRequest")}], "properties": {"file": sound}}
+    return {"required": True, "content": {"multipart/form-data": {"schema": {**whole, "required": ["file"]}}}}
 
 
 def _messages() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.family import LinkSpec, Listening, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.generation import read_defaults
@@ -30,6 +30,19 @@ PIPELINE = PipelineSpec(
         "reading": ("talker", "code2wav"),
     },
 )
+
+
+LISTENING = Listening(
+    transcribe="Transcribe the audio into text.",
+    transcribe_language="Transcribe the {language} audio into text.",
+    translate="Listen to the provided speech and produce a translation in English text.",
+    languages={
+        "en": "English", "zh": "Chinese", "ko": "Korean", "ja": "Japanese", "de": "German", "ru": "Russian",
+        "it": "Italian", "fr": "French", "es": "Spanish", "pt": "Portuguese", "ms": "Malay", "nl": "Dutch",
+        "id": "Indonesian", "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese", "ar": "Arabic", "ur": "Urdu",
+    },
+)  # fmt: skip
+"""In the words that the released model's documentation uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,7 @@ def open_model(directory: Path) -> Qwen3Omni:
             default_voice=config.talker.default_voice,
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
+            listening=LISTENING,
             defaults=read_defaults(directory),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),
