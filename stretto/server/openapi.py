@@ -50,6 +50,7 @@ def document() -> dict[str, Any]:
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
     parts["ChatRequest"]["required"] = ["messages"]
+    parts["TranscriptionForm"] = _form(parts.pop("TranscriptionRequest"))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Stretto", "version": __version__},
@@ -72,13 +73,15 @@ def _paths() -> dict[str, Any]:
         "text/plain": {"schema": {"type": "string"}},
         "text/event-stream": {"schema": _event("TranscriptDelta", "TranscriptDone", "Failure")},
     }
+    schema = {"$ref": _REF.format(name="TranscriptionForm")}
+    form = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     plain = {"text/plain": {"schema": {"type": "string"}}}
     return {
         "/v1/chat/completions": {"post": _post("Answer a conversation", "ChatRequest", chat)},
         "/v1/audio/speech": {"post": _post("Read a text aloud", "SpeechRequest", speech)},
-        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", heard, *_ERRORS), "requestBody": _form()}},
-        "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS), "requestBody": _form()}},
+        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", heard, *_ERRORS), "requestBody": form}},
+        "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS), "requestBody": form}},
         "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
         "/v1/models/{model}": {
             "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503), "parameters": [name]}
@@ -133,10 +136,10 @@ def _named_tool() -> dict[str, Any]:
     return {"type": "object", "required": ["function"], "properties": {"type": {"const": "function"}, "function": name}}
 
 
-def _form() -> dict[str, Any]:
+def _form(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a transcription and its file."""
     sound = {"type": "string", "format": "binary"}
-    whole = {"allOf": [{"$ref": _REF.format(name="TranscriptionRequest")}], "properties": {"file": sound}}
-    return {"required": True, "content": {"multipart/form-data": {"schema": {**whole, "required": ["file"]}}}}
+    return {**fields, "properties": {**fields["properties"], "file": sound}, "required": ["file"]}
 
 
 def _messages() -> dict[str, Any]:
