@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -187,10 +188,7 @@ def _residual(model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled
 def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[tuple[layout.Example, int]]:
     """Every utterance `epochs` times, each time asked for in another way."""
     rng = Random(seed)
-    asked: dict[str, list[grammar.Pair]] = {}
-    for pair in grammar.domain():
-        if not pair.held_out:
-            asked.setdefault(pair.answer, []).append(pair)
+    asked = _questions()
     jobs: list[tuple[str, list[str], int]] = []  # answer, questions, utterance
     for number, words in enumerate(spoken.texts):
         for _ in range(epochs * (2 if words in asked else 1)):
@@ -206,6 +204,16 @@ def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[t
         start, count = starts[number], spoken.frames[number]
         said = layout.Said(of, spoken.labels[start : start + count, 2].astype(np.int64))
         found.append((layout.example(text.config, user, text.opening, ids, count, "nano", said), start))
+    return found
+
+
+@cache
+def _questions() -> dict[str, list[grammar.Pair]]:
+    """The questions of the domain by their answers, without those held out."""
+    found: dict[str, list[grammar.Pair]] = {}
+    for pair in grammar.domain():
+        if not pair.held_out:
+            found.setdefault(pair.answer, []).append(pair)
     return found
 
 
