@@ -104,9 +104,9 @@ def _rows(a: argparse.Namespace) -> None:
 
 
 def _score(a: argparse.Namespace) -> None:
-    from recipes.nano import score
+    from recipes.nano import score, sphinx
 
-    score.run(a.work, a.speech, a.recogniser, a.audio, a.wav)
+    score.run(a.work, a.speech, a.recogniser, a.audio, a.wav, sphinx.Sphinx() if a.second_opinion else None)
 
 
 def main() -> None:
@@ -176,6 +176,7 @@ def main() -> None:
     p.add_argument("--audio", type=Path, help="the teacher's speech, to score it too")
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
+    p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     say(a.name, "begins")

@@ -32,6 +32,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 FILE = "talker.safetensors"
 DROPOUT = 0.1
 END_WEIGHT = 3.0
+HEARD = 0.12  # share of questions that are sound: rows of zeros, 13 a second
 RESIDUAL_WEIGHT = 3.0  # of the predictor's cross entropy against that of code 0
 FALL = 0.75  # weight of a code against the one before it
 PHONE_WEIGHT, WHERE_WEIGHT = 0.5, 0.3
@@ -80,20 +81,22 @@ class Talker(nn.Module):
         initialize(self, t.text.num_layers)
         self.text_projection = Projection(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
         self.hidden_projection = Projection(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
+        for p in self.hidden_projection.linear_fc2.parameters():
+            nn.init.zeros_(p)  # the talker is told nothing of what was heard
         self.code_predictor = Predictor(config)
         self.end = t.codec.eos
         self.unseen = t.codec.pad  # stands for a frame that is hidden in training
 
     def inputs(self, embedding: Tensor, text: Tensor, mark: Tensor, before: Tensor) -> Tensor:
         """Input rows [B, T, H]. `before` [B, T, 15]: codes 1..15 of the previous frame, NONE where there is none."""
-        x = self.text_projection(F.embedding(text, embedding))
+        x = self.text_projection(F.embedding(text.clamp_min(0), embedding)) * (text >= 0)[..., None]
         x = x + self.model.codec_embedding(mark.clamp_min(0)) * (mark >= 0)[..., None]
         places = before.clamp_min(0) + torch.arange(GROUPS - 1, device=before.device) * CODES
         residual = F.embedding(places, self.code_predictor.tables()).sum(dim=-2)
         return x + residual * (before[..., :1] >= 0)
 
     def trained(self) -> list[nn.Parameter]:
-        """All but the projection of the media rows: nothing is heard in training."""
+        """All but the projection of the media rows: it gives zeros, which is what training shows."""
         return [p for n, p in self.named_parameters() if not n.startswith("hidden_projection.")]
 
 
@@ -201,6 +204,8 @@ def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[t
     found, starts = [], spoken.starts
     for (_, qs, number), ids, of in zip(jobs, answers, words_, strict=True):
         user = [i for _ in qs for i in text.turn("user", next(questions))]
+        if rng.random() < HEARD:
+            user = text.turn("user", [layout.NONE] * rng.randint(10, 45))
         start, count = starts[number], spoken.frames[number]
         said = layout.Said(of, spoken.labels[start : start + count, 2].astype(np.int64))
         found.append((layout.example(text.config, user, text.opening, ids, count, "nano", said), start))
