@@ -110,7 +110,7 @@ def error_rate(pairs: list[tuple[str, str]]) -> float:
     return sum(edits(words(a), words(b)) for a, b in pairs) / sum(len(words(a)) for a, _ in pairs)
 
 
-def _write(path: Path, samples: Floats) -> None:
+def write_wav(path: Path, samples: Floats) -> None:
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
@@ -118,7 +118,7 @@ def _write(path: Path, samples: Floats) -> None:
         file.writeframes((np.clip(samples, -1, 1) * 32767).astype(np.int16).tobytes())
 
 
-def _decoded(work: Path, path: Path, random: bool = False) -> tuple[list[str], list[Floats]]:
+def decoded(work: Path, path: Path, random: bool = False) -> tuple[list[str], list[Floats]]:
     """What the codes of a file sound like; or, to know what a recogniser makes of noise, random ones of the lengths."""
     decoder = codec.load_decoder(work, torch.device("cpu"))
     with np.load(path) as file:
@@ -148,9 +148,9 @@ def run(
         taught = [a.astype(np.float32) / 32768 for a in corpus.load(audio, 0)]
         sources.append(("teacher", corpus.chunk_texts(0), taught))
     for path in sorted(speech.glob("codes-of-*.npz")):
-        sources.append((path.stem.removeprefix("codes-of-"), *_decoded(work, path)))
+        sources.append((path.stem.removeprefix("codes-of-"), *decoded(work, path)))
         if path.stem == "codes-of-codec":
-            sources.append(("control", *_decoded(work, path, random=True)))
+            sources.append(("control", *decoded(work, path, random=True)))
     rates: dict[str, dict[str, float]] = {}
     for name, texts, waves in sources:
         heard = [listener.hear(w) for w in waves]
@@ -168,7 +168,7 @@ def run(
             folder = wav / name
             folder.mkdir(parents=True, exist_ok=True)
             for i, w in enumerate(waves):
-                _write(folder / f"{i:02d}.wav", w)
+                write_wav(folder / f"{i:02d}.wav", w)
     for name, part, limit in (("codec", "fixed", 0.05), ("domain", "all", 0.10), ("sampled", "held-out", 0.20)):
         if name in rates:
             gate(
