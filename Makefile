@@ -1,4 +1,5 @@
-# Two commands for a fresh machine: `make demo` serves the embedded model, `make test` runs all checks.
+# Two commands for a fresh machine: `make demo` serves the embedded model, `make test` runs all checks (`make ray` those
+# that need Ray).
 # TORCH picks the build of PyTorch, e.g. make demo TORCH="torch==2.11.0".
 
 BIN := .venv/bin
@@ -6,7 +7,7 @@ DEMO := demo
 PORT ?= 8000
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo answer test setup setup-test lint types unit format clean
+.PHONY: demo answer test setup setup-test lint types unit ray format clean
 
 # The embedded model; in a clone without its weights, a tiny one whose words mean nothing.
 FALLBACK := $(if $(wildcard packages/nano/stretto_nano/checkpoint/config.json),,$(DEMO)/tiny)
@@ -39,6 +40,11 @@ types:
 # One thread of arithmetic per worker: with as many workers as cores, more would only get in each other's way.
 unit:
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(ARGS)
+
+# Tests on a Ray cluster of this machine. Apart from the others: Ray is large, and its cluster takes a while to start.
+ray: setup-test
+	@scripts/setup.sh ray
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/cluster tests/deploy $(ARGS)
 
 format:
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv with everything the project needs, and nothing twice: repeated runs take a fraction of a second.
-# Use: scripts/setup.sh [test]        TORCH="torch==2.11.0" scripts/setup.sh   (any pip requirement, options too)
+# Use: scripts/setup.sh [test|ray]        TORCH="torch==2.11.0" scripts/setup.sh   (any pip requirement, options too)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,6 +35,7 @@ if [ "$want" = test ]; then
   if scripts/debian.sh mooncake; then extras=test,mooncake; fi
   scripts/debian.sh browser || true
 fi
+if [ "$want" = ray ]; then extras=video,ray; fi
 sum="$extras $(cksum < pyproject.toml)"
 if [ "$(cat "$stamps/$want" 2>/dev/null)" != "$sum" ]; then
   echo "installing stretto[$extras]"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stretto.errors import Busy, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
     from stretto.family import ModelInfo
     from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, TextDelta, TimelineSpan, Usage
+    from stretto.orchestrator.session import Item, Session
 
 _WHERE = {
     "stretto.api": ("Answer", "AsyncEngine", "Engine"),
@@ -31,6 +32,7 @@ _WHERE = {
     "stretto.orchestrator.api": (
         "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan", "Usage"
     ),
+    "stretto.orchestrator.session": ("Item", "Session"),
 }  # fmt: skip
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -49,9 +51,11 @@ __all__ = [
     "HostPlace",
     "HostSettings",
     "Invalid",
+    "Item",
     "MediaError",
     "ModelInfo",
     "Params",
+    "Session",
     "StageDead",
     "StrettoError",
     "TextDelta",

@@ -30,6 +30,7 @@ from stretto.family import ModelInfo
 from stretto.hub import find_model
 from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modality, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.session import Session
 from stretto.orchestrator.sync import SyncEngine
 from stretto.registry import write_tiny
 
@@ -151,6 +152,10 @@ class AsyncEngine:
     ) -> AsyncIterator[Event]:
         """The same as events, as they come. Closing the iterator cancels the request."""
         return self._running.speak(text, voice=voice, params=_params(params, options, self.info.defaults))
+
+    def session(self) -> Session:
+        """A conversation that goes on, with sound that is heard while it is spoken; `async with` closes it."""
+        return self._running.session(allow_paths=True)
 
     @property
     def _running(self) -> PipelineEngine:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stretto import __version__
 from stretto.client.command import add_bench_parser, add_talk_parser
+from stretto.cluster.command import run_on_ray
 from stretto.errors import Invalid, StrettoError
 from stretto.generate import add_generate_parser
 from stretto.server.command import add_env_parser, add_serve_parser
@@ -43,13 +44,14 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="stretto", description="A serving engine for omni-modal models.")
     top.add_argument("--version", action="version", version=f"stretto {__version__}")
     jobs = top.add_subparsers(required=True, metavar="JOB")
-    add_serve_parser(jobs)
+    add_serve_parser(jobs, {"ray": run_on_ray})
     add_generate_parser(jobs)
     add_talk_parser(jobs)
     add_bench_parser(jobs)
     tiny = jobs.add_parser("tiny", help="write a small random checkpoint in the released format")
     tiny.add_argument("directory", type=Path)
     tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("--family", metavar="NAME", help="of which model (a wrong name lists them)")
     tiny.set_defaults(job=run_tiny)
     add_env_parser(jobs)
     for job in jobs.choices.values():
@@ -63,7 +65,7 @@ def run_tiny(args: argparse.Namespace) -> int:
     try:
         if args.directory.exists() and (not args.directory.is_dir() or any(args.directory.iterdir())):
             raise Invalid(f"{args.directory} is there already: name a new or an empty directory", "directory")
-        write_tiny(args.directory, args.seed)
+        write_tiny(args.directory, args.seed, args.family)
     except OSError as e:
         raise Invalid(f"{args.directory}: cannot be written ({e.strerror or e})", "directory") from None
     print(f"wrote a tiny checkpoint to {args.directory}")

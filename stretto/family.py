@@ -13,13 +13,13 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from stretto.control.request import Params
+from stretto.control.request import PLAIN, Manner, Params
 from stretto.errors import Bug
 
-Capability = Literal["text", "speech", "reading", "text_ahead", "speech_ahead"]
-"""What a request can want: an answer in words, an answer in words and speech, or a given text read aloud. Or nothing
-but that the beginning of a prompt is read ahead of its end, so that the caches have it: for an answer in words, or in
-words and speech."""
+Capability = Literal["text", "speech", "reading", "enrolment", "text_ahead", "speech_ahead"]
+"""What a request can want: an answer in words, an answer in words and speech, a given text read aloud, or a voice made
+of a clip. Or nothing but that the beginning of a prompt is read ahead of its end, so that the caches have it: for an
+answer in words, or in words and speech."""
 Output = Literal["text", "audio"]
 
 
@@ -100,6 +100,11 @@ class ModelInfo:
     ear: Ear | None = None  # None: sound is taken whole, when it is over
     ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
     defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
+    languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
+    instructions: bool = False  # how a text is to be read can be said in words
+    cloning: bool = False  # voices can be made of clips
+    live_text: bool = False  # a text can be read while it is written
+    passage: int = 0  # characters that are read at once; longer texts are cut into such passages. 0: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ class Wanted:
     seed: int
     voice: str | None = None
     spoken: tuple[int, ...] | None = None  # the tokens that are to be read aloud
+    manner: Manner = PLAIN  # how
+    live: bool = False  # `spoken` is where they begin; the others follow
 
 
 @dataclass(frozen=True, slots=True)

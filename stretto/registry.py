@@ -7,18 +7,26 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, Invalid
 from stretto.family import Family, Model
 from stretto.named import load
 from stretto.prompt.files import read_json
 
 ENTRY_POINTS = "stretto.families"
 
-FAMILIES = {"qwen3_omni_moe": "stretto.models.qwen3_omni.family:open_model"}
+FAMILIES = {
+    "qwen3_omni_moe": "stretto.models.qwen3_omni.family:open_model",
+    "qwen3_tts": "stretto.models.qwen3_tts.family:open_model",
+}
 """Those that come with the package, by `model_type`."""
 
-DEFAULT = "stretto.models.qwen3_omni.tiny:write_tiny"
-"""Writes the checkpoint that is served when none is named: tiny, with random weights."""
+TINY = {
+    "qwen3-omni": "stretto.models.qwen3_omni.tiny:write_tiny",
+    "qwen3-tts": "stretto.models.qwen3_tts.tiny:write_tiny",
+    "qwen3-tts-design": "stretto.models.qwen3_tts.tiny:write_design",
+    "qwen3-tts-base": "stretto.models.qwen3_tts.tiny:write_base",
+}
+"""Writers of tiny checkpoints with random weights. The first one's is served when none is named."""
 
 
 def open_model(directory: str | Path) -> Model:
@@ -44,6 +52,9 @@ def model_type(directory: Path) -> str:
     return kind
 
 
-def write_tiny(directory: str | Path, seed: int = 0) -> None:
-    """The checkpoint that is served when none is named."""
-    load(DEFAULT)(Path(directory), seed)
+def write_tiny(directory: str | Path, seed: int = 0, family: str | None = None) -> None:
+    """A tiny checkpoint: of a family, or the one that is served when none is named."""
+    family = family or next(iter(TINY))
+    if family not in TINY:
+        raise Invalid(f"there is no tiny checkpoint of {family!r}; there are {', '.join(TINY)}", "family")
+    load(TINY[family])(Path(directory), seed)

@@ -23,8 +23,7 @@ class Mark(IntEnum):
     """How a chunk ends. Ordered, so that marks merge with `max`."""
 
     MORE = 0
-    SEGMENT_END = 1
-    REQUEST_END = 2
+    REQUEST_END = 1
 
 
 @dataclass(frozen=True, slots=True, order=True)

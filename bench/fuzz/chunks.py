@@ -22,7 +22,7 @@ from stretto.connector.contract import ChunkHeader, Corrupt, VersionMismatch
 from stretto.types import Mark, RequestId, Span
 
 INTERESTING = [0, 1, 2, 63, 64, 65, 127, 128, 255, 256, 4095, 2**15, 2**16, 2**30, 2**31, 2**32 - 1, 2**53, 2**63]
-REST = struct.Struct("<HHIIQQQQQQ")  # the prefix behind its checksum
+REST = struct.Struct("<HHIIQQQQ")  # the prefix behind its checksum
 NAMES = ["ids", "", "x" * 64, "x" * 65, "a/b", "..", "é", "ids\n"]
 DTYPES = [*(str(dtype.value) for dtype in wire.DTYPES), "float8_e4m3fn", "object", "", "int128"]
 
@@ -43,11 +43,11 @@ def golden() -> list[bytes]:
         "deep": torch.ones(1, 2, 1, 2, dtype=torch.bool),
     }
     chunks = [
-        wire.chunk(r, Span(9, 9), Mark.REQUEST_END, {}, epoch=1, segment=2, seq=3),
+        wire.chunk(r, Span(9, 9), Mark.REQUEST_END, {}, seq=3),
         wire.chunk(r, Span(0, 4), Mark.MORE, {"codes": torch.arange(64, dtype=torch.int32).view(4, 16)}),
-        wire.chunk(r, Span(4, 6), Mark.SEGMENT_END, rows, epoch=1, seq=2),
+        wire.chunk(r, Span(4, 6), Mark.REQUEST_END, rows, seq=2),
         wire.chunk(r, Span(0, 3), Mark.MORE, kinds),
-        wire.chunk(r, Span(0, 1), Mark.MORE, shapes, epoch=2**40),
+        wire.chunk(r, Span(0, 1), Mark.MORE, shapes, seq=2**40),
     ]
     return [bytes(wire.encode(chunk, checksum=checksum)) for chunk in chunks for checksum in (False, True)]
 

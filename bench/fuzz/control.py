@@ -51,6 +51,7 @@ from stretto.control.messages import (
     Quit,
     Ready,
     Stats,
+    Supply,
     Text,
     Throttle,
     ToHost,
@@ -72,7 +73,8 @@ from stretto.orchestrator import pipeline as pipelines
 from stretto.orchestrator.admission import Ask
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
-from stretto.prompt.packed import Bytes, Packed, pack
+from stretto.prompt.jobs import BuiltPrompt
+from stretto.prompt.packed import Bytes, Packed, PieceMeta, pack
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
 from stretto.types import SECRET_BYTES, RequestId
@@ -272,6 +274,7 @@ class Told:
         r = IDS[0]
         plain: list[ToHost] = [Cancel(r), Throttle(r, True), Throttle(r, False), Ping(1), Quit()]
         plain += [Finish(r, stage) for stage in STAGES]
+        plain += [Supply(r, stage, (PieceMeta((2, 2), bytes(16), 0),)) for stage in STAGES]
         plain += [Unlink(link) for link in LINKS]
         plain += [Listen(link, "shm", 1, SECRET) for link in LINKS]
         plain += [Connect(link, "shm", self.peer, 1, SECRET) for link in LINKS]
@@ -451,7 +454,7 @@ class Played:
         return host
 
     def ticket(self, prompt: Packed, ask: Ask) -> Any:
-        return self.engine._admit(prompt, ask, 0.0)
+        return self.engine._admit(BuiltPrompt(prompt), ask, 0.0)
 
     @property
     def tickets(self) -> list[Any]:

@@ -1,6 +1,6 @@
 """Chunks of few requests in no order, some of them damaged, for a link's inboxes. Part of the program `fuzz`.
 
-Among announcements, interruptions and ends; what comes out must follow what came out before, and no chunk may be kept,
+Among announcements and ends; what comes out must follow what came out before, and no chunk may be kept,
 or let go of twice."""
 
 from __future__ import annotations
@@ -37,23 +37,21 @@ class Reader:
     rng: random.Random
     boxes: Inboxes = field(default_factory=lambda: Inboxes(early_chunks=16, early_bytes=4096))
     held: list[Slot] = field(default_factory=list)  # one for each chunk that was not let go of
-    given: dict[RequestId, tuple[int, int, int, int]] = field(default_factory=dict)  # epoch, segment, seq and stop
+    given: dict[RequestId, tuple[int, int]] = field(default_factory=dict)  # seq and stop
     names: int = 0
 
     def chunk(self) -> Chunk:
         """Often the next of a request that is open, else anything near it; sometimes damaged on its way."""
         rng = self.rng
         request = self.request()
-        epoch, segment, seq, stop = rng.randrange(3), rng.randrange(3), rng.randrange(4), rng.randrange(9)
+        seq, stop = rng.randrange(4), rng.randrange(9)
         if request in self.boxes and rng.random() < 0.7:
             box = self.boxes[request]
-            epoch, segment, seq, stop = box.epoch, box.segment, len(box._stops), box.stop
-            if box.mark is not Mark.MORE:
-                segment, seq, stop = segment + 1, 0, 0
+            seq, stop = len(box._stops), box.stop
         span = Span(stop, stop + rng.randrange(4))
         tensors = {"rows": torch.arange(len(span), dtype=torch.int32)} if rng.random() < 0.9 else {}
-        mark = rng.choice((Mark.MORE, Mark.MORE, Mark.MORE, Mark.SEGMENT_END, Mark.REQUEST_END))
-        made = wire.chunk(request, span, mark, tensors, epoch=epoch, segment=segment, seq=seq)
+        mark = rng.choice((Mark.MORE, Mark.MORE, Mark.MORE, Mark.REQUEST_END))
+        made = wire.chunk(request, span, mark, tensors, seq=seq)
         data = wire.encode(made, checksum=True)
         if rng.random() < 0.05:
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -77,8 +75,6 @@ class Reader:
         elif what == 9:
             boxes.forget(request)
             self.given.pop(request, None)
-        elif what == 10 and request in boxes:
-            boxes.interrupt(request, boxes[request].epoch + rng.randrange(1, 3), rng.randrange(3))
         elif what < 16 and request in boxes:
             self.pop(request)
         else:
@@ -90,19 +86,17 @@ class Reader:
         if chunk is None:
             return
         h = chunk.header
-        epoch, segment, seq, stop = self.given.get(request, (0, 0, -1, 0))
-        assert (h.epoch, h.segment) >= (epoch, segment), "an older chunk after a newer one"
-        if (h.epoch, h.segment) == (epoch, segment):
-            assert (h.seq, h.start) == (seq + 1, stop), "a gap, or a repeat"
-        else:
-            assert (h.seq, h.start) == (0, 0), "a segment that does not begin at its beginning"
-        self.given[request] = (h.epoch, h.segment, h.seq, h.stop)
+        seq, stop = self.given.get(request, (-1, 0))
+        assert (h.seq, h.start) == (seq + 1, stop), "a gap, or a repeat"
+        self.given[request] = (h.seq, h.stop)
         chunk.release()
 
     def check(self) -> None:
         boxes = self.boxes
         assert boxes.num_early <= boxes.early_chunks
-        assert len(self.held) == boxes.num_early + sum(map(len, boxes)), "a chunk that nobody has, or a slot too many"
+        assert len(self.held) == boxes.num_early + sum(map(len, boxes._open.values())), (
+            "a chunk that nobody has, or a slot too many"
+        )
 
 
 def fuzz_inboxes(inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
@@ -121,7 +115,7 @@ def fuzz_inboxes(inputs: int, seed: int, step: Callable[[], None]) -> Counter[st
         if what != "no chunk":
             outcomes[f"inbox: {what}"] += 1
             step()
-    for request in [box.request for box in reader.boxes] + list(reader.boxes._early):
+    for request in [*reader.boxes._open, *reader.boxes._early]:
         reader.boxes.forget(request)
     assert not reader.held, "chunks that were never let go of"
     return outcomes

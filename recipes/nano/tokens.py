@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from recipes.nano import corpus, grammar, shape
 from recipes.nano.report import say
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.tiny_text import ATTRIBUTES, CHAT_TEMPLATE, ROLES, SHOWN, SPECIAL, SPLIT
+from stretto.models.tiny_text import ATTRIBUTES, CHAT_TEMPLATE, ROLES, SHOWN, SPECIAL, SPLIT
 
 FILE = "tokenizer.json"
 

@@ -21,10 +21,10 @@ memory and stay valid until its `release()`, also after `close()`. Releasing twi
 False when the timeout passes: that is backpressure, not a fault, and nothing was sent. Chunks are never dropped and
 never buffered beyond the credits. Only the receiver's `release` (or a refusal, or a purge) returns one.
 
-**Purge.** `purge(request, epoch)` drops the chunks of `request` whose epoch is *below* `epoch` (`EVERY_EPOCH`: all of
-them), those not yet taken and those still to come. The receiver skips them inside `take` and returns their credits;
-the sender's `put` discards them (releases the chunk, returns True). The inbox ignores those already taken. Each end is
-told by its own control message, so a purge never waits behind data. See `Fences`.
+**Purge.** `purge(request)` drops the chunks of `request`, those not yet taken and those still to come. The receiver
+skips them inside `take` and returns their credits; the sender's `put` discards them (releases the chunk, returns
+True). The inbox ignores those already taken. Each end is told by its own control message, so a purge never waits
+behind data. See `Fences`.
 
 **Closing.** After the sender's `close`, the receiver takes what was put and then gets `LinkClosed` from every call.
 After the receiver's `close`, the sender gets `LinkClosed` at once. A blocked `put` or `take` returns with `LinkClosed`
@@ -62,13 +62,11 @@ import torch
 from stretto.errors import Gone, StageDead, StrettoError, WireError
 from stretto.types import Mark, RequestId, Span
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 DEATH_S = 0.5
 """A peer's death is seen by the other end within this time, busy or idle."""
 MAX_COUNT = 2**53
 """Bound of every counter in a header: exact in any language's numbers, never reached."""
-EVERY_EPOCH = MAX_COUNT
-"""`purge(request, EVERY_EPOCH)`: the request is over, nothing of it is wanted any more."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Za-z0-9_.:-]+\Z")]
@@ -105,8 +103,6 @@ class ChunkHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Count
     request: Annotated[RequestId, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Za-z0-9_.:-]+\Z")]
-    epoch: Count
-    segment: Count
     seq: Count
     start: Count
     stop: Count
@@ -257,7 +253,7 @@ class Sender(Protocol):
         """What the receiver refused since the last call."""
         ...
 
-    def purge(self, request: RequestId, epoch: int) -> None: ...
+    def purge(self, request: RequestId) -> None: ...
 
     def check(self) -> None:
         """Raise what a `put` would raise (`PeerDead`, `LinkClosed`), if anything."""
@@ -280,7 +276,7 @@ class Receiver(Protocol):
         """Slots that hold no chunk, as far as this end knows."""
         ...
 
-    def purge(self, request: RequestId, epoch: int) -> None: ...
+    def purge(self, request: RequestId) -> None: ...
 
     def check(self) -> None:
         """Raise what a `take` would raise after the last chunk (`PeerDead`, `LinkClosed`), if anything."""
@@ -306,19 +302,19 @@ class Connector(Protocol):
 
 @dataclass(slots=True)
 class Fences:
-    """Which epochs of which requests are no longer wanted: the memory of `purge`, for all connectors.
+    """Which requests are no longer wanted: the memory of `purge`, for all connectors.
 
     Bounded; the oldest entry is removed first. A removed entry costs only a late chunk, which the inbox ignores.
     `stale` is one dict lookup, so a courier may call it while another thread purges."""
 
     limit: int = 4096
-    floor: OrderedDict[RequestId, int] = field(default_factory=OrderedDict)
+    over: OrderedDict[RequestId, None] = field(default_factory=OrderedDict)
 
-    def purge(self, request: RequestId, epoch: int) -> None:
-        self.floor[request] = max(epoch, self.floor.get(request, 0))
-        self.floor.move_to_end(request)
-        while len(self.floor) > self.limit:
-            self.floor.popitem(last=False)
+    def purge(self, request: RequestId) -> None:
+        self.over[request] = None
+        self.over.move_to_end(request)
+        while len(self.over) > self.limit:
+            self.over.popitem(last=False)
 
     def stale(self, header: ChunkHeader) -> bool:
-        return header.epoch < self.floor.get(header.request, 0)
+        return header.request in self.over

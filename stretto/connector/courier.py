@@ -127,10 +127,10 @@ class Outgoing:
         """Wake the loop once after the next chunk has left the queue."""
         self._wake_wanted = True
 
-    def purge(self, request: RequestId, epoch: int) -> None:
-        """Do not send chunks of `request` from before `epoch`, neither those that wait here nor those to come."""
-        self._fences.purge(request, epoch)
-        self._sender.purge(request, epoch)
+    def purge(self, request: RequestId) -> None:
+        """Do not send chunks of `request`, neither those that wait here nor those to come."""
+        self._fences.purge(request)
+        self._sender.purge(request)
 
     def faults(self) -> list[StrettoError]:
         return self._faults.take()
@@ -190,12 +190,13 @@ class Outgoing:
         return True
 
     def _send(self, chunk: Chunk) -> None:
-        request, epoch = chunk.header.request, chunk.header.epoch
+        request = chunk.header.request
         try:
             self._put(chunk)
         except PutFailed as error:
             chunk.release()
-            self._fail(PutFailed(error.message, link=self.metrics.link, request=request), epoch)
+            self._fences.purge(request)  # its later chunks would only be gaps at the other end
+            self._faults.add(PutFailed(error.message, link=self.metrics.link, request=request))
         except (PeerDead, LinkClosed) as error:
             chunk.release()
             raise type(error)(error.message, link=self.metrics.link, request=request) from error
@@ -232,13 +233,7 @@ class Outgoing:
         """Read credits and refusals. Not with every chunk: each of these may be a system call."""
         self.metrics.credits = self._sender.credits()
         for refused in self._sender.refusals():
-            self._fail(Refused(refused.message, link=self.metrics.link, request=refused.request))
-
-    def _fail(self, error: OnLink, epoch: int | None = None) -> None:
-        """One request is lost on this link. Its later chunks would only be gaps at the other end: stop them."""
-        if error.request is not None and epoch is not None:
-            self._fences.purge(error.request, epoch + 1)
-        self._faults.add(error)
+            self._faults.add(Refused(refused.message, link=self.metrics.link, request=refused.request))
 
     def _end(self, error: OnLink) -> None:
         """The link is over: report a fault for each request that had a chunk in flight (or one fault without a
@@ -308,10 +303,10 @@ class Incoming:
             self.metrics.purged += 1
         return None
 
-    def purge(self, request: RequestId, epoch: int) -> None:
-        """Drop chunks of `request` from before `epoch`, both those that wait here and those to come."""
-        self._fences.purge(request, epoch)
-        self._receiver.purge(request, epoch)
+    def purge(self, request: RequestId) -> None:
+        """Drop chunks of `request`, both those that wait here and those to come."""
+        self._fences.purge(request)
+        self._receiver.purge(request)
 
     def faults(self) -> list[StrettoError]:
         return self._faults.take()

@@ -128,7 +128,7 @@ class ShmSender(SlotSender):
                 self._pending
                 or self._state is not _OPEN
                 or not self._zero_copy
-                or (self._floor and self._fences.stale(header))
+                or (self._over and self._fences.stale(header))
             ):
                 return self._put(chunk, timeout)
             slot = self._last
@@ -216,7 +216,7 @@ class ShmReceiver(SlotReceiver):
                     self._held[seq] = slot
                     self._next = seq + 1
                     chunk = wire.read(sock.pages[slot], size, SlotLease(self, seq))
-                    if not self._floor or not self._fences.stale(chunk.header):
+                    if not self._over or not self._fences.stale(chunk.header):
                         return chunk
                     chunk.release()
                     return self._take(timeout)

@@ -120,7 +120,7 @@ class SlotSender(_End):
         self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> seq and request of its chunk
         self._refused: deque[Refused] = deque()
         self._fences = Fences()
-        self._floor = self._fences.floor
+        self._over = self._fences.over
         self._seq = 0
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
@@ -302,8 +302,8 @@ class SlotSender(_End):
         self._poll()
         return [self._refused.popleft() for _ in range(len(self._refused))]
 
-    def purge(self, request: RequestId, epoch: int) -> None:
-        self._fences.purge(request, epoch)
+    def purge(self, request: RequestId) -> None:
+        self._fences.purge(request)
 
     def check(self) -> None:
         self._poll()
@@ -350,7 +350,7 @@ class SlotReceiver(_End):
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
         self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping makes a second release harmless
         self._fences = Fences()
-        self._floor = self._fences.floor
+        self._over = self._fences.over
         self._next = 0
 
     def take(self, timeout: float) -> Chunk | None:
@@ -435,8 +435,8 @@ class SlotReceiver(_End):
         self._poll()
         return self.endpoint.slots - len(self._held)
 
-    def purge(self, request: RequestId, epoch: int) -> None:
-        self._fences.purge(request, epoch)
+    def purge(self, request: RequestId) -> None:
+        self._fences.purge(request)
 
     def check(self) -> None:
         self._poll()

@@ -52,7 +52,7 @@ MAX_DIMS = 8
 MAX_BYTES = 1 << 30
 
 _START = struct.Struct("<4sHHI")  # magic, version, zero, checksum of what follows up to the first blob
-_REST = struct.Struct("<HHIIQQQQQQ")  # flags, mark, header bytes, blob crc32, blob bytes, epoch, ..., stop
+_REST = struct.Struct("<HHIIQQQQ")  # flags, mark, header bytes, blob crc32, blob bytes, seq, start, stop
 _PREFIX = struct.Struct(_START.format + _REST.format[1:])
 PREFIX_BYTES = _PREFIX.size
 _REST_AT = _START.size
@@ -214,15 +214,13 @@ def chunk(
     mark: Mark,
     tensors: Mapping[str, torch.Tensor],
     *,
-    epoch: int = 0,
-    segment: int = 0,
     seq: int = 0,
     lease: Lease | None = None,
     event: torch.cuda.Event | None = None,
 ) -> Chunk:
     """A chunk around `tensors`, with its header filled in."""
     table = layout(tensors)
-    header = ChunkHeader(WIRE_VERSION, request, epoch, segment, seq, span.start, span.stop, mark, table)
+    header = ChunkHeader(WIRE_VERSION, request, seq, span.start, span.stop, mark, table)
     return Chunk(header, tensors, lease, event)
 
 
@@ -395,8 +393,6 @@ def write_head(page: Page, header: ChunkHeader, *, checksum: bool = False) -> in
         form.length,
         crc,
         plan.blob_bytes,
-        header.epoch,
-        header.segment,
         header.seq,
         header.start,
         header.stop,
@@ -423,7 +419,7 @@ def read(page: Page, size: int, lease: Lease | None = None) -> Chunk:
     if size < PREFIX_BYTES or size > page.size:
         raise Corrupt(f"{size} bytes are less than a prefix, or more than there are")
     prefix = _unpack_prefix(memory)
-    magic, version, zero, head_crc, flags, mark, length, crc, blobs, epoch, segment, seq, start, stop = prefix
+    magic, version, zero, head_crc, flags, mark, length, crc, blobs, seq, start, stop = prefix
     if magic != MAGIC or version != WIRE_VERSION:
         raise _foreign(magic, version)
     if length > MAX_HEADER or blobs > MAX_BYTES:
@@ -446,7 +442,7 @@ def read(page: Page, size: int, lease: Lease | None = None) -> Chunk:
         raise Corrupt("the tensor table does not describe the blobs", request=request)
     if zero or flags > BLOB_CHECKSUM or mark > _LAST_MARK or (crc and not flags):
         raise Corrupt("prefix outside its one form", request=request)
-    if (epoch | segment | seq | stop) >> _COUNT_BITS or start > stop:
+    if (seq | stop) >> _COUNT_BITS or start > stop:
         raise Corrupt("counters outside the limits", request=request)
     for begin, end in plan.gaps:
         if memory[begin:end] != _ZEROS[: end - begin]:
@@ -456,7 +452,7 @@ def read(page: Page, size: int, lease: Lease | None = None) -> Chunk:
             raise Corrupt(f"tensor {blob.name!r}: a bool that is neither", request=request)
     if flags and _crc32(memory[at:size]) != crc:
         raise Corrupt("blob checksum does not match", request=request)
-    header = ChunkHeader(WIRE_VERSION, request, epoch, segment, seq, start, stop, _MARKS[mark], form.tensors)
+    header = ChunkHeader(WIRE_VERSION, request, seq, start, stop, _MARKS[mark], form.tensors)
     return Chunk(header, page.views.get(plan) or _views(page, plan), lease)
 
 

@@ -14,16 +14,18 @@ from stretto.errors import Invalid
 
 def spread(config: EngineConfig, cards: int) -> EngineConfig:
     """One replica for each card, where nothing says otherwise: settings that name no device on a machine with cards."""
-    if config.devices or config.num_pipelines == 1 or card_of(config.host.device) is None:
+    if config.devices or isinstance(config.replicas, tuple) or config.replicas == 1:
+        return config
+    if card_of(config.host.device) is None:
         return config
     if isinstance(config.placement, tuple) and any(h.device for h in config.placement):
         return config
-    if config.num_pipelines > cards:
+    if config.replicas > cards:
         raise Invalid(
-            f"{config.num_pipelines} replicas, each on a card of its own, but there {_are(cards)}; to let replicas "
+            f"{config.replicas} replicas, each on a card of its own, but there {_are(cards)}; to let replicas "
             "share a card, name it (--device cuda:0)", "replicas",
         )  # fmt: skip
-    return replace(config, devices=tuple(f"cuda:{i}" for i in range(config.num_pipelines)))
+    return replace(config, devices=tuple(f"cuda:{i}" for i in range(config.replicas)))
 
 
 def check_cards(config: EngineConfig, stages: Sequence[str], cards: int) -> None:

@@ -113,6 +113,15 @@ class Cancel(Wire, frozen=True, tag="cancel"):
     request: RequestId
 
 
+class Say(Wire, frozen=True, tag="say"):
+    """More of a text that is read aloud while it is written."""
+
+    request: RequestId
+    stage: str
+    ids: tuple[TokenId, ...]
+    last: bool = False
+
+
 class Finish(Wire, frozen=True, tag="finish"):
     """What a stage has made is all there shall be (a stop string was found): it ends here, in good order, and the
     stages behind it go on with what they have got."""
@@ -136,7 +145,9 @@ class Quit(Wire, frozen=True, tag="quit"):
     pass
 
 
-ToHost = Configure | Listen | Connect | Unlink | Features | Admit | Supply | Cancel | Finish | Throttle | Ping | Quit
+ToHost = (
+    Configure | Listen | Connect | Unlink | Features | Admit | Supply | Say | Cancel | Finish | Throttle | Ping | Quit
+)
 
 
 # -- host to orchestrator
@@ -198,6 +209,12 @@ class Pcm(Wire, frozen=True, tag="pcm"):
     frames: int
 
 
+class Made(Wire, frozen=True, tag="made"):
+    """A request has made something that is neither text nor sound; the blob holds it."""
+
+    request: RequestId
+
+
 class Ended(Wire, frozen=True, tag="ended"):
     """A stage is done with a request. `marks` are the times (monotonic clock) at which its outputs came."""
 
@@ -252,6 +269,7 @@ FromHost = (
     | Text
     | Codes
     | Pcm
+    | Made
     | Ended
     | Working
     | Lacking

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from stretto.errors import Invalid
 
+MAX_GRAMMAR = 1 << 17
+"""Letters."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
@@ -29,6 +32,18 @@ class ChunkSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Manner:
+    """How a text is to be read aloud, beside the voice's name. Not every model takes all of it."""
+
+    instructions: str = ""
+    language: str | None = None  # None: the model finds out
+    voice: bytes = b""  # one that was made of a clip, as `Engine.enrol` gave it
+
+
+PLAIN = Manner()
+
+
+@dataclass(frozen=True, slots=True)
 class Params:
     """How a request is answered. What a caller leaves open comes from the model (`ModelInfo.defaults`); the values here
     are for models that say nothing."""
@@ -37,6 +52,9 @@ class Params:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0  # tokens less likely than this times the best one are not drawn
+    frequency_penalty: float = 0.0  # taken off a token's logit each time that the answer has it
+    presence_penalty: float = 0.0  # the same, once
     seed: int | None = None  # None: a fresh one, reported in `Finished`
     speech_temperature: float = 0.9  # of the speech; 0 is greedy
     speech_top_p: float = 1.0
@@ -47,6 +65,7 @@ class Params:
     max_frames: int = 4095
     stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str = ""  # that the text must follow, in llguidance's form of Lark; none: it is free
     ignore_eos: bool = False  # the text runs to `max_text_tokens`
     min_text_tokens: int = 0  # come before the end token, or the token that completes a stop string, may
     min_frames: int = 0
@@ -60,6 +79,9 @@ class Params:
             "top_p": 0.0 < self.top_p <= 1.0,
             "top_k": self.top_k >= 0,
             "repetition_penalty": 0.0 < self.repetition_penalty <= 10.0,
+            "min_p": 0.0 <= self.min_p <= 1.0,
+            "frequency_penalty": -2.0 <= self.frequency_penalty <= 2.0,
+            "presence_penalty": -2.0 <= self.presence_penalty <= 2.0,
             "speech_temperature": 0.0 <= self.speech_temperature <= 2.0,
             "speech_top_p": 0.0 < self.speech_top_p <= 1.0,
             "speech_top_k": self.speech_top_k >= 0,
@@ -69,8 +91,11 @@ class Params:
             "min_text_tokens": 0 <= self.min_text_tokens <= self.max_text_tokens,
             "min_frames": 0 <= self.min_frames <= self.max_frames,
             "stop": len(self.stop) <= 16 and all(0 < len(s) <= 256 for s in self.stop),
+            "grammar": len(self.grammar) <= MAX_GRAMMAR,
             "logit_bias": len(self.logit_bias) <= 1024 and all(-100 <= b <= 100 for b in self.logit_bias.values()),
         }
         for name, fine in checks.items():
             if not fine:
-                raise Invalid(f"{name} is out of range: {getattr(self, name)!r}", name)
+                raise Invalid(f"{name} is out of range: {str(getattr(self, name))[:200]}", name)
+        if self.grammar and (self.ignore_eos or self.min_text_tokens):
+            raise Invalid("a grammar says where the text ends: leave out min_tokens and ignore_eos", "response_format")

@@ -81,6 +81,14 @@ def _device(name: str) -> str:
     return name
 
 
+def parse_replicas(text: str) -> int | tuple[int, int]:
+    """`4`, or `1:8`"""
+    least, colon, most = (part.strip() for part in text.partition(":"))
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise Invalid(f"replicas must be a number, or from:to such as 1:8, got {text!r}", "replicas")
+    return (int(least), int(most)) if colon else int(least)
+
+
 def parse_blocks(text: str) -> dict[str, int]:
     """`a=512, b=1024`: blocks of the stages' KV caches."""
     blocks: dict[str, int] = {}
@@ -124,6 +132,9 @@ class HostSettings:
         dict, "memory", "blocks of stages' KV caches (default: on a GPU, they share what is free)", "STAGE=N,...",
         name="kv_blocks", parse=parse_blocks,
     )  # fmt: skip
+    memory_share: float = setting(
+        1.0, "memory", "part of a card's memory that a host may take, where it shares the card with strangers", "PART"
+    )
     max_rows: int = setting(
         32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
     )
@@ -155,6 +166,8 @@ class HostSettings:
         if self.expert_weights == "float8" and self.dtype == "float16":
             # Sums over float8 numbers come before their scale, and are far beyond what float16 holds.
             raise Invalid("float8 expert weights need dtype bfloat16 or float32", "expert_weights")
+        if not 0 < self.memory_share <= 1:
+            raise Invalid(f"memory_share must be above 0 and at most 1, got {self.memory_share}", "memory_share")
         if not self.launch_lead_ms >= 0:
             raise Invalid(f"launch_lead_ms must not be negative, got {self.launch_lead_ms}", "launch_lead_ms")
         for name, least in LEAST.items():
@@ -185,9 +198,10 @@ class EngineConfig:
         dict, "model", "of the mooncake connector: protocol=rdma,device=mlx5_0 (default: tcp)", "NAME=VALUE,...",
         parse=parse_details,
     )  # fmt: skip
-    replicas: int = setting(
-        1, "model", "pipelines side by side; each on a card of its own, where no device is named", "N"
-    )
+    replicas: int | tuple[int, int] = setting(
+        1, "model", "pipelines side by side; each on a card of its own, where no device is named; with --backend ray "
+        "also from:to, such as 1:8", "N", parse=parse_replicas,
+    )  # fmt: skip
     max_requests: int = 64  # running at once, over all replicas; more are refused with Busy
     stall_s: float = setting(30.0, "limits", "a request that makes no progress for so long fails", "SECONDS")
     start_timeout_s: float = setting(600.0, "limits", "the model must be loaded within so long", "SECONDS")
@@ -213,7 +227,8 @@ class EngineConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.max_requests < 1 or self.stall_s <= 0:
+        least, most = self.replica_range
+        if not 1 <= least <= most or self.max_requests < 1 or self.stall_s <= 0:
             raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
         if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
             raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
@@ -225,15 +240,20 @@ class EngineConfig:
                     f"{name}={value} for {self.connector}", "link_details",
                 )  # fmt: skip
         hosts = self.placement if isinstance(self.placement, tuple) else ()
-        most = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
-        if most > self.replicas:
-            raise Invalid(
-                f"{most} devices are named, one for each replica, but replicas is {self.replicas}", "replicas"
-            )
+        named = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
+        if named > least:
+            raise Invalid(f"{named} devices are named, one for each replica, but replicas is {least}", "replicas")
+
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        """The least and the most replicas."""
+        return self.replicas if isinstance(self.replicas, tuple) else (self.replicas, self.replicas)
 
     @property
     def num_pipelines(self) -> int:
         """In this process."""
+        if isinstance(self.replicas, tuple):
+            raise Invalid("replicas that come and go, such as 1:8, need --backend ray", "replicas")
         return self.replicas
 
     def replica(self, number: int) -> EngineConfig:

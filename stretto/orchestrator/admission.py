@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from stretto.control.messages import Admit, Lacking, Supply
-from stretto.control.request import Params
+from stretto.control.request import PLAIN, Manner, Params
 from stretto.errors import Bug, Gone, Invalid, TooLong
 from stretto.family import Capability, Wanted
 from stretto.orchestrator.pipeline import PIECE
@@ -35,6 +35,9 @@ class Ask:
     id: RequestId | None
     spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer to be made
     session: str | None = None
+    manner: Manner = PLAIN  # of reading aloud
+    live: bool = False  # the text that is read aloud is still being written
+    enrols: bool = False  # wants a voice, not an answer
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
     ahead: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
 
@@ -43,6 +46,8 @@ class Ask:
         """What its stages have to do."""
         if self.ahead:
             return "speech_ahead" if self.speak else "text_ahead"
+        if self.enrols:
+            return "enrolment"
         if not self.speak:
             return "text"
         return "speech" if self.spoken is None else "reading"
@@ -52,7 +57,7 @@ def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
     """The parameters, with limits that the model has room for beside a prompt of so many tokens."""
     params = ask.params
     room = max_positions - num_prompt
-    if ask.spoken is None and params.max_text_tokens > room:
+    if ask.spoken is None and not ask.enrols and params.max_text_tokens > room:
         if room < 1:
             raise TooLong(f"the prompt has {num_prompt} tokens; the limit is {max_positions - 1}", "messages")
         params = replace(params, max_text_tokens=room, min_text_tokens=min(params.min_text_tokens, room))
@@ -85,7 +90,7 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
     """Tell all stages of a request at once, so that each is ready before its first input comes. Features go to hosts
     whose stages encode them alone, large ones ahead and piece by piece. `shared`: prompts of all owners are one in the
     prefix caches."""
-    wanted = Wanted(ask.capability, t.params, t.seed, ask.voice, ask.spoken)
+    wanted = Wanted(ask.capability, t.params, t.seed, ask.voice, ask.spoken, ask.manner, ask.live)
     told = {stage: msgspec.Raw(_encode(params)) for stage, params in t.model.stage_params(wanted).items()}
     if set(told) != set(t.stages):
         raise Bug(f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}")

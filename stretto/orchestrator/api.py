@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stretto.control.request import Params
+from stretto.control.request import PLAIN, Manner, Params
 from stretto.family import ModelInfo
 from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.spool import Spool
@@ -96,7 +96,14 @@ class Finished:
     prompt_ids: tuple[int, ...] = ()
 
 
-Event = TextDelta | CodeFrames | AudioChunk | Finished
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """What a request made that is neither text nor sound: a voice."""
+
+    data: bytes
+
+
+Event = TextDelta | CodeFrames | AudioChunk | Product | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +131,31 @@ class Engine(Protocol):
         params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
+        session: str | None = None,
         owner: str = "",
     ) -> AsyncIterator[Event]:
-        """Answer a conversation. A prompt is only found in caches if it was the same `owner`'s before."""
+        """Answer a conversation. A prompt is only found in caches if it was the same `owner`'s before. Requests of one
+        `session` go to the same pipeline, as long as it is up."""
         ...
 
     def speak(
         self,
-        text: str,
+        text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
+        manner: Manner = PLAIN,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
         sender: str = "",
     ) -> AsyncIterator[Event]:
-        """Read a text aloud, instead of an answer that the model writes. `sender`: who takes
-        turns with whom where prompts are built, as in `Conversation`."""
+        """Read a text aloud, instead of an answer that the model writes; some models can while it is being written.
+        `sender`: who takes turns with whom where prompts are built, as in `Conversation`."""
+        ...
+
+    async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
+        """Make a voice of a clip, for `Manner.voice`: of one message with a sound and, for a closer likeness, what is
+        said in it. The voice is this model's alone."""
         ...
 
     def session(self, *, owner: str = "") -> Session:

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import numpy as np
 
 from stretto import errors
 from stretto.control.devices import check_cards
-from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lacking, Pcm, Text, Working
-from stretto.control.request import Params
+from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lacking, Made, Pcm, Text, Working
+from stretto.control.request import PLAIN, Manner, Params
 from stretto.control.settings import EngineConfig, check_model
 from stretto.device import cards
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
@@ -32,14 +33,16 @@ from stretto.named import load
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.admission import Ask, Names, announce, fitted, supply
-from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Progress
+from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Product, Progress
 from stretto.orchestrator.cards import Cards
 from stretto.orchestrator.hosts import Launcher
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.routing import Router
+from stretto.orchestrator.reading import check_manner, read_passages, write
+from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
+from stretto.prompt.passages import Writing, passages
 from stretto.prompt.pool import PromptPool
 from stretto.prompt.spool import Spool
 from stretto.prompt.template import TextStream
@@ -137,6 +140,11 @@ class PipelineEngine:
             return Progress("dead", stages, trouble or "no pipeline is up")
         return Progress("ready", stages, trouble)
 
+    @property
+    def pace(self) -> float:
+        """How fast the slowest running speech is made, in times of real time; infinite if there is none."""
+        return min((slowest(p, self._tickets.values()) for p in self._pipelines), default=float("inf"))
+
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
         values["stretto_engine_running"] = self._accepted
@@ -178,19 +186,56 @@ class PipelineEngine:
 
     def speak(
         self,
-        text: str,
+        text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
+        manner: Manner = PLAIN,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
         sender: str = "",
     ) -> AsyncIterator[Event]:
         self.check(("audio",), voice)
+        check_manner(manner, self._info)
+        ask = Ask(True, voice, params or self._info.defaults, request_id, manner=manner, owner=owner)
+        if not isinstance(text, str):
+            if not self._info.live_text:
+                raise Invalid("this model reads whole texts alone", "input")
+            writing = Writing(self.builder.tokenizer.encode)
+            build = partial(self._prompts.read, "", sender, manner.instructions)
+            return self.run(build, replace(ask, live=True), lambda t: write(t, text, writing))
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
-        ask = Ask(True, voice, params or self._info.defaults, request_id, owner=owner)
-        return self.run(lambda: self._prompts.read(text, sender), ask)
+
+        def speak(passage: str, ask: Ask = ask) -> AsyncIterator[Event]:
+            return self.run(lambda: self._prompts.read(passage, sender, manner.instructions), ask)
+
+        if not self._info.passage:
+            return speak(text)
+        found = passages(text, self._info.passage)
+        if len(found) == 1:
+            return speak(found[0])
+        seed = ask.params.seed if ask.params.seed is not None else fresh_seed()
+        one = replace(ask, params=replace(ask.params, seed=seed))  # one voice throughout
+        return read_passages(found, lambda passage: speak(passage, one))
+
+    async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
+        if not self._info.cloning:
+            raise Invalid("this model has no voices but its own", "voice")
+        if self._draining:
+            raise Busy("the server is shutting down")
+
+        async def build() -> BuiltPrompt:
+            try:
+                return await self._prompts.build(clip)
+            finally:
+                clip.close()
+
+        made = b""
+        async for event in self.run(build, Ask(False, None, Params(), None, enrols=True, owner=owner)):
+            if isinstance(event, Product):
+                made = event.data
+        return made
 
     def session(self, *, owner: str = "", allow_paths: bool = False) -> Session:
         """A conversation that goes on: see `session.py`."""
@@ -212,16 +257,25 @@ class PipelineEngine:
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         return await self._prompts.outline(body, long, most, sender)
 
-    async def run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
-        """A request, from its prompt to its last event."""
+    async def run(
+        self,
+        build: Callable[[], Awaitable[BuiltPrompt]],
+        ask: Ask,
+        writes: Callable[[Ticket], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[Event]:
+        """A request, from its prompt to its last event. `writes` goes on beside it: it tells it text that is still to
+        come."""
         with self._place():
             arrived = time.monotonic()
             prompt = await build()
             ask = replace(ask, spoken=prompt.spoken)
             ticket = self._admit(prompt, ask, arrived)
             del prompt  # its features go as soon as they are sent
+            beside: asyncio.Task[None] | None = None
             try:
                 await announce(ticket, ask, self.config.share_prefix_cache)
+                if writes is not None:
+                    beside = asyncio.ensure_future(writes(ticket))
                 while not ticket.over:
                     event = await ticket.events.get()
                     if isinstance(event, StrettoError):
@@ -232,6 +286,8 @@ class PipelineEngine:
                         ticket.over = True
                     yield event
             finally:
+                if beside is not None:
+                    beside.cancel()
                 self._leave(ticket)
 
     @contextmanager
@@ -319,6 +375,8 @@ class PipelineEngine:
             case Codes(start=start, width=width):
                 codes = np.frombuffer(blob, np.int32).reshape(-1, width)
                 t.events.put_nowait(CodeFrames(start, codes))
+            case Made():
+                t.events.put_nowait(Product(blob))
             case Ended():
                 t.end(message)
             case Working():
@@ -356,7 +414,13 @@ class PipelineEngine:
     def _look(self, t: Ticket) -> None:
         now = time.monotonic()
         rest = now - t.progressed
-        if t.over or t.failed or t.throttled or rest <= self.config.stall_s * (PATIENCE if self._in_line(t) else 1):
+        if (
+            t.over
+            or t.failed
+            or t.throttled
+            or t.written
+            or rest <= self.config.stall_s * (PATIENCE if self._in_line(t) else 1)
+        ):
             return
         if t.events.empty():  # else its consumer is at rest, not the stages
             waiting = sorted(t.unfinished)

@@ -60,6 +60,7 @@ class Ticket:
     packets: list[float] = field(default_factory=list)
     progressed: float = 0.0
     throttled: bool = False
+    written: bool = False  # its text is still being written: it may rest for as long as its writer does
     failed: bool = False
     over: bool = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -41,12 +41,14 @@ class Build(Wire, frozen=True, tag="build"):
     messages: Span
     tools: Span | None = None
     audio_in_video: bool = False
+    variables: dict[str, bool | int | float | str | None] = {}  # of the chat template
 
 
 class Read(Wire, frozen=True, tag="read"):
-    """Make a prompt of a text that is to be read aloud, and its tokens."""
+    """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands behind it."""
 
     text: Span
+    instructions: Span | None = None
 
 
 class Outline(Wire, frozen=True, tag="outline"):
@@ -137,11 +139,23 @@ class Conversation:
     recalled: dict[str, str] = field(default_factory=dict)  # texts of earlier answers, by the id they are referred to
     sender: str = ""  # whose turn it is when many ask at once
     close: Callable[[], None] = lambda: None  # gives the body's memory back
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
 
     @classmethod
     def of(cls, messages: bytes, tools: bytes | None = None, **more: Any) -> Conversation:
         a, b = len(messages), len(messages) + len(tools or b"")
         return cls(messages + (tools or b""), (0, a), (a, b) if tools is not None else None, **more)
+
+    def shared(self, count: int) -> list[Conversation]:
+        """The same for so many prompts; the body goes back when the last of them is built."""
+        left = [count]
+
+        def close() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self.close()
+
+        return [replace(self, close=close) for _ in range(count)]
 
     def parts(self) -> tuple[memoryview, memoryview | None]:
         """Messages and tools."""

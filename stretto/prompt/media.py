@@ -61,6 +61,7 @@ class MediaLimits:
 
     file_bytes: int = 64 << 20  # one file
     audio_seconds: float = 2400.0
+    sample_rate: int = SAMPLE_RATE  # that clips are brought to
     audio_values: int = 1 << 28  # samples times channels, before resampling: up to 17 ns each; 40 min at CD rate fit
     audio_channels: int = 8  # one clip
     image_pixels: int = 64_000_000  # one picture, or one frame of a video
@@ -148,7 +149,8 @@ class Mixer:
         self.rate, self.channels, self.budget = rate, channels, budget
         self.num_samples = 0
         self._before = budget.audio_seconds, budget.audio_values  # used by other clips
-        self._resampler = None if rate == SAMPLE_RATE else soxr.ResampleStream(rate, SAMPLE_RATE, 1, quality="HQ")
+        self.wanted = wanted = budget.limits.sample_rate
+        self._resampler = None if rate == wanted else soxr.ResampleStream(rate, wanted, 1, quality="HQ")
         self._blocks: list[Array] = []
 
     def check(self, num_samples: int) -> tuple[float, int]:
@@ -177,8 +179,8 @@ class Mixer:
             raise MediaError("audio holds values that are not finite numbers")
         if len(samples) <= PAD:
             raise MediaError(
-                f"audio is too short: {1000 * len(samples) / SAMPLE_RATE:.1f} ms, at least "
-                f"{1000 * (PAD + 1) / SAMPLE_RATE:.1f} ms are needed"
+                f"audio is too short: {1000 * len(samples) / self.wanted:.1f} ms, at least "
+                f"{1000 * (PAD + 1) / self.wanted:.1f} ms are needed"
             )
         return samples
 

@@ -188,17 +188,19 @@ class PromptPool:
             files.append(Spool.of(msgspec.json.encode(talk.recalled)))
             made.append(files[1])
         try:
-            work = Build(talk.messages, talk.tools, audio_in_video)
+            work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return self._built(await self._do(work, files, talk.sender))
         finally:
             for file in made:
                 file.close()
 
-    async def read(self, text: str, sender: str = "") -> BuiltPrompt:
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
-        source = Spool.of(text.encode("utf-8", "replace"))
+        words, how = (t.encode("utf-8", "replace") for t in (text, instructions))
+        source, size = Spool.of(words + how), len(words)
+        work = Read((0, size), (size, size + len(how)) if how else None)
         try:
-            return self._built(await self._do(Read((0, source.size)), [source], sender))
+            return self._built(await self._do(work, [source], sender))
         finally:
             source.close()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -36,6 +36,8 @@ from stretto.prompt.files import read_json
 
 # Unicode sets these aside for a program's own use; text is not supposed to hold any of them.
 _PRIVATE = [chr(c) for c in range(0xFDD0, 0xFDF0)]
+MAX_VARIABLES = 16
+_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 # How text is cut into pieces that merges do not cross, for checkpoints that state vocabulary and merges but not the
 # whole tokenizer: the widespread rule of byte-level vocabularies, with digits one by one.
@@ -186,10 +188,16 @@ class ChatTemplate:
         except jinja2.TemplateError as e:
             raise CheckpointError(f"{path}: the chat template cannot be used ({e})") from None
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[str]:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[str]:
         """The prompt, cut at the template's own markers: text, marker, text, marker, ... text.
 
-        Roles are the caller's own words; every other string in `messages` and `tools` is taken for a client's."""
+        Roles are the caller's own words; every other string in `messages` and `tools` is taken for a client's.
+        `variables` are switches of the template (`check_variables`): no text that could be one of its markers."""
         guard = ""
         try:
             guard = self._private([messages, tools])
@@ -198,7 +206,9 @@ class ChatTemplate:
                 for m in messages
             ]
             known = _each_string(tools, lambda s: self._guard(s, guard))
-            text = self._template.render(messages=turns, tools=known, add_generation_prompt=True)
+            text = self._template.render(
+                {**(variables or {}), "messages": turns, "tools": known, "add_generation_prompt": True}
+            )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as e:
             reason = str(e).replace(guard, "")
             raise Invalid(f"the model's chat template cannot render these messages: {reason}", "messages") from None
@@ -222,6 +232,24 @@ class ChatTemplate:
             breaks.add(0)
         borders = [0, *sorted(breaks), len(text)]
         return guard.join(text[a:b] for a, b in pairwise(borders)) if breaks else text
+
+
+def check_variables(given: object) -> dict[str, Any]:
+    """Switches of a template that a client sets: few, and words, numbers or truth values, which can forge nothing."""
+    at = "chat_template_kwargs"
+    if not isinstance(given, dict) or len(given) > MAX_VARIABLES:
+        raise Invalid(f"{at} must be an object of at most {MAX_VARIABLES} values", at)
+    for name, value in given.items():
+        fine = (
+            value is None
+            or isinstance(value, bool | int | float)
+            or (isinstance(value, str) and _WORD.fullmatch(value))
+        )
+        if not fine or not _WORD.fullmatch(str(name)):
+            raise Invalid(f"{at}: {str(name)[:64]!r} must be a truth value, a number or a word", at)
+        if name in ("messages", "tools", "add_generation_prompt"):
+            raise Invalid(f"{at}: {name} is not for clients to set", at)
+    return given
 
 
 def _well_formed(text: str) -> str:

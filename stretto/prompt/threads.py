@@ -26,7 +26,7 @@ class Prompts(Protocol):
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt: ...
 
-    async def read(self, text: str, sender: str = "") -> BuiltPrompt:
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
         ...
 
@@ -50,7 +50,7 @@ class InThreads:
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
         def run() -> BuiltPrompt:
             messages, tools = talk.parts()
-            given = work.decode(messages, "messages"), tools, talk.recalled, audio_in_video
+            given = work.decode(messages, "messages"), tools, talk.recalled, audio_in_video, talk.variables
             return BuiltPrompt(pack(work.build_conversation(self._builder, *given)))
 
         return await asyncio.to_thread(run)
@@ -63,8 +63,8 @@ class InThreads:
 
         return await asyncio.to_thread(run)
 
-    async def read(self, text: str, sender: str = "") -> BuiltPrompt:
-        prompt, spoken = await asyncio.to_thread(work.read_aloud, self._builder, text)
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
+        prompt, spoken = await asyncio.to_thread(work.read_aloud, self._builder, text, instructions)
         return BuiltPrompt(pack(prompt), spoken)
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:

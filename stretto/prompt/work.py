@@ -12,7 +12,7 @@ from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
 from stretto.prompt.messages import MEDIA
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
-from stretto.prompt.template import Tokenizer
+from stretto.prompt.template import Tokenizer, check_variables
 
 Json = bytes | memoryview
 
@@ -30,6 +30,7 @@ class Builder(Protocol):
         use_audio_in_video: bool = False,
         *,
         allow_paths: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins."""
         ...
@@ -41,15 +42,20 @@ def build_conversation(
     tools: Json | None,
     recalled: Mapping[str, str],
     audio_in_video: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """A prompt of messages from the network: they name no local files."""
     declared = decode(tools, "tools") if tools is not None else None
-    return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False)
+    more: dict[str, Any] = {"variables": check_variables(dict(variables))} if variables else {}
+    return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False, **more)
 
 
-def read_aloud(builder: Builder, text: str) -> tuple[Prompt, tuple[int, ...]]:
-    """The prompt before a text that is read aloud, and the text's tokens."""
-    return builder.build([{"role": "user", "content": text}]), tuple(builder.tokenizer.encode(text))
+def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Prompt, tuple[int, ...]]:
+    """The prompt before a text that is read aloud, and the text's tokens. Without text, one that is still to be
+    written. Instructions say how it is to be read."""
+    system = [{"role": "system", "content": instructions}] if instructions or not text else []
+    spoken = [{"role": "user", "content": text}] if text else []
+    return builder.build([*system, *spoken]), tuple(builder.tokenizer.encode(text))
 
 
 def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = False) -> Mapping[str, Any]:

@@ -179,9 +179,10 @@ def do(
                 return Apart(), None
             tools = _part(data, job.tools) if job.tools is not None else None
             recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
-            return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video))
+            return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video, job.variables))
         case Read():
-            return pack(*work.read_aloud(builder, _text(_part(data, job.text))))
+            how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
+            return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
         case Outline():
             return do_outline(data, job.long, job.most)
 

@@ -34,11 +34,13 @@ from stretto.server.openapi import document
 from stretto.server.pages import WEB, Pages
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.realtime.connection import Realtime
-from stretto.server.schema import Health, ModelCard, ModelList, Version
+from stretto.server.schema import Health, ModelCard, ModelList, Version, VoiceDeleted
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
+from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
-POSTS = ("/v1/chat/completions", "/v1/audio/speech")
+POSTS = ("/v1/chat/completions", "/v1/audio/speech", "/v1/audio/voices")
+VOICES = POSTS[2]
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
     **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
@@ -83,7 +85,8 @@ class Routes:
         largest = self.service.config.max_body_bytes
         chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
         speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
-        posts: list[ASGIApp] = [chat, speech]
+        voices = Endpoint(self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice)
+        posts: list[ASGIApp] = [chat, speech, voices]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),
@@ -100,6 +103,8 @@ class Routes:
             *(WebSocketRoute(path, realtime) for path in REALTIME),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in zip(POSTS, posts, strict=True)),
             *(Route(path, _counted(route, handler), methods=["GET"]) for path, route, handler in named),
+            Route(VOICES, _counted("voices", self.voices), methods=["GET"]),
+            Route(f"{VOICES}/{{name}}", _counted("voices", self.forget_voice), methods=["DELETE"]),
             Route("/{path:path}", _counted("page", self.page), methods=["GET"]),
         ]
 
@@ -110,6 +115,14 @@ class Routes:
     async def model(self, request: Request) -> Response:
         engine = self.service.engine()
         return _json(self._card(self.service.check_model(request.path_params["name"], engine), engine))
+
+    async def voices(self, request: Request) -> Response:
+        visit: Visit = request.scope[VISIT]
+        return _json(self.service.voices.listed(visit.owner, self.service.engine().info))
+
+    async def forget_voice(self, request: Request) -> Response:
+        visit: Visit = request.scope[VISIT]
+        return _json(VoiceDeleted(self.service.voices.forget(visit.owner, request.path_params["name"])))
 
     def _card(self, name: str, engine: Engine) -> ModelCard:
         i = engine.info
@@ -125,6 +138,9 @@ class Routes:
             root=i.name,
             ideas=i.ideas,
             defaults={name: getattr(i.defaults, field) for name, field in DEFAULTS.items()},
+            languages=i.languages,
+            instructions=i.instructions,
+            cloning=i.cloning,
         )
 
     async def health(self, request: Request) -> Response:
@@ -141,10 +157,7 @@ class Routes:
         return Response(_document(), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        engine = self.service.maybe_engine
-        numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": self.service.bodies.held}
-        body = self.service.metrics.render(self.service.admission.running, numbers)
-        return Response(body, headers={"content-type": CONTENT_TYPE})
+        return Response(metrics_of(self.service), headers={"content-type": CONTENT_TYPE})
 
     async def page(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
@@ -183,6 +196,13 @@ def nearest(path: str, known: Mapping[str, str]) -> str | None:
             return f"{known[candidate]} {candidate}"
     close = get_close_matches(path[:200], known, 1, 0.75)
     return f"{known[close[0]]} {close[0]}" if close else None
+
+
+def metrics_of(service: Service) -> bytes:
+    """All numbers of a server, as Prometheus reads them."""
+    engine = service.maybe_engine
+    numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+    return service.metrics.render(service.admission.running, numbers)
 
 
 async def _tell(request: Request, error: Exception) -> Response:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw
 
-from stretto.control.request import ChunkSizes, Params
+from stretto.control.request import MAX_GRAMMAR, ChunkSizes, Params
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
 from stretto.prompt.jobs import Conversation, references
+from stretto.prompt.template import check_variables
 from stretto.server import codecs
-from stretto.server.answer import closing, drop_none, finish_reason, note, report, slices, unfinished
+from stretto.server.answer import closing, drop_none, finish_reason, note, report, slices, together, unfinished
 from stretto.server.body import ON_THE_LOOP, Body
 from stretto.server.exchange import Exchange, Visit, decode
+from stretto.server.grammar import calls_required, grammar_of
 from stretto.server.schema import (
     ABSENT,
     Audio,
@@ -46,6 +49,7 @@ from stretto.server.schema import (
 from stretto.server.service import Service
 from stretto.server.tools import Call, ToolParser
 from stretto.server.voices import find_voice
+from stretto.types import RequestId
 
 LONG = ("messages", "tools")  # fields that may be long
 MOST_SHORT = ON_THE_LOOP  # bytes of all others
@@ -64,6 +68,7 @@ class Answer:
     info: ModelInfo
     format: str | None  # of the speech; None: nothing is spoken
     tools: ToolParser | None
+    index: int = 0  # among the answers to one question
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(16)}")
     audio_id: str = field(default_factory=lambda: f"audio_{secrets.token_hex(16)}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -93,6 +98,7 @@ class Asked:
 
     request: ChatRequest
     talk: Conversation
+    grammar: str = ""  # that the answer must follow
 
 
 async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
@@ -104,7 +110,10 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
         messages, tools = bytes(request.messages), bytes(request.tools)
         used = tools if calls_functions(request, tools) else None
         recalled = service.memory.recall(references(messages), visit.owner)
-        return Asked(request, Conversation.of(messages, used, recalled=recalled, sender=visit.sender, close=body.close))
+        grammar = grammar_of(request, used)
+        more = {"recalled": recalled, "sender": visit.sender, "close": body.close, "variables": variables(request)}
+        talk = Conversation.of(messages, used, **more)
+        return Asked(request, talk, grammar)
     outlined, file = await service.engine().outline(body.spool, LONG, MOST_SHORT, visit.sender)
     body.replace(file)
     view = file.view()
@@ -115,8 +124,17 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
     if span is None or not calls_functions(request, bytes(view[span[0] : min(span[1], span[0] + 5)])):
         span = None
     recalled = service.memory.recall(outlined.references, visit.owner)
-    talk = Conversation(file, outlined.long["messages"], span, recalled, visit.sender, body.close)
-    return Asked(request, talk)
+    talk = Conversation(
+        file, outlined.long["messages"], span, recalled, visit.sender, body.close, variables(request)
+    )  # fmt: skip
+    stated = bytes(view[span[0] : min(span[1], span[0] + MAX_GRAMMAR)]) if span and calls_required(request) else None
+    return Asked(request, talk, grammar_of(request, stated))
+
+
+def variables(request: ChatRequest) -> dict[str, Any]:
+    """Of the chat template."""
+    given = request.chat_template_kwargs
+    return {} if given == ABSENT else check_variables(msgspec.json.decode(given))
 
 
 def calls_functions(request: ChatRequest, tools: bytes) -> bool:
@@ -142,16 +160,28 @@ async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> Non
         tools=ToolParser() if asked.talk.tools is not None else None,
     )
     visit.sample_rate = engine.info.sample_rate
-    events = engine.generate(
-        asked.talk,
-        modalities=("text", "audio") if spoken else ("text",),
-        voice=find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice"),
-        params=to_params(request, engine.info.defaults, service.config.packets),
-        request_id=visit.request_id,
-        owner=visit.owner,
-    )
-    async with closing(events):
-        await (stream_answer if stream else whole_answer)(answer, events)
+    params = to_params(request, engine.info.defaults, service.config.packets, asked.grammar)
+    voice = find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice")
+    count = request.n or 1
+
+    def generate(talk: Conversation, i: int) -> AsyncIterator[Event]:
+        seed = params.seed if params.seed is None else params.seed + i
+        return engine.generate(
+            talk,
+            modalities=("text", "audio") if spoken else ("text",),
+            voice=voice,
+            params=replace(params, seed=seed),
+            request_id=visit.request_id if not i else RequestId(f"{visit.request_id}-{i}"),
+            session=visit.session,
+            owner=visit.owner,
+        )
+
+    several = [generate(talk, i) for i, talk in enumerate(asked.talk.shared(count))]
+    answers = [replace(answer, index=i, tools=ToolParser() if answer.tools else None) for i in range(count)]
+    async with AsyncExitStack() as stack:
+        for events in several:
+            await stack.enter_async_context(closing(events))
+        await (stream_answers if stream else whole_answers)(answers, together(several))
 
 
 # ---- requests
@@ -161,10 +191,7 @@ def refuse_unsupported(request: ChatRequest) -> None:
     """Fields we know and cannot honour: better an error than an answer to another question."""
     r = request
     refused: list[tuple[str, bool, str]] = [
-        ("n", r.n not in (None, 1), "only one answer is made per request"),
-        ("response_format", bool(r.response_format and r.response_format.type != "text"), "only text is supported"),
-        ("frequency_penalty", bool(r.frequency_penalty), "only 0 is supported; see repetition_penalty"),
-        ("presence_penalty", bool(r.presence_penalty), "only 0 is supported; see repetition_penalty"),
+        ("n", (r.n or 1) > 1 and "audio" in (r.modalities or ()), "one answer is spoken per request"),
         ("logprobs", bool(r.logprobs), "log probabilities are not reported"),
         ("top_logprobs", bool(r.top_logprobs), "log probabilities are not reported"),
         ("functions", r.functions not in (ABSENT, _EMPTY), "use tools"),
@@ -172,7 +199,6 @@ def refuse_unsupported(request: ChatRequest) -> None:
         ("prediction", r.prediction != ABSENT, "predicted output is not supported"),
         ("web_search_options", r.web_search_options != ABSENT, "there is no web search"),
         ("moderation", r.moderation != ABSENT, "there is no moderation"),
-        ("tool_choice", r.tool_choice not in (ABSENT, _NONE, _AUTO), "only auto and none are supported"),
         ("stream_options", bool(r.stream_options) and not r.stream, "only allowed when stream is true"),
     ]
     for name, bad, why in refused:
@@ -188,7 +214,7 @@ def audio_format(request: ChatRequest, stream: bool) -> str:
     return format
 
 
-def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes) -> Params:
+def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, grammar: str = "") -> Params:
     r = request
     longest = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
     stop = (r.stop,) if isinstance(r.stop, str) else tuple(r.stop or ())
@@ -197,6 +223,9 @@ def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes) -> Pa
         "top_p": r.top_p,
         "top_k": or_off(r.top_k),
         "repetition_penalty": r.repetition_penalty,
+        "min_p": r.min_p,
+        "frequency_penalty": r.frequency_penalty,
+        "presence_penalty": r.presence_penalty,
         "seed": r.seed,
         **speech_fields(r),
         "max_text_tokens": longest,
@@ -209,7 +238,7 @@ def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes) -> Pa
     }
     check_lengths(r.min_tokens, longest or defaults.max_text_tokens, "min_tokens")
     check_lengths(r.min_audio_frames, r.max_audio_frames or defaults.max_frames, "min_audio_frames")
-    return replace(defaults, **drop_none(given), packets=packets)
+    return replace(defaults, **drop_none(given), packets=packets, grammar=grammar)
 
 
 def speech_fields(r: ChatRequest | SpeechRequest) -> dict[str, Any]:
@@ -243,9 +272,12 @@ def token_bias(bias: dict[str, float] | None) -> dict[int, float]:
 # ---- answers
 
 
-def chat_usage(usage: Usage) -> ChatUsage:
+def chat_usage(answers: Sequence[Usage]) -> ChatUsage:
+    """Of all answers to one question, whose prompt counts once."""
+    usage = answers[0]
     media = usage.audio_prompt_tokens + usage.image_prompt_tokens
-    completion = usage.text_tokens + usage.frames
+    text, frames = sum(u.text_tokens for u in answers), sum(u.frames for u in answers)
+    completion = text + frames
     return ChatUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=completion,
@@ -256,35 +288,39 @@ def chat_usage(usage: Usage) -> ChatUsage:
             image_tokens=usage.image_prompt_tokens,
             cached_tokens=usage.cached_tokens,
         ),
-        completion_tokens_details=CompletionDetails(text_tokens=usage.text_tokens, audio_tokens=usage.frames),
+        completion_tokens_details=CompletionDetails(text_tokens=text, audio_tokens=frames),
     )
 
 
-async def whole_answer(answer: Answer, events: AsyncIterator[Event]) -> None:
-    visit = answer.exchange.visit
-    parts: list[str | Call] = []
+async def whole_answers(answers: list[Answer], events: AsyncIterator[tuple[int, Event]]) -> None:
+    first = answers[0]
+    visit = first.exchange.visit
+    parts: list[list[str | Call]] = [[] for _ in answers]
     sound: list[bytes] = []
-    end: Finished | None = None
-    async for event in events:
+    ends: dict[int, Finished] = {}
+    async for i, event in events:
         note(event, visit)
         match event:
             case TextDelta():
-                parts += answer.parse(event.text)
-            case AudioChunk() if not answer.calling:
+                parts[i] += answers[i].parse(event.text)
+            case AudioChunk() if not answers[i].calling:
                 sound.append(event.pcm16())
             case Finished():
-                end = event
-    if end is None:
+                ends[i] = event
+    if len(ends) < len(answers):
         raise unfinished()
-    parts += answer.parse_rest()
-    await answer.exchange.reply(
+    choices = []
+    for i, answer in enumerate(answers):
+        message = await whole_message(answer, parts[i] + answer.parse_rest(), b"".join(sound))
+        choices.append(Choice(message, answer.reason(ends[i]), i))
+    await first.exchange.reply(
         ChatResponse(
-            id=answer.id,
-            created=answer.created,
-            model=answer.model,
-            choices=[Choice(await whole_message(answer, parts, b"".join(sound)), answer.reason(end))],
-            usage=chat_usage(end.usage),
-            stretto=report(end, visit, bool(answer.request.timeline)),
+            id=first.id,
+            created=first.created,
+            model=first.model,
+            choices=choices,
+            usage=chat_usage([ends[i].usage for i in range(len(answers))]),
+            stretto=report(ends[0], visit, bool(first.request.timeline)),
         )
     )
 
@@ -303,23 +339,24 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-async def stream_answer(answer: Answer, events: AsyncIterator[Event]) -> None:
-    visit, writer = answer.exchange.visit, Writer(answer)
-    end: Finished | None = None
+async def stream_answers(answers: list[Answer], events: AsyncIterator[tuple[int, Event]]) -> None:
+    visit, writers = answers[0].exchange.visit, [Writer(answer) for answer in answers]
+    ends: dict[int, Finished] = {}
     # Nothing is sent before the first event: until then, what fails has a status of its own.
-    async for event in events:
+    async for i, event in events:
         note(event, visit)
         match event:
             case TextDelta():
-                await writer.words(answer.parse(event.text))
+                await writers[i].words(answers[i].parse(event.text))
             case AudioChunk():
-                if not answer.calling:
-                    await writer.sound(event.pcm16())
+                if not answers[i].calling:
+                    await writers[i].sound(event.pcm16())
             case Finished():
-                end = event
-    if end is None:
+                ends[i] = event
+                await writers[i].finish(event)
+    if len(ends) < len(answers):
         raise unfinished()
-    await writer.finish(end)
+    await writers[0].close([ends[i].usage for i in range(len(answers))])
 
 
 @dataclass(slots=True)
@@ -329,6 +366,7 @@ class Writer:
     answer: Answer
     transcript: list[str] = field(default_factory=list)
     num_calls: int = 0
+    begun: bool = False
     _pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
 
     @property
@@ -359,10 +397,13 @@ class Writer:
             await self._sound(self._pieces.finish())
             await self._delta(Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript)))))
         made = report(end, answer.exchange.visit, bool(answer.request.timeline))
-        await self._send([ChunkChoice(Delta(), answer.reason(end))], stretto=made)
+        await self._send([ChunkChoice(Delta(), answer.reason(end), answer.index)], stretto=made)
+
+    async def close(self, usage: Sequence[Usage]) -> None:
+        """All answers are written."""
         if self._include_usage:
-            await self._send([], usage=chat_usage(end.usage))
-        await answer.exchange.write(b"data: [DONE]\n\n", more=False)
+            await self._send([], usage=chat_usage(usage))
+        await self.answer.exchange.write(b"data: [DONE]\n\n", more=False)
 
     @property
     def _include_usage(self) -> bool:
@@ -371,9 +412,11 @@ class Writer:
 
     async def _begin(self) -> None:
         exchange = self.answer.exchange
-        if exchange.started:
+        if self.begun:
             return
-        await exchange.start_events()
+        self.begun = True
+        if not exchange.started:
+            await exchange.start_events()
         if self.spoken:
             # The id goes out once: the clients' own code joins what comes twice.
             await self._delta(Delta(role="assistant"))
@@ -386,7 +429,7 @@ class Writer:
             await self._delta(Delta(audio=AudioDelta(data=part)))
 
     async def _delta(self, delta: Delta) -> None:
-        await self._send([ChunkChoice(delta)])
+        await self._send([ChunkChoice(delta, index=self.answer.index)])
 
     async def _send(self, choices: list[ChunkChoice], **extra: Any) -> None:
         a = self.answer

@@ -13,13 +13,15 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from stretto import __version__, embedded
 from stretto.connector import spinwait
+from stretto.control.cluster import ClusterConfig
 from stretto.control.devices import check_cards
 from stretto.control.settings import check_model
 from stretto.device import cards
@@ -52,9 +54,11 @@ TITLES = {
     "realtime": "realtime sessions",
     "prompts": "preparing requests",
     "logging": ENGINE_TITLES["logging"],
-    **{group: ENGINE_TITLES[group] for group in ("tuning", "overlap")},
+    **{group: ENGINE_TITLES[group] for group in ("cluster", "tuning", "overlap")},
 }
-RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings)
+RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings, ClusterConfig)
+Run = Callable[[str | None, "EngineConfig", ServerConfig, ClusterConfig], int]
+"""Serves elsewhere than in this process, until told to stop."""
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "starlette", "uvicorn", "msgspec", "soundfile", "triton")
 OTHER_VARIABLES = {
     "STRETTO_MODEL": "the checkpoint directory or its name on the hub, as MODEL",
@@ -68,7 +72,8 @@ OTHER_VARIABLES = {
 """Variables without a flag, and what they hold."""
 
 
-def add_serve_parser(jobs: Any) -> None:
+def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({})) -> None:
+    """`backends`: what runs the server if it is not to run here, by the name of `--backend`."""
     serve = jobs.add_parser(
         "serve",
         help="serve a model to OpenAI's clients, with a page to talk to",
@@ -80,7 +85,7 @@ def add_serve_parser(jobs: Any) -> None:
     serve.add_argument("--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names")
     serve.add_argument("--settings-table", action="store_true", help="print all settings as Markdown, and end")
     add_flags(serve, RECORDS, TITLES)
-    serve.set_defaults(job=run_serve)
+    serve.set_defaults(job=lambda args: run_serve(args, backends))
 
 
 def add_env_parser(jobs: Any) -> None:
@@ -92,16 +97,23 @@ def add_env_parser(jobs: Any) -> None:
 # ---- serve
 
 
-def run_serve(args: argparse.Namespace) -> int:
+def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
     if args.settings_table:
         sys.stdout.write(settings_table())
         return 0
     from stretto.server.logs import set_up
+    from stretto.server.origins import warning
 
-    model, engine_config, config = settle(vars(args), os.environ)
+    model, engine_config, config, cluster = settle_all(vars(args), os.environ)
     set_up(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
+    for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
+        _say(f"stretto: warning: {name} is set, but there is no such setting")
+    if words := warning(config):
+        _say(f"stretto: warning: {words}")
     try:
+        if cluster.backend != "local":
+            return backends[cluster.backend](model, engine_config, config, cluster)
         return _serve(model, engine_config, config, said(vars(args), os.environ))
     except StrettoError as e:
         if config.log_format != "json":
@@ -112,13 +124,8 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def _serve(model: str | None, engine_config: EngineConfig, config: ServerConfig, stated: set[str]) -> int:
     from stretto.registry import open_model
-    from stretto.server.origins import warning
     from stretto.server.run import run
 
-    for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
-        _say(f"stretto: warning: {name} is set, but there is no such setting")
-    if words := warning(config):
-        _say(f"stretto: warning: {words}")
     with checkpoint(model) as directory:
         engine_config, config = fit_card(engine_config, config, directory, stated)
         opened = open_model(directory)
@@ -157,12 +164,26 @@ def said(flags: Mapping[str, Any], environ: Mapping[str, str]) -> set[str]:
     return {*flags, *variables, *read_file(flags, environ)}
 
 
+Settled = tuple[str | None, "EngineConfig", ServerConfig, ClusterConfig]
+
+
 def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | None, EngineConfig, ServerConfig]:
     """Model and configuration from all the places they can be stated in."""
-    file = read_file(flags, environ)
+    model, engine, server, _ = settle_all(flags, environ)
+    return model, engine, server
+
+
+def settle_all(flags: dict[str, Any], environ: Mapping[str, str]) -> Settled:
+    return read_settings(flags, environ, read_file(flags, environ))
+
+
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]) -> Settled:
+    """The same with a file's content."""
     model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
     config = read(ServerConfig, flags, environ, file)
-    return model, serving_config(flags, environ, file, config.max_concurrent), config
+    cluster = read(ClusterConfig, flags, environ, file)
+    here = cluster.backend == "local"
+    return model, serving_config(flags, environ, file, config.max_concurrent, here), config, cluster
 
 
 def settings_table() -> str:

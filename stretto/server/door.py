@@ -76,6 +76,8 @@ class Door:
             return Response(status_code=200, headers=preflight_headers(headers))
         if api and scope["method"] != "OPTIONS":
             visit.owner = self.service.keys.owner(headers)
+            session = headers.get("x-session-id", "")
+            visit.session = f"{visit.owner}/{session}" if _FINE_ID.fullmatch(session) else None
             if scope["method"] == "POST":
                 check_json(headers)
         return self.app

@@ -26,19 +26,26 @@ TITLES = {
     "limits": "limits",
     "tuning": "tuning",
     "logging": "what to see",
+    "cluster": "on a cluster of machines",
     "overlap": "overlaps, to compare with and without (the answers are the same)",
 }
 
 
 def engine_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None = None, **fixed: Any
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None = None,
+    here: bool = True,
+    **fixed: Any,
 ) -> EngineConfig:
-    """From all places that settings can be stated in; `fixed` are fields of `EngineConfig` that are no settings."""
+    """From all places that settings can be stated in; `fixed` are fields of `EngineConfig` that are no settings.
+    `here`: it will run on this machine, whose cards are spread over its replicas."""
     switches = stated(OverlapSwitches, flags, environ, file)
     host = read(HostSettings, flags, environ, file, switches=switches)
     config = read(EngineConfig, flags, environ, file, **fixed)
     device = config.devices[0] if config.devices else find_device()
-    return spread(replace(config, host=replace(host, device=device)), len(cards()))
+    config = replace(config, host=replace(host, device=device))
+    return spread(config, len(cards())) if here else config
 
 
 GIB = 1 << 30
@@ -59,7 +66,8 @@ def fit_card(
         size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
         host = replace(host, max_rows=rows_for(memory - int(size * (FLOAT8 if host.expert_weights == "float8" else 1))))
     if "max_concurrent" not in said:
-        concurrent = 2 * host.max_rows * engine.replicas
+        pipelines = engine.replicas if isinstance(engine.replicas, int) else 1  # from:to is for a cluster
+        concurrent = 2 * host.max_rows * pipelines
     return replace(engine, host=host, max_requests=concurrent), replace(server, max_concurrent=concurrent)
 
 
@@ -69,7 +77,11 @@ def rows_for(spare: int) -> int:
 
 
 def serving_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None, max_requests: int
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None,
+    max_requests: int,
+    here: bool = True,
 ) -> EngineConfig:
     prompts = read(PoolSettings, flags, environ, file)
-    return engine_config(flags, environ, file, max_requests=max_requests, prompts=prompts)
+    return engine_config(flags, environ, file, here, max_requests=max_requests, prompts=prompts)

@@ -41,6 +41,7 @@ class Visit:
     arrived: float  # time.perf_counter()
     route: str = "other"
     owner: str = ""  # which API key, never the key
+    session: str | None = None  # X-Session-Id: its requests go where the one before went, as long as that is up
     sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
     status: int = 0
     ended: str = ""

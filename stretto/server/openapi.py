@@ -20,6 +20,10 @@ from stretto.server.schema import (
     SpeechDone,
     SpeechRequest,
     Version,
+    VoiceCard,
+    VoiceDeleted,
+    VoiceList,
+    VoiceRequest,
 )
 
 _REF = "#/components/schemas/{name}"
@@ -41,9 +45,12 @@ _ERRORS = {
 
 def document() -> dict[str, Any]:
     types = [ChatRequest, Tool, ChatResponse, ChatChunk, SpeechRequest, SpeechDelta, SpeechDone, ModelCard, ModelList]
+    types += [VoiceRequest, VoiceCard, VoiceList, VoiceDeleted]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
     parts["ChatRequest"]["required"] = ["messages"]
+    parts["VoiceRequest"]["properties"]["audio"] = {"type": "string", "contentEncoding": "base64"}
+    parts["VoiceRequest"]["required"] = ["name", "audio"]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Stretto", "version": __version__},
@@ -61,10 +68,18 @@ def _paths() -> dict[str, Any]:
     speech = {**audio, "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")}}
     chat = {**_as_json("ChatResponse"), "text/event-stream": {"schema": _event("ChatChunk", "Failure")}}
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    voice = {**name, "name": "name"}
     plain = {"text/plain": {"schema": {"type": "string"}}}
     return {
         "/v1/chat/completions": {"post": _post("Answer a conversation", "ChatRequest", chat)},
         "/v1/audio/speech": {"post": _post("Read a text aloud", "SpeechRequest", speech)},
+        "/v1/audio/voices": {
+            "post": _post("Make a voice of a clip", "VoiceRequest", _as_json("VoiceCard")),
+            "get": _get("The model's voices, and your own", _as_json("VoiceList"), 401, 403, 421, 503),
+        },
+        "/v1/audio/voices/{name}": {
+            "delete": {**_get("Forget one", _as_json("VoiceDeleted"), 401, 403, 404, 421), "parameters": [voice]}
+        },
         "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
         "/v1/models/{model}": {
             "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503), "parameters": [name]}

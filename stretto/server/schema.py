@@ -14,6 +14,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**20)]
 Length = Annotated[int, Meta(ge=1, le=2**20)]
+VoiceName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 ChatFormat = Literal["pcm16", "wav", "mp3", "flac", "opus", "aac"]
 ABSENT = Raw(b"null")
 SpeechFormat = Literal["pcm", "wav", "mp3", "flac", "opus", "aac"]
@@ -36,8 +37,16 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # without effect: nothing is padded here
 
 
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: Raw = field(default_factory=lambda: ABSENT)
+    strict: bool | None = None  # without effect: the schema is always followed
+    description: str | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,12 +70,18 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ) = None
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
+    n: Annotated[int, Meta(ge=1, le=8)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     tools: Raw = field(default_factory=lambda: ABSENT)
     tool_choice: Raw = field(default_factory=lambda: ABSENT)
+    response_format: ResponseFormat | None = None
+
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
 
     # Ours.
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
@@ -78,12 +93,9 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None  # report what each stage did when
+    chat_template_kwargs: Raw = field(default_factory=lambda: ABSENT)
 
     # Known, and only good for one value.
-    n: int | None = None
-    response_format: ResponseFormat | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     functions: Raw = field(default_factory=lambda: ABSENT)
@@ -113,7 +125,8 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     response_format: SpeechFormat | None = None  # None: mp3
     stream_format: Literal["audio", "sse"] | None = None
     speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
-    instructions: str | None = None  # stock clients send it; without effect
+    instructions: Annotated[str, Meta(max_length=4096)] | None = None  # without effect on models that take none
+    language: Name | None = None  # ours; None: the model finds out
 
     # Ours.
     seed: Seed | None = None
@@ -125,6 +138,16 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None
+
+
+class VoiceRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A clip that a voice is made of. With what is said in it, speech is a closer likeness."""
+
+    name: VoiceName
+    audio: Raw = field(default_factory=lambda: ABSENT)  # a sound file in base64; decoded where prompts are built
+    format: Annotated[str, Meta(max_length=16, pattern="^[a-z0-9]+$")] | None = None
+    text: Annotated[str, Meta(max_length=2048)] | None = None
+    model: Name | None = None
 
 
 # ---- answers
@@ -269,6 +292,24 @@ class SpeechDone(Struct, frozen=True, tag="speech.audio.done"):
     usage: SpeechUsage
 
 
+class VoiceCard(Struct, frozen=True):
+    name: str
+    created: int | None = None  # None: it is the model's own
+    has_text: bool | None = None
+    object: Literal["voice"] = "voice"
+
+
+class VoiceList(Struct, frozen=True):
+    data: list[VoiceCard]
+    object: Literal["list"] = "list"
+
+
+class VoiceDeleted(Struct, frozen=True):
+    name: str
+    deleted: bool = True
+    object: Literal["voice.deleted"] = "voice.deleted"
+
+
 class ModelCard(Struct, frozen=True):
     id: str
     created: int
@@ -281,6 +322,9 @@ class ModelCard(Struct, frozen=True):
     root: str
     ideas: tuple[str, ...]  # questions it can answer; none: the page shows its own
     defaults: dict[str, float]  # of the request's fields, as the checkpoint says
+    languages: tuple[str, ...] = ()
+    instructions: bool = False
+    cloning: bool = False
     owned_by: str = "stretto"
     object: Literal["model"] = "model"
 

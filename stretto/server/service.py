@@ -20,6 +20,7 @@ from stretto.server.keys import Keys
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
 from stretto.server.realtime.sessions import Sessions
+from stretto.server.voicestore import VoiceStore
 
 log = logging.getLogger("stretto.server")
 
@@ -34,6 +35,7 @@ class Service:
     admission: Admission
     memory: AudioMemory
     metrics: Metrics
+    voices: VoiceStore
     bodies: BodyBudget
     sessions: Sessions
     draining: bool = False
@@ -55,6 +57,7 @@ class Service:
             admission=admission,
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
             metrics=metrics,
+            voices=VoiceStore(),
             bodies=BodyBudget(config.max_bodies_bytes),
             sessions=Sessions(config.realtime_sessions, config.realtime_sessions_per_key),
         )

@@ -121,10 +121,15 @@ def read_yaml(path: str | Path, records: Sequence[type[Any]], others: Sequence[s
         return {}
     if not isinstance(raw, dict):
         raise Invalid(f"{path}: must hold names and values", "config")
+    return as_names(raw, records, others, str(path))
+
+
+def as_names(raw: Mapping[Any, Any], records: Sequence[type[Any]], others: Sequence[str], where: str) -> dict[str, Any]:
+    """Values by their settings' names, however these were written."""
     out = {str(k).replace("-", "_"): v for k, v in raw.items()}
     known = {name_of(f) for r in records for f in settings_of(r)} | set(others)
     if unknown := sorted(set(out) - known):
-        raise Invalid(f"{path}: unknown {', '.join(unknown)}", "config")
+        raise Invalid(f"{where}: unknown {', '.join(unknown)}", "config")
     return out
 
 

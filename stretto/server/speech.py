@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
+from stretto.control.request import Manner
 from stretto.errors import Invalid
 from stretto.orchestrator.api import AudioChunk, Event, Finished
 from stretto.server import codecs
@@ -17,7 +18,7 @@ from stretto.server.chat import check_lengths, speech_fields
 from stretto.server.exchange import Exchange, Visit, decode
 from stretto.server.schema import SpeechDelta, SpeechDone, SpeechRequest, SpeechUsage
 from stretto.server.service import Service
-from stretto.server.voices import find_voice
+from stretto.server.voices import find_voice, voice_name
 
 _decoder = msgspec.json.Decoder(SpeechRequest)
 
@@ -44,9 +45,18 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         "min_frames": request.min_audio_frames,
     }
     visit.sample_rate = engine.info.sample_rate
+    name, info = voice_name(request.voice), engine.info
+    made = service.voices.find(visit.owner, name) if name is not None else None
+    manner = Manner(
+        instructions=(request.instructions or "").strip() if info.instructions else "",
+        language=request.language,
+        voice=made or b"",
+    )
+    voice = find_voice(request.voice, info, "voice", service.voices.names(visit.owner)) if made is None else None
     events = engine.speak(
         request.input,
-        voice=find_voice(request.voice, engine.info, "voice"),
+        voice=voice,
+        manner=manner,
         params=replace(defaults, **drop_none(given), packets=service.config.packets),
         request_id=visit.request_id,
         owner=visit.owner,

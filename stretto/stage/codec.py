@@ -41,6 +41,7 @@ class CodecConfig:
     overlap_depth: int = 2
     max_cells: int = 256  # slots x frames of a step (unless it is of one frame): larger ones save nothing more
     urgent_s: float = 0.1  # a stream that runs dry within so long goes before those that do not
+    primers: int = 32  # states behind primers that are kept
     spare_cells: int = 0  # a step may be padded by so many slots x frames to be of a size that there is already
 
     def sizes_for(self, slots: int) -> tuple[int, ...]:
@@ -81,6 +82,15 @@ class AudioOutput:
 AudioEmit = Callable[[AudioOutput], None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Primer:
+    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder then remembers is
+    kept by `key`, for the next stream with the same."""
+
+    key: bytes
+    codes: npt.NDArray[np.int64]  # [n, 16]
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     request: RequestId
@@ -94,6 +104,18 @@ class Stream:
     deadline: float | None = None  # when the sound sent so far runs out; None: nothing sent yet
     in_flight: int = 0
     gone: bool = False
+    primer: Primer | None = None
+
+    @property
+    def primed(self) -> int:
+        """Frames of its primer, which come before its own in all counts here."""
+        return len(self.primer.codes) if self.primer is not None else 0
+
+    @property
+    def num_ready(self) -> int:
+        """Frames that one step may take: none behind the primer's last, where its state is kept."""
+        left = self.primed - self.launched
+        return min(self.num_pending, left) if left > 0 else self.num_pending
 
     @property
     def order(self) -> tuple[float, int]:
@@ -203,19 +225,24 @@ class CodecStage:
         self._seated: dict[int, Stream] = {}
         self._steps: deque[CodecStep] = deque()
         self._arrivals = 0
+        self._primed: dict[bytes, Any] = {}  # states, the least lately used first
         self._sizes = {slots: c.sizes_for(slots) for slots, _ in c.shapes()}
         self.graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
 
     # -- streams
 
-    def open(self, id: RequestId) -> None:
-        """Announce a stream. It gets a slot when its first frames are there and a slot is free."""
+    def open(self, id: RequestId, primer: Primer | None = None) -> None:
+        """Announce a stream. It gets a slot when its first frames are there (or its primer is to be heard) and a slot
+        is free."""
         if id in self._streams:
             raise Bug(f"stream {id} opened twice")
         if len(self._queue) >= self.config.max_waiting:
             raise Busy(f"{self.config.max_waiting} streams are waiting for the vocoder already")
-        self._streams[id] = stream = Stream(id, self._arrivals)
+        self._streams[id] = stream = Stream(id, self._arrivals, primer=primer)
+        if primer is not None and primer.key not in self._primed:
+            stream.pending.append(primer.codes)
+            stream.num_pending = len(primer.codes)
         self._arrivals += 1
         self._queue.append(stream)
 
@@ -236,7 +263,7 @@ class CodecStage:
             stream.num_pending += len(codes)
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
-            self._finish(stream, np.zeros(0, np.float32), self.model.num_samples(stream.done))
+            self._finish(stream, np.zeros(0, np.float32), self._start(stream, stream.done))
 
     def cancel(self, id: RequestId) -> bool:
         """Drop a stream at once; samples on their way are never emitted."""
@@ -313,13 +340,13 @@ class CodecStage:
         dry = self.clock() + self.config.urgent_s
         urgent = [s for s in ready if s.deadline is None or s.deadline < dry]
         # A first packet goes out in the smallest step that holds it; then come those that are about to run dry.
-        most = max(s.num_pending for s in ([s for s in urgent if s.deadline is None] or urgent or ready))
+        most = max(s.num_ready for s in ([s for s in urgent if s.deadline is None] or urgent or ready))
         size = next((f for f in self.config.frame_sizes if f >= most), self.config.frame_sizes[-1])
         chosen = ready
         if urgent:
-            chosen = [s for s in ready if s.num_pending <= size or s.deadline is None or s.deadline < dry]
+            chosen = [s for s in ready if s.num_ready <= size or s.deadline is None or s.deadline < dry]
         size = self._num_frames(self._num_slots(chosen), size)
-        return [(s, min(s.num_pending, size)) for s in chosen]
+        return [(s, min(s.num_ready, size)) for s in chosen]
 
     def _num_slots(self, streams: Sequence[Stream]) -> int:
         """The leading slots that a step for these streams runs."""
@@ -341,7 +368,29 @@ class CodecStage:
             self._seated[stream.slot] = stream
             self._queue.remove(stream)
             with self.on_stream():
-                self.state.reset(stream.slot)
+                self._begin(stream, stream.slot)
+
+    def _begin(self, stream: Stream, slot: int) -> None:
+        """A stream takes a slot, where it has heard its primer already or will hear it first."""
+        primer = stream.primer
+        if primer is None or (stream.pending and stream.pending[0] is primer.codes):
+            self.state.reset(slot)
+        elif (saved := self._primed.pop(primer.key, None)) is not None:
+            self._primed[primer.key] = saved
+            self.state.load(slot, saved, stream.primed)
+            stream.launched = stream.done = stream.primed
+        else:  # it was there when the stream was announced
+            self.state.reset(slot)
+            stream.pending.appendleft(primer.codes)
+            stream.num_pending += stream.primed
+
+    def _keep(self, stream: Stream) -> None:
+        """The step that was just launched took the last of a primer."""
+        assert stream.primer is not None
+        assert stream.slot is not None
+        self._primed[stream.primer.key] = self.state.save(stream.slot)
+        while len(self._primed) > self.config.primers:
+            del self._primed[next(iter(self._primed))]
 
     @torch.inference_mode()
     def _launch(self, parts: list[tuple[Stream, int]]) -> None:
@@ -359,6 +408,9 @@ class CodecStage:
         with self.on_stream():
             try:
                 step = CodecStep(taken, *self.run(slots, size))
+                for stream, before, _, end in taken:
+                    if before < stream.primed == end:
+                        self._keep(stream)
             except RuntimeError as e:
                 step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
         self._steps.append(step)
@@ -415,24 +467,34 @@ class CodecStage:
             # Copied: the step's buffer is shared by all streams and must not be kept alive by a slow reader.
             samples = wav[stream.slot, span.start : span.stop].copy()
             stream.done = end
-            start = self.model.num_samples(before)
+            if before < stream.primed and not (stream.ended is not None and end == stream.primed):
+                continue
+            start = self._start(stream, before)
+            if before < stream.primed:
+                samples = samples[:0]
             if stream.ended is not None and not stream.num_pending and not stream.in_flight:
                 self._finish(stream, samples, start)
             else:
-                self.emit(AudioOutput(stream.request, start, samples, stream.done, None))
+                self.emit(AudioOutput(stream.request, start, samples, stream.done - stream.primed, None))
+
+    def _start(self, stream: Stream, frames: int) -> int:
+        """Where the samples behind so many frames begin, from the first that is heard."""
+        before = self.model.num_samples(stream.primed) if stream.primed else 0
+        return max(0, self.model.num_samples(frames) - before)
 
     def _finish(self, stream: Stream, samples: npt.NDArray[np.float32], start: int) -> None:
         del self._streams[stream.request]
         self._give_up(stream)
-        self.emit(AudioOutput(stream.request, start, samples, stream.done, stream.ended))
+        frames = max(0, stream.done - stream.primed)
+        self.emit(AudioOutput(stream.request, start, samples, frames, stream.ended))
 
     def _fail(self, stream: Stream, error: StrettoError) -> None:
         self._streams.pop(stream.request, None)
         stream.gone = True
         self._give_up(stream)
-        start = self.model.num_samples(stream.done)
+        start, frames = self._start(stream, stream.done), max(0, stream.done - stream.primed)
         none = np.zeros(0, np.float32)
-        self.emit(AudioOutput(stream.request, start, none, stream.done, Reason.FAILED, error))
+        self.emit(AudioOutput(stream.request, start, none, frames, Reason.FAILED, error))
 
     def _give_up(self, stream: Stream) -> None:
         stream.pending.clear()

@@ -61,7 +61,7 @@ class StageContext:
 
     def fit(self, plans: Sequence[StagePlan]) -> int:
         """Refuse stages that do not fit; else the bytes that are free for them."""
-        free, reserve = free_memory(self.device), RESERVE[self.device.type]
+        free, reserve = free_memory(self.device, self.settings.memory_share), RESERVE[self.device.type]
         check(plans, free, reserve, str(self.device))
         self.memory.update({p.stage: p.kept for p in plans})
         return free - reserve

@@ -34,6 +34,7 @@ from stretto.control.messages import (
     Ping,
     Quit,
     Ready,
+    Say,
     Stats,
     Supply,
     Throttle,
@@ -51,7 +52,7 @@ from stretto.stage.context import Build, StageContext
 from stretto.stage.devices import check_device, one_line
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
-from stretto.stage.node import Asking, Node
+from stretto.stage.node import Asking, Node, TakesText
 from stretto.stage.report import Report, failed
 from stretto.stage.stats import record_host
 from stretto.stage.turns import Fresh, in_order
@@ -123,6 +124,11 @@ class Host:
                 self._supply(message, blob)
             case Cancel(request=id):
                 self._cancel(id)
+            case Say(request=id, stage=stage, ids=ids, last=last):
+                reader: object = self.nodes.get(stage)
+                if not isinstance(reader, TakesText):
+                    raise WireError(f"{stage!r} takes no text here")
+                reader.take_text(id, ids, last)
             case Finish(request=id, stage=stage):
                 if stage in self.nodes:
                     self.nodes[stage].finish(id)
@@ -167,9 +173,9 @@ class Host:
 
     def _supply(self, m: Supply, blob: Bytes) -> None:
         node: object = self.nodes.get(m.stage)
-        if not isinstance(node, Asking):
-            raise WireError(f"features for {m.stage!r}, which asks for none")
         try:
+            if not isinstance(node, Asking):
+                raise WireError(f"features for {m.stage!r}, which asks for none")
             node.supply(m.request, unpack_pieces(m.pieces, blob))
         except StrettoError as e:
             self._fail(m.request, m.stage, e)

@@ -2,10 +2,9 @@
 order; `Inboxes` keeps those of a link by request, and chunks of requests that are not announced yet. Called by
 `links.Inlet`, on the stage loop's thread.
 
-A chunk is accepted if it follows the last one, by `(segment, seq)` and by span. A repeat is dropped and a gap is an
-error. A chunk of an older epoch or segment is late and ignored; one of a newer epoch waits for the message that
-announces it. Control messages and chunks take different ways, so chunks may come before their request is announced:
-they are kept, up to a number and a size."""
+A chunk is accepted if it follows the last one, by `seq` and by span. A repeat is dropped and a gap is an error. A chunk
+of a request that is over is late and ignored. Control messages and chunks take different ways, so chunks may come
+before their request is announced: they are kept, up to a number and a size."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from stretto.connector import wire
-from stretto.connector.contract import EVERY_EPOCH, Chunk, ChunkHeader, Fences, OnLink
+from stretto.connector.contract import Chunk, ChunkHeader, Fences, OnLink
 from stretto.errors import Bug, WireError
 from stretto.types import Mark, RequestId, Span
 
@@ -41,15 +40,13 @@ class Inbox:
     """The chunks of one request on one link, in order, until the stage pops them."""
 
     request: RequestId
-    epoch: int = 0
-    segment: int = 0
     mark: Mark = Mark.MORE  # of the last chunk accepted
-    _stops: list[int] = field(default_factory=list)  # where each chunk of this segment ended: seq -> stop
+    _stops: list[int] = field(default_factory=list)  # where each chunk ended: seq -> stop
     _queue: deque[Chunk] = field(default_factory=deque)
 
     @property
     def stop(self) -> int:
-        """Rows of the segment accepted so far."""
+        """Rows accepted so far."""
         return self._stops[-1] if self._stops else 0
 
     @property
@@ -63,7 +60,7 @@ class Inbox:
         return True
 
     def push(self, chunk: Chunk) -> Outcome:
-        """Take over a chunk of this request and epoch. Dropped chunks are released; `Gap` if it does not follow."""
+        """Take over a chunk of this request. Dropped chunks are released; `Gap` if it does not follow."""
         header = chunk.header
         try:
             outcome = self._judge(header)
@@ -73,8 +70,6 @@ class Inbox:
         if outcome is not Outcome.ACCEPTED:
             chunk.release()
             return outcome
-        if header.segment > self.segment:
-            self.segment, self._stops = header.segment, []
         self._stops.append(header.stop)
         self.mark = header.mark
         self._queue.append(chunk)
@@ -84,38 +79,17 @@ class Inbox:
         """The next chunk, which is then the caller's to release."""
         return self._queue.popleft() if self._queue else None
 
-    def interrupt(self, epoch: int, segment: int) -> int:
-        """A new epoch begins, with `segment` from its start. What was not popped is released; returns how many.
-
-        The segment is given, not counted: the sender may have been in a later one than the chunks that arrived."""
-        if epoch <= self.epoch:
-            raise Bug(f"request {self.request}: epoch {epoch} does not follow {self.epoch}")
-        self.epoch, self.segment, self.mark, self._stops = epoch, segment, Mark.MORE, []
-        return self.drop()
-
-    def drop(self) -> int:
-        """Release what was not popped; returns how many."""
-        dropped = len(self._queue)
+    def drop(self) -> None:
+        """Release what was not popped."""
         while (chunk := self.pop()) is not None:
             chunk.release()
-        return dropped
 
     def _judge(self, header: ChunkHeader) -> Outcome:
-        if header.epoch < self.epoch or header.segment < self.segment:
-            return Outcome.LATE
-        if header.segment == self.segment and header.seq < len(self._stops):
+        if header.seq < len(self._stops):
             if not self._same(header):
                 raise self._gap(header, "differs from the chunk it repeats")
             return Outcome.REPEAT
-        if header.segment == self.segment and self.mark is Mark.MORE:
-            follows = (header.seq, header.start) == (len(self._stops), self.stop)
-        else:
-            follows = (
-                self.mark is Mark.SEGMENT_END
-                and header.segment == self.segment + 1
-                and (header.seq, header.start) == (0, 0)
-            )
-        if not follows:
+        if self.ended or (header.seq, header.start) != (len(self._stops), self.stop):
             raise self._gap(header, "does not follow the last chunk")
         return Outcome.ACCEPTED
 
@@ -126,8 +100,8 @@ class Inbox:
 
     def _gap(self, header: ChunkHeader, what: str) -> Gap:
         return Gap(
-            f"chunk {header.segment}/{header.seq} [{header.start}, {header.stop}) {what}: have "
-            f"{self.segment}/{len(self._stops) - 1} up to {self.stop}, {self.mark.name}",
+            f"chunk {header.seq} [{header.start}, {header.stop}) {what}: have "
+            f"{len(self._stops) - 1} up to {self.stop}, {self.mark.name}",
             request=header.request,
         )
 
@@ -136,7 +110,7 @@ class Inbox:
 class Inboxes:
     """The inboxes of a link, by request.
 
-    `early_chunks` and `early_bytes` bound what is kept for all requests (or epochs) that are not announced yet."""
+    `early_chunks` and `early_bytes` bound what is kept for all requests that are not announced yet."""
 
     early_chunks: int = 256
     early_bytes: int = 64 << 20
@@ -157,11 +131,11 @@ class Inboxes:
     def num_early(self) -> int:
         return self._num_early
 
-    def announce(self, request: RequestId, epoch: int = 0, segment: int = 0) -> Inbox:
+    def announce(self, request: RequestId) -> Inbox:
         """Open the inbox of a request; what came early is pushed into it (and may raise `Gap`)."""
         if request in self._open:
             raise Bug(f"request {request} is announced twice")
-        inbox = self._open[request] = Inbox(request, epoch, segment)
+        inbox = self._open[request] = Inbox(request)
         self._push_early(inbox)
         return inbox
 
@@ -172,7 +146,7 @@ class Inboxes:
         if self._over.stale(header):
             chunk.release()
             outcome = Outcome.LATE
-        elif inbox is None or header.epoch > inbox.epoch:
+        elif inbox is None:
             self._keep(chunk)
             outcome = Outcome.EARLY
         else:
@@ -180,15 +154,9 @@ class Inboxes:
         self.counts[outcome] += 1
         return outcome
 
-    def interrupt(self, request: RequestId, epoch: int, segment: int) -> None:
-        """The request goes on in a new epoch, with `segment`; what is left of the old one is dropped."""
-        inbox = self._open[request]
-        self.counts[Outcome.LATE] += inbox.interrupt(epoch, segment)
-        self._push_early(inbox)
-
     def forget(self, request: RequestId) -> None:
         """The request is over (done, aborted, failed), announced or not; later chunks of it are ignored."""
-        self._over.purge(request, EVERY_EPOCH)
+        self._over.purge(request)
         inbox = self._open.pop(request, None)
         if inbox is not None:
             inbox.drop()

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from stretto.connector.contract import EVERY_EPOCH, Chunk
+from stretto.connector.contract import Chunk
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.errors import StrettoError
 from stretto.stage.inbox import Inboxes
@@ -81,7 +81,7 @@ class Inlet(Generic[P]):
         if not self.within:
             self._boxes.forget(id)
             if purge and self._courier is not None:
-                self._courier.purge(id, EVERY_EPOCH)
+                self._courier.purge(id)
 
     def hand(self, id: RequestId, arrival: Arrival[P]) -> None:
         """From the sender in this host."""
@@ -225,7 +225,7 @@ class Outlet(Generic[P]):
         if box is not None:
             box.drop()
         if purge and self._courier is not None:
-            self._courier.purge(id, EVERY_EPOCH)
+            self._courier.purge(id)
 
     def _offer(self, chunk: Chunk) -> bool:
         return self._courier is not None and self._courier.offer(chunk)

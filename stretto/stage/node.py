@@ -81,3 +81,10 @@ class Asking(Protocol):
     def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
         """They are here; the request may be over."""
         ...
+
+
+@runtime_checkable
+class TakesText(Protocol):
+    """A node that can be told a text while it is written."""
+
+    def take_text(self, id: RequestId, tokens: Sequence[int], last: bool) -> None: ...

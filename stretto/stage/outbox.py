@@ -20,14 +20,12 @@ from stretto.types import Mark, RequestId, Span
 
 
 class Outbox:
-    """Spans count from the start of the segment. `offer` hands a chunk to the link's courier without blocking; False
+    """`offer` hands a chunk to the link's courier without blocking; False
     means that it has no room now."""
 
-    def __init__(self, request: RequestId, offer: Callable[[Chunk], bool], *, epoch: int = 0, segment: int = 0) -> None:
+    def __init__(self, request: RequestId, offer: Callable[[Chunk], bool]) -> None:
         self.request = request
-        self.epoch = epoch
-        self.segment = segment
-        self.sent = 0  # rows of this segment
+        self.sent = 0  # rows
         self.ended = False
         self._offer = offer
         self._seq = 0
@@ -46,8 +44,7 @@ class Outbox:
         event: torch.cuda.Event | None = None,
     ) -> bool:
         """The next rows, complete once `event` has fired; None: only the mark. Their memory must not be overwritten
-        before they have left. With an end mark the segment is over. False: some found no room; call `flush` when there
-        is."""
+        before they have left. False: some found no room; call `flush` when there is."""
         if self.ended or (payload is not None and payload.span.start != self.sent):
             span = None if payload is None else payload.span
             raise Bug(f"request {self.request}: rows {span} sent at {self.sent}, ended={self.ended}")
@@ -55,9 +52,7 @@ class Outbox:
             self._cut(payload, slot_bytes, mark, event)
         elif mark is not Mark.MORE:
             self._add(self._chunk(Span(self.sent, self.sent), mark, {}))
-        if mark is not Mark.MORE:
-            self._begin(self.segment + 1)
-            self.ended = mark is Mark.REQUEST_END
+        self.ended = mark is Mark.REQUEST_END
         return self.flush()
 
     def flush(self) -> bool:
@@ -66,21 +61,10 @@ class Outbox:
             self._waiting.popleft()
         return not self._waiting
 
-    def interrupt(self, epoch: int, segment: int) -> None:
-        """A new epoch begins, with `segment` from its start; chunks that have not left are dropped."""
-        if epoch <= self.epoch or self.ended:
-            raise Bug(f"request {self.request}: epoch {epoch} does not follow {self.epoch}, ended={self.ended}")
-        self.epoch = epoch
-        self._waiting.clear()
-        self._begin(segment)
-
     def drop(self) -> None:
         """The request is over before its end: drop what has not left."""
         self.ended = True
         self._waiting.clear()
-
-    def _begin(self, segment: int) -> None:
-        self.segment, self.sent, self._seq = segment, 0, 0
 
     def _cut(self, payload: Payload, slot_bytes: int, mark: Mark, event: torch.cuda.Event | None) -> None:
         """Rows become one chunk, or each half by itself if that exceeds a slot. How many rows fit is not known
@@ -98,8 +82,7 @@ class Outbox:
     def _chunk(
         self, span: Span, mark: Mark, tensors: dict[str, torch.Tensor], event: torch.cuda.Event | None = None
     ) -> Chunk:
-        epoch, segment = self.epoch, self.segment
-        return wire.chunk(self.request, span, mark, tensors, epoch=epoch, segment=segment, seq=self._seq, event=event)
+        return wire.chunk(self.request, span, mark, tensors, seq=self._seq, event=event)
 
     def _add(self, chunk: Chunk) -> None:
         self._waiting.append(chunk)

@@ -112,17 +112,17 @@ def share_out(
     return max(one, min(int((room - needed(zero)) / each), one * s.max_rows))
 
 
-def room_for_pools(device: torch.device, hosts: int = 1) -> int:
+def room_for_pools(device: torch.device, hosts: int = 1, share: float = 1.0) -> int:
     """Bytes on a GPU that weights and pools of so many hosts may take together: those that are still to load there."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free - hosts * RESERVE["cuda"] - total // SPARE
+    _, total = torch.cuda.mem_get_info(device)
+    return free_memory(device, share) - hosts * RESERVE["cuda"] - int(share * total) // SPARE
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process could take on a device now."""
+def free_memory(device: torch.device, share: float = 1.0) -> int:
+    """Bytes that this process could take on a device now; of a GPU, at most its share."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, int(share * total))
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")

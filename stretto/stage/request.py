@@ -10,10 +10,11 @@ from enum import Enum
 from typing import NewType
 
 from stretto.errors import Bug, StrettoError
+from stretto.stage.guide import Guide
 from stretto.types import RequestId, SamplingParams, Span
 
 RowId = NewType("RowId", int)
-"""A request's slot in the runner's device state, held from admission until it ends, pauses or is preempted."""
+"""A request's slot in the runner's device state, held from admission until it ends or is preempted."""
 BlockId = NewType("BlockId", int)
 """A page of KV: `block_size` consecutive rows of one sequence."""
 Confirmed = NewType("Confirmed", int)
@@ -24,29 +25,25 @@ OPAQUE = -1
 
 
 class State(Enum):
-    WAITING = "waiting"  # has work to do, but no row: never admitted, preempted, parked, or back from a pause
+    WAITING = "waiting"  # has work to do, but no row: never admitted, preempted or parked
     STARVED = "starved"  # nothing new can come out until input or downstream credit arrives
     RUNNING = "running"  # has a row, and work to launch or results on their way
-    PAUSED = "paused"  # segment done, session open: keeps its blocks (unless others need them), has no row
     DONE = "done"  # over; `reason` says why
 
 
 class Reason(Enum):
-    """Why a segment or a request ended."""
+    """Why a request ended."""
 
     STOP = "stop"  # a stop token
     LENGTH = "length"  # `max_new` tokens were made
-    INTERRUPTED = "interrupted"  # cut short by the caller; the session goes on
     CANCELLED = "cancelled"
     FAILED = "failed"  # see `StageRequest.error`
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.RUNNING, State.STARVED, State.PAUSED, State.DONE}),
-    State.STARVED: frozenset({State.WAITING, State.RUNNING, State.PAUSED, State.DONE}),
-    State.RUNNING: frozenset({State.WAITING, State.STARVED, State.PAUSED, State.DONE}),
-    # A paused request has no row, so it can only run again through admission.
-    State.PAUSED: frozenset({State.WAITING, State.STARVED, State.DONE}),
+    State.WAITING: frozenset({State.RUNNING, State.STARVED, State.DONE}),
+    State.STARVED: frozenset({State.WAITING, State.RUNNING, State.DONE}),
+    State.RUNNING: frozenset({State.WAITING, State.STARVED, State.DONE}),
     State.DONE: frozenset(),
 }
 
@@ -66,7 +63,7 @@ class Cursor:
     `filled` (rows with KV, written or being written) follows `launched`, but falls back when KV is lost: the rows
     in between are computed again, and their outputs are not published a second time."""
 
-    prompt: int = 0  # rows of input: all earlier segments with their answers, and this segment's prompt
+    prompt: int = 0  # rows of input
     known: int = 0  # rows whose input exists: the prompt, then sampled tokens (on the host, or still on the device)
     filled: int = 0
     launched: int = 0
@@ -128,8 +125,7 @@ class Cursor:
             self.filled = rows
 
     def rollback(self, keep: int) -> None:
-        """Forget all tokens from index `keep` on, with whatever was launched for them: after a stop this drops the
-        surplus, after an interruption the part of the answer that nobody heard. Rows whose output was never
+        """Forget all tokens from index `keep` on, with whatever was launched for them. Rows whose output was never
         confirmed are to be launched again if they are still wanted."""
         if not 0 <= keep <= self.known:
             raise Bug(f"cannot keep {keep} tokens: {self}")
@@ -142,12 +138,6 @@ class Cursor:
             confirmed,
             min(self.sent, confirmed),
         )
-
-    def extend(self, rows: int) -> None:
-        """A new segment: everything so far becomes prompt, followed by `rows` new rows."""
-        if rows < 0 or self.launched != self.confirmed:
-            raise Bug(f"cannot extend by {rows} rows: {self}")
-        self.prompt, self.known = self.known + rows, self.known + rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +153,13 @@ class Salt:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What a stage is asked to do for one request. Never changes, except `max_new` with a new segment."""
+    """What a stage is asked to do for one request. Never changes."""
 
     id: RequestId
-    max_new: int  # tokens per segment
+    max_new: int  # tokens
     stop_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # lower goes first
-    resumable: bool = False  # a segment's end pauses the request instead of ending it
     # Each decode step consumes one token of another stage's text: the j-th row after the prompt runs once text j is
     # there, or once the text has ended.
     paced: bool = False
@@ -179,13 +168,12 @@ class RequestSpec:
     last_on_device: bool = False
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
     cache_output: bool = True  # generated rows are told by their token ids (not so where a row is a frame of codes)
+    guide: Guide | None = None  # picks what this allows; each step waits for the one before to be certain
     cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
 
     def __post_init__(self) -> None:
         if self.max_new < 1:
             raise Bug(f"{self.id}: max_new must be at least 1, got {self.max_new}")
-        if self.last_on_device and self.resumable:
-            raise Bug(f"{self.id}: the device row of a later segment holds something else")
 
 
 _UNLIMITED = 1 << 62
@@ -198,7 +186,7 @@ class StageRequest:
     spec: RequestSpec
     arrival: int  # order of submission
     state: State = State.WAITING
-    reason: Reason | None = None  # why the last segment, or the request, ended
+    reason: Reason | None = None  # why it ended
     error: StrettoError | None = None  # set with Reason.FAILED
     cursor: Cursor = field(default_factory=Cursor)
 
@@ -206,12 +194,10 @@ class StageRequest:
     ids: list[int] = field(default_factory=list)  # all tokens known on the host: prompt rows, then confirmed tokens
     missing: Sequence[Span] = ()  # prompt rows whose input is not here yet, in order; those in the cache need none
     closed: bool = False  # the prompt is complete: its last row samples
-    max_new: int = 0  # of this segment
-    num_text: int = 0  # paced: text tokens that arrived in this segment
+    num_text: int = 0  # paced: text tokens that arrived
     text_ended: bool = False
     blocked_downstream: bool = False  # no credit to send
     limit: int = 0  # rows from here on must not be launched: input is missing, or they would exceed `max_new`
-    resumable: bool = False
 
     # Order
     deadline: float | None = None  # when the output sent so far runs out at the listener; None: nothing sent yet
@@ -243,7 +229,7 @@ class StageRequest:
 
     @property
     def answer(self) -> list[int]:
-        """This segment's confirmed tokens."""
+        """Its confirmed tokens."""
         return self.ids[self.cursor.prompt :]
 
     @property
@@ -262,7 +248,7 @@ class StageRequest:
             return False
         # `known == launched`: the prompt was closed after all its rows had run; the last one runs again to sample.
         dry = cursor.launched >= cursor.prompt + self.num_text and cursor.known > cursor.launched
-        return dry and cursor.launched < cursor.prompt + self.max_new - 1
+        return dry and cursor.launched < cursor.prompt + self.spec.max_new - 1
 
     def move_to(self, state: State, step: int) -> None:
         """The one place where a state changes."""
@@ -293,7 +279,7 @@ class StageRequest:
             return
         # The last token of the answer is sampled by row `prompt + max_new - 2` and never fed back.
         supply = _UNLIMITED if self.text_ended or not self.spec.paced else cursor.prompt + self.num_text
-        self.limit = min(supply, cursor.prompt + self.max_new - 1, gap)
+        self.limit = min(supply, cursor.prompt + self.spec.max_new - 1, gap)
 
     def add_input(self, ids: Iterable[int], salts: Sequence[Salt]) -> int:
         """Appends prompt rows (`OPAQUE` for rows without an id); the cursor is the caller's to move."""
@@ -308,22 +294,13 @@ class StageRequest:
         return len(self.ids) - before
 
     def add_token(self, token: int) -> Reason | None:
-        """Takes a confirmed token; says whether the segment ends with it."""
+        """Takes a confirmed token; says whether the request ends with it."""
         ids, spec = self.ids, self.spec
         if self.keyable == len(ids) and spec.cache_output:
             self.keyable += 1
         ids.append(token)
+        if spec.guide is not None:
+            spec.guide.accept(token)
         if token in spec.stop_ids:
             return Reason.STOP
-        return Reason.LENGTH if len(ids) - self.cursor.prompt >= self.max_new else None
-
-    def forget(self, keep: int, block_size: int) -> None:
-        """Drops all tokens from index `keep` on, and what was derived from them."""
-        del self.ids[keep:]
-        del self.keys[keep // block_size :]
-        self.keyable = min(self.keyable, keep)
-        self.salts = [
-            Salt(Span(salt.span.start, min(salt.span.stop, keep)), salt.digest)
-            for salt in self.salts
-            if salt.span.start < keep
-        ]
+        return Reason.LENGTH if len(ids) - self.cursor.prompt >= self.spec.max_new else None

@@ -50,7 +50,7 @@ class Output:
     step: Step | None  # whose `tokens[at]` is the same row on the device
     at: int
     media: MediaOutput | None
-    reason: Reason | None  # the segment ended here
+    reason: Reason | None  # the request ended here
 
     @property
     def error(self) -> StrettoError | None:

@@ -11,7 +11,6 @@ import torch
 
 from stretto.connector import wire
 from stretto.connector.contract import (
-    EVERY_EPOCH,
     Chunk,
     Corrupt,
     Endpoint,
@@ -67,10 +66,10 @@ class Lease:
         self.released += 1
 
 
-def numbered(seq: int = 0, request: RequestId = R, epoch: int = 0) -> tuple[Chunk, Lease]:
+def numbered(seq: int = 0, request: RequestId = R) -> tuple[Chunk, Lease]:
     lease = Lease()
     tensors = {"n": torch.tensor([seq])}
-    return wire.chunk(request, Span(seq, seq + 1), Mark.MORE, tensors, seq=seq, epoch=epoch, lease=lease), lease
+    return wire.chunk(request, Span(seq, seq + 1), Mark.MORE, tensors, seq=seq, lease=lease), lease
 
 
 @pytest.fixture(autouse=True)
@@ -200,9 +199,9 @@ def test_purge_catches_what_is_on_its_way() -> None:
     for chunk, _ in chunks:
         assert out.offer(chunk)
     loop.until(lambda: into.metrics.chunks >= 1)  # the first waits for the loop, the others behind it
-    out.purge(R, 1)
-    into.purge(R, 1)
-    fresh, lease = numbered(9, epoch=1)
+    out.purge(R)
+    into.purge(R)
+    fresh, lease = numbered(9, RequestId("r-2"))
     assert out.offer(fresh)
     assert collect(into, loop, 1) == [9]
     assert lease.released == 1
@@ -213,7 +212,7 @@ def test_purge_catches_what_is_on_its_way() -> None:
 
 def test_a_request_that_is_over() -> None:
     out, into, loop, *_ = started()
-    out.purge(R, EVERY_EPOCH)
+    out.purge(R)
     (stale, lease), (other, _) = numbered(0), numbered(5, RequestId("r-2"))
     assert out.offer(stale)
     assert out.offer(other)
@@ -341,7 +340,7 @@ class Scripted:
         refused, self.refused = self.refused, []
         return refused
 
-    def purge(self, request: RequestId, epoch: int) -> None:
+    def purge(self, request: RequestId) -> None:
         pass
 
     def check(self) -> None:
@@ -356,7 +355,7 @@ def test_a_failed_put_fails_its_request_and_no_other() -> None:
     sender, loop = Scripted([None, PutFailed("no buffer")]), Loop()
     out = Outgoing(sender, "a-b", loop.wake)
     ok = RequestId("ok")
-    chunks = [numbered(0, ok), numbered(0), numbered(1), numbered(1, ok), numbered(0, epoch=1)]
+    chunks = [numbered(0, ok), numbered(0), numbered(1), numbered(1, ok), numbered(2)]
     for chunk, _ in chunks:
         assert out.offer(chunk)
     out.start()
@@ -364,9 +363,9 @@ def test_a_failed_put_fails_its_request_and_no_other() -> None:
     assert isinstance(fault, PutFailed)
     assert (fault.request, fault.link) == (R, "a-b")
     out.close()
-    assert sender.sent == [0, 1, 0], "its later chunks would be gaps; a new epoch starts afresh"
+    assert sender.sent == [0, 1], "its later chunks would be gaps"
     assert [lease.released for _, lease in chunks] == [1] * 5
-    assert out.metrics.purged == 1
+    assert out.metrics.purged == 2
     assert out.metrics.errors == {"PutFailed": 1}
     assert out.metrics.credits == 7
 
@@ -435,7 +434,7 @@ class ScriptedReceiver:
     def credits(self) -> int:
         return 5
 
-    def purge(self, request: RequestId, epoch: int) -> None:
+    def purge(self, request: RequestId) -> None:
         pass
 
     def check(self) -> None:

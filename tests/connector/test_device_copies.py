@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stretto.connector import wire
-from stretto.connector.contract import EVERY_EPOCH, Chunk, LinkClosed, LinkOptions, PeerDead, PutFailed, Receiver
+from stretto.connector.contract import Chunk, LinkClosed, LinkOptions, PeerDead, PutFailed, Receiver
 from stretto.connector.courier import Outgoing
 from stretto.connector.registry import Registry
 from stretto.connector.slots import SlotSender
@@ -245,7 +245,7 @@ def test_a_purged_chunk_keeps_its_slot_until_its_copy_is_done(ends: Ends) -> Non
     sender, device = ends.sender, ends.device
     assert sender.put(device.chunk(1, "gone"), 0.0)
     assert sender.put(device.chunk(2), 0.0)
-    sender.purge(RequestId("gone"), EVERY_EPOCH)
+    sender.purge(RequestId("gone"))
     assert sender.credits() == 4
     assert sender.progress(wait=True) == 1
     assert sender.credits() == 5

@@ -93,7 +93,7 @@ def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> Non
             elif action == "look":
                 assert sender.credits() == slots - len(held) - (sent - taken)
             elif action == "purge":
-                sender.purge(RequestId("someone else"), 1)
+                sender.purge(RequestId("someone else"))
             for number, chunk in held:
                 assert bool((chunk.tensors["rows"] == number).all())
     finally:

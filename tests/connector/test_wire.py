@@ -28,11 +28,11 @@ DOC = Path(__file__).parents[2] / "docs" / "wire.md"
 
 def rows() -> Chunk:
     tensors = {"ids": torch.tensor([7, 8], dtype=torch.int32), "hidden": torch.tensor([[1.0, -2.0]]).to(torch.bfloat16)}
-    return wire.chunk(R, Span(4, 6), Mark.SEGMENT_END, tensors, epoch=1, segment=0, seq=2)
+    return wire.chunk(R, Span(4, 6), Mark.MORE, tensors, seq=2)
 
 
 def end() -> Chunk:
-    return wire.chunk(R, Span(0, 0), Mark.REQUEST_END, {}, epoch=1, segment=1, seq=0)
+    return wire.chunk(R, Span(6, 6), Mark.REQUEST_END, {}, seq=3)
 
 
 def same(left: Chunk, right: Chunk) -> bool:
@@ -138,17 +138,17 @@ def test_trailing_bytes() -> None:
         wire.decode(wire.encode(rows()) + b"\0")
 
 
-COUNTERS = {"epoch": 0, "segment": 0, "seq": 0, "start": 0, "stop": 2}
+COUNTERS = {"seq": 0, "start": 0, "stop": 2}
 
 
 def mend(
-    head: dict[str, Any], blobs: bytes, *, version: int = 2, zero: int = 0, mark: int = 0, **counters: int
+    head: dict[str, Any], blobs: bytes, *, version: int = 3, zero: int = 0, mark: int = 0, **counters: int
 ) -> bytearray:
     """An encoding with right lengths and checksums around any header."""
     raw = msgspec.msgpack.encode(head)
     pad = bytes(-(wire.PREFIX_BYTES + len(raw)) % wire.ALIGN) if blobs else b""
     numbers = (COUNTERS | counters).values()
-    rest = struct.pack("<HHIIQQQQQQ", 0, mark, len(raw), 0, len(blobs), *numbers) + raw + pad
+    rest = struct.pack("<HHIIQQQQ", 0, mark, len(raw), 0, len(blobs), *numbers) + raw + pad
     return bytearray(struct.pack("<4sHHI", b"STRT", version, zero, zlib.crc32(rest)) + rest + blobs)
 
 
@@ -157,7 +157,7 @@ def header() -> dict[str, Any]:
         {"name": "a", "dtype": "int32", "shape": [2], "offset": 0},
         {"name": "b", "dtype": "uint8", "shape": [4], "offset": 64},
     ]
-    return {"version": 2, "request": "r-42", "tensors": table}
+    return {"version": 3, "request": "r-42", "tensors": table}
 
 
 BLOBS = bytes(68)
@@ -215,7 +215,7 @@ def test_headers_that_are_refused(change: Callable[[dict[str, Any]], None]) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"mark": 3}, {"zero": 1}, {"start": 3}, *({name: 2**53} for name in ("epoch", "segment", "seq", "stop"))],
+    [{"mark": 2}, {"zero": 1}, {"start": 3}, *({name: 2**53} for name in ("seq", "stop"))],
     ids=str,
 )
 def test_prefixes_that_are_refused(change: dict[str, int]) -> None:
@@ -228,9 +228,9 @@ def test_prefixes_that_are_refused(change: dict[str, int]) -> None:
 
 def test_other_versions() -> None:
     with pytest.raises(VersionMismatch):
-        wire.decode(mend(header(), BLOBS, version=3))
+        wire.decode(mend(header(), BLOBS, version=2))
     with pytest.raises(VersionMismatch):
-        wire.decode(mend({**header(), "version": 3}, BLOBS))
+        wire.decode(mend({**header(), "version": 2}, BLOBS))
 
 
 def test_a_page_is_read_again_and_again() -> None:

@@ -65,14 +65,13 @@ def pattern(number: int, size: int) -> torch.Tensor:
     return ((torch.arange(size, dtype=torch.int64) * 31 + number * 17) % 251).to(torch.uint8)
 
 
-def numbered(number: int, size: int = 1000, request: str = "r0", epoch: int = 0) -> Chunk:
+def numbered(number: int, size: int = 1000, request: str = "r0") -> Chunk:
     return wire.chunk(
         RequestId(request),
         Span(number, number + 1),
         Mark.MORE,
         {"rows": pattern(number, size)},
         seq=number,
-        epoch=epoch,
     )
 
 

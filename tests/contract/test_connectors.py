@@ -15,7 +15,6 @@ import torch
 
 from stretto.connector import wire
 from stretto.connector.contract import (
-    EVERY_EPOCH,
     WIRE_VERSION,
     Chunk,
     ChunkHeader,
@@ -143,10 +142,10 @@ def test_a_strided_tensor_arrives_as_what_it_shows(ends: tuple[Sender, Receiver]
 
 def test_an_empty_chunk_carries_its_mark(ends: tuple[Sender, Receiver]) -> None:
     sender, receiver = ends
-    assert sender.put(wire.chunk(RequestId("r"), Span(5, 5), Mark.SEGMENT_END, {}, segment=3, epoch=2), LONG_S)
+    assert sender.put(wire.chunk(RequestId("r"), Span(5, 5), Mark.REQUEST_END, {}, seq=3), LONG_S)
     chunk = take(receiver)
     header = chunk.header
-    assert (header.span, header.mark, header.segment, header.epoch) == (Span(5, 5), Mark.SEGMENT_END, 3, 2)
+    assert (header.span, header.mark, header.seq) == (Span(5, 5), Mark.REQUEST_END, 3)
     assert not chunk.tensors
     chunk.release()
 
@@ -330,11 +329,11 @@ def test_a_chunk_that_fills_its_slot_exactly_passes(kit: Kit) -> None:
 
 def test_purge_at_the_receiver_drops_what_is_on_its_way(ends: tuple[Sender, Receiver]) -> None:
     sender, receiver = ends
-    assert sender.put(numbered(0, request="old", epoch=1), LONG_S)
-    assert sender.put(numbered(1, request="other", epoch=0), LONG_S)
-    assert sender.put(numbered(2, request="old", epoch=2), LONG_S)
-    receiver.purge(RequestId("old"), 2)
-    assert sender.put(numbered(3, request="old", epoch=1), LONG_S)
+    assert sender.put(numbered(0, request="old"), LONG_S)
+    assert sender.put(numbered(1, request="other"), LONG_S)
+    assert sender.put(numbered(2, request="third"), LONG_S)
+    receiver.purge(RequestId("old"))
+    assert sender.put(numbered(3, request="old"), LONG_S)
     for number in (1, 2):
         chunk = take(receiver)
         check_numbered(chunk, number)
@@ -347,9 +346,9 @@ def test_purge_at_the_sender_swallows_even_without_credit(ends: tuple[Sender, Re
     sender, receiver = ends
     for i in range(4):
         assert sender.put(numbered(i), LONG_S)
-    sender.purge(RequestId("gone"), EVERY_EPOCH)
+    sender.purge(RequestId("gone"))
     lease = Counted()
-    swallowed = numbered(9, request="gone", epoch=5)
+    swallowed = numbered(9, request="gone")
     swallowed.lease = lease
     assert sender.put(swallowed, LONG_S)
     assert lease.count == 1

@@ -78,9 +78,9 @@ def test_a_failing_start_says_json_in_every_line(tiny_dir: Path) -> None:
     command = [sys.executable, "-m", "stretto.cli", "serve", str(tiny_dir), "--port", "0", "--log-format", "json"]
     env = {**os.environ, "STRETTO_LOG": "INFO"}
     done = subprocess.run([*command, "--device", "cuda:77"], capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 1
+    assert done.returncode == 2
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert any("cuda:77 cannot be used" in line["message"] for line in lines)
+    assert any("is placed on cuda:77" in line["message"] for line in lines)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from stretto.models.qwen3_omni.shapes import checkpoint_shapes
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config, tiny_weights, write_tiny
-from stretto.models.qwen3_omni.tiny_text import (
+from stretto.models.tiny_text import (
     CHAT_TEMPLATE,
     ROLES,
     SPECIAL,

@@ -365,13 +365,6 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
         "seq=self._seq)",
         [_OUTBOX + "every_part_carries_the_event_of_its_rows"],
     ),
-    (
-        "outbox: an interruption keeps old chunks",
-        OUTBOX,
-        "        self.epoch = epoch\n        self._waiting.clear()\n",
-        "        self.epoch = epoch\n",
-        [_OUTBOX + "an_interruption_drops_what_has_not_left"],
-    ),
     # -- the orchestrator
     (
         "orchestrator: no secret",

@@ -38,8 +38,8 @@ CHAT = "stretto/server/chat.py"
 
 OWNERS = [
     ("no owner in the thinker's cache", THINKER, "            cache_root=a.cache_root,\n", "", [ROOTS]),
-    ("no owner in the talker's cache", PREFIX, "plan.speaker + a.cache_root", "plan.speaker", [ROOTS]),
-    ("no voice in the talker's cache", PREFIX, 'return b"%d " % plan.speaker + a', "return a", [VOICES]),
+    ("no owner in the talker's cache", TALKER, "rows, a.cache_root, salts", 'rows, b"", salts', [ROOTS]),
+    ("no voice in the talker's cache", PREFIX, "SPEAKER_ID + given.prompt.speaker", "SPEAKER_ID", [VOICES]),
     (
         "a chain of keys without its root",
         "stretto/stage/scheduler/blocks.py",

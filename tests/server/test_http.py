@@ -121,10 +121,10 @@ def test_speech_is_sent_as_it_is_made(format: str) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 9}, "n"),
         ({"logprobs": True}, "logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

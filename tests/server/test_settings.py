@@ -15,6 +15,7 @@ import torch
 from stretto.cli import parser
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
+from stretto.control.cluster import ClusterConfig
 from stretto.control.request import ChunkSizes
 from stretto.control.settings import EngineConfig, HostPlace, HostSettings, parse_placement
 from stretto.errors import Invalid
@@ -23,7 +24,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.plan import POOLS, plan
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.prompt.settings import PoolSettings
-from stretto.server.command import OTHER_VARIABLES, RECORDS, settings_table, settle
+from stretto.server.command import OTHER_VARIABLES, RECORDS, settings_table, settle, settle_all
 from stretto.server.config import WHOLE, ServerConfig
 from stretto.server.settings import flag_of, name_of, settings_of
 from stretto.stage.plan import DoesNotFit, check
@@ -45,7 +46,7 @@ ELSEWHERE = {
 """Fields that are set under another record's name."""
 
 SAMPLES = {
-    "link_details": "protocol=rdma",
+    "link_details": "protocol=rdma", "memory_share": "0.5", "host_gpus": "0.5",
     "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6", "dtype": "float16",
     "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3", "first_frames": "2",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
@@ -90,10 +91,11 @@ def found(
     record: type[Any], f: Field[Any], flags: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Any, dict[str, Any]]:
     """The field as it reaches the engine or the server, and all the others."""
-    _, engine, server = settle(dict(flags), environ)
+    _, engine, server, cluster = settle_all(dict(flags), environ)
     assert engine.prompts is not None
     holders: dict[type[Any], Any] = {
         EngineConfig: engine, HostSettings: engine.host, ServerConfig: server, PoolSettings: engine.prompts,
+        ClusterConfig: cluster,
         OverlapSwitches: OverlapSwitches.read(engine.host.switches, {}),
     }  # fmt: skip
     every_value = {f"{r.__name__}.{g.name}": getattr(holders[r], g.name) for r in RECORDS for g in settings_of(r)}

@@ -46,12 +46,12 @@ class Story:
     """The true input of one request: what its rows contain, whether or not ids tell it."""
 
     extras: list[int] = field(default_factory=list)  # by row: what is not in the id (media, text), 0 for nothing
-    prompt: int = 0  # rows of the segment's prompt and all before
-    texts: list[int] = field(default_factory=list)  # of this segment (paced)
-    answer: list[int] = field(default_factory=list)  # confirmed, in this segment
-    answers: list[list[int]] = field(default_factory=list)  # of all segments
+    prompt: int = 0  # rows of the prompt
+    texts: list[int] = field(default_factory=list)  # paced
+    answer: list[int] = field(default_factory=list)  # confirmed
     values: list[int] = field(default_factory=list)  # published outputs, by row
-    history: list[int] = field(default_factory=list)  # ids of all prompt rows, and of earlier answers
+    history: list[int] = field(default_factory=list)  # ids of all prompt rows
+    missing: list[Span] = field(default_factory=list)  # rows whose input has not come
     alone: bool = False  # the prompt's last row is a decode
 
     def content(self, position: int, token: int) -> int:
@@ -59,14 +59,6 @@ class Story:
             return token + 1000 * self.extras[position]
         text = position - self.prompt
         return token + 1000 * (self.texts[text] if 0 <= text < len(self.texts) else 0)
-
-    def fold(self) -> None:
-        """The segment's answer becomes history."""
-        ids = self.history + self.answer
-        self.extras = [(self.content(p, 0)) // 1000 for p in range(len(ids))]
-        self.history, self.texts, self.prompt = ids, [], len(ids)
-        self.answers.append(self.answer)
-        self.answer = []
 
 
 def answer_of(story: Story, max_new: int, stop_ids: frozenset[int]) -> tuple[list[int], list[int]]:
@@ -215,6 +207,7 @@ class Driver:
     def _host_input(self, id: RequestId, position: int) -> int:
         request, story = self.live[id], self.stories[id]
         assert position < len(request.ids), "input asked for that the host does not know"
+        assert not any(s.start <= position < s.stop for s in story.missing), "input asked for that has not come"
         token = request.ids[position]
         ids = story.history + story.answer
         if token == OPAQUE:
@@ -225,15 +218,23 @@ class Driver:
     # -- input
 
     def submit(
-        self, id: str, rows: Sequence[int] = (), *, closed: bool = True, media: Sequence[int] = (), **spec: object
+        self,
+        id: str,
+        rows: Sequence[int] = (),
+        *,
+        closed: bool = True,
+        media: Sequence[int] = (),
+        missing: Sequence[Span] = (),
+        **spec: object,
     ) -> StageRequest:
         """`media`: what the first rows contain beyond their ids; their salt follows from it."""
         story = Story(alone=bool(spec.get("last_on_device")))
         full = RequestSpec(RequestId(id), **{"max_new": 8, "stop_ids": frozenset({STOP}), **spec})  # type: ignore[arg-type]
         salts = self._add(story, rows, media)
+        story.missing = list(missing)
         self.stories[id] = story
         try:
-            request = self.scheduler.submit(full, list(rows), closed=closed, salts=salts)
+            request = self.scheduler.submit(full, list(rows), closed=closed, salts=salts, missing=list(missing))
         except StrettoError:
             del self.stories[id]
             raise
@@ -250,26 +251,15 @@ class Driver:
         self.stories[id].texts.append(token)
         self.scheduler.append_text(RequestId(id))
 
-    def extend(self, id: str, rows: Sequence[int], *, closed: bool = True) -> None:
-        self._add(self.stories[id], rows, ())
-        self.scheduler.extend(RequestId(id), list(rows), closed=closed)
-
-    def interrupt(self, id: str, keep: int | None = None) -> None:
-        request, story = self.live[id], self.stories[id]
-        if request.state is not State.PAUSED:
-            self._compare(request, whole=False)
-            story.fold()
-        self.scheduler.interrupt(request.id, keep)
-        rows = len(story.history) if keep is None else keep
-        del story.history[rows:], story.extras[rows:]
-        del story.values[request.cursor.confirmed :]
-        story.prompt = rows
+    def provide(self, id: str, at: int = 0) -> None:
+        """The input of one of the missing spans has come."""
+        story = self.stories[id]
+        del story.missing[at]
+        self.scheduler.set_missing(RequestId(id), list(story.missing))
 
     def cancel(self, id: str) -> None:
-        paused = self.live[id].state is State.PAUSED
         assert self.scheduler.cancel(RequestId(id))
-        if not paused:
-            self._compare(self.live[id], whole=False)
+        self._compare(self.live[id], whole=False)
         self.ended[id] = self.live.pop(id)
 
     def _add(self, story: Story, rows: Sequence[int], media: Sequence[int]) -> list[Salt]:
@@ -297,11 +287,12 @@ class Driver:
             for span in batch.spans:
                 request = self.live[span.request]
                 assert request.in_flight <= self.config.overlap_depth
-                assert request.cursor.known <= request.cursor.prompt + request.max_new, "more than max_new launched"
+                assert request.cursor.known <= request.cursor.prompt + request.spec.max_new, (
+                    "more than max_new launched"
+                )
             assert len(self.flying) <= self.config.overlap_depth
         elif not self.flying:
-            idle = {State.STARVED, State.PAUSED}
-            assert all(r.state in idle for r in self.live.values()), "idle with work to do"
+            assert all(r.state is State.STARVED for r in self.live.values()), "idle with work to do"
         self._check()
         return batch
 
@@ -353,7 +344,6 @@ class Driver:
                 del self.payloads[handle]
         if outcome.reason in (Reason.STOP, Reason.LENGTH):
             self._compare(request, whole=True)
-            story.fold()
         if request.state is State.DONE:
             self.ended[request.id] = self.live.pop(request.id)
 
@@ -363,7 +353,7 @@ class Driver:
         if not request.closed and not whole:
             assert not story.answer
             return
-        tokens, values = answer_of(story, request.max_new, request.spec.stop_ids)
+        tokens, values = answer_of(story, request.spec.max_new, request.spec.stop_ids)
         if whole:
             assert (story.answer, story.values) == (tokens, values), request.id
         else:

@@ -1,4 +1,4 @@
-"""The inbox against a model of itself: every order of arrival, repeats, gaps, epochs, early and late chunks."""
+"""The inbox against a model of itself: every order of arrival, repeats, gaps, early and late chunks."""
 
 from __future__ import annotations
 
@@ -26,21 +26,10 @@ class Slots:
     held: int = 0
     seen: list[Chunk] = field(default_factory=list)
 
-    def chunk(
-        self, span: Span, mark: Mark, *, seq: int, segment: int = 0, epoch: int = 0, request: RequestId = R
-    ) -> Chunk:
+    def chunk(self, span: Span, mark: Mark, *, seq: int, request: RequestId = R) -> Chunk:
         self.held += 1
         rows = torch.arange(span.start, span.stop, dtype=torch.int32)
-        return wire.chunk(
-            request,
-            span,
-            mark,
-            {"rows": rows} if len(span) else {},
-            seq=seq,
-            segment=segment,
-            epoch=epoch,
-            lease=_Slot(self),
-        )
+        return wire.chunk(request, span, mark, {"rows": rows} if len(span) else {}, seq=seq, lease=_Slot(self))
 
 
 @dataclass
@@ -51,19 +40,15 @@ class _Slot:
         self.slots.held -= 1
 
 
-Key = tuple[int, int, Span, Mark]  # segment, seq, span, mark
+Key = tuple[int, Span, Mark]  # seq, span, mark
 
 
-def stream(sizes: list[int], segments: list[int]) -> list[Key]:
-    """A whole request: segments of so many rows, the last of which ends it, in chunks of `sizes` (again and again)."""
-    keys: list[Key] = []
-    for segment, total in enumerate(segments):
-        stops = [stop for stop in accumulate(islice(cycle(sizes), total)) if stop < total]
-        spans = [Span(start, stop) for start, stop in pairwise([0, *stops, total])]
-        keys += [(segment, seq, span, Mark.MORE) for seq, span in enumerate(spans[:-1])]
-        end = Mark.REQUEST_END if segment == len(segments) - 1 else Mark.SEGMENT_END
-        keys.append((segment, len(spans) - 1, spans[-1], end))
-    return keys
+def stream(sizes: list[int], total: int) -> list[Key]:
+    """A whole request of so many rows, in chunks of `sizes` (again and again)."""
+    stops = [stop for stop in accumulate(islice(cycle(sizes), total)) if stop < total]
+    spans = [Span(start, stop) for start, stop in pairwise([0, *stops, total])]
+    marks = [Mark.MORE] * (len(spans) - 1) + [Mark.REQUEST_END]
+    return [(seq, span, mark) for seq, (span, mark) in enumerate(zip(spans, marks, strict=True))]
 
 
 def expected(sent: list[Key], arrival: list[int]) -> list[int] | None:
@@ -83,7 +68,7 @@ def drain(inbox: Inbox) -> list[Key]:
         header = chunk.header
         if len(header.span):
             assert chunk.tensors["rows"].tolist() == list(range(header.start, header.stop))
-        out.append((header.segment, header.seq, header.span, header.mark))
+        out.append((header.seq, header.span, header.mark))
         chunk.release()
     return out
 
@@ -92,18 +77,18 @@ def deliver(sent: list[Key], arrival: list[int]) -> tuple[list[Key] | None, Slot
     slots, inbox = Slots(), Inbox(R)
     try:
         for index in arrival:
-            segment, seq, span, mark = sent[index]
-            inbox.push(slots.chunk(span, mark, seq=seq, segment=segment))
+            seq, span, mark = sent[index]
+            inbox.push(slots.chunk(span, mark, seq=seq))
     except Gap:
         inbox.drop()
         return None, slots
     return drain(inbox), slots
 
 
-@pytest.mark.parametrize("segments", [[0], [1], [4], [5], [2, 2], [0, 3], [1, 0, 1]], ids=str)
+@pytest.mark.parametrize("total", [0, 1, 4, 5, 8])
 @pytest.mark.parametrize("sizes", [[1, 2], [2], [1, 2, 4]], ids=str)
-def test_every_arrival_order(sizes: list[int], segments: list[int]) -> None:
-    sent = stream(sizes, segments)
+def test_every_arrival_order(sizes: list[int], total: int) -> None:
+    sent = stream(sizes, total)
     for arrival in permutations(range(len(sent))):
         order = expected(sent, list(arrival))
         got, slots = deliver(sent, list(arrival))
@@ -111,10 +96,10 @@ def test_every_arrival_order(sizes: list[int], segments: list[int]) -> None:
         assert slots.held == 0
 
 
-@pytest.mark.parametrize("segments", [[3], [2, 1]], ids=str)
-def test_every_repeat_and_loss(segments: list[int]) -> None:
+@pytest.mark.parametrize("total", [3, 5])
+def test_every_repeat_and_loss(total: int) -> None:
     """All sequences of up to five arrivals out of the request's chunks, so also every loss and every repeat."""
-    sent = stream([1, 2], segments)
+    sent = stream([1, 2], total)
     for length in range(6):
         for arrival in product(range(len(sent)), repeat=length):
             order = expected(sent, list(arrival))
@@ -128,98 +113,57 @@ def test_every_repeat_and_loss(segments: list[int]) -> None:
 def test_a_whole_request_arrives_whole(data: st.DataObject) -> None:
     """In order with repeats thrown in, announced at any time: all is there once, in order, with one end, last."""
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    sent = stream(sizes, data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)))
+    sent = stream(sizes, data.draw(st.integers(0, 30)))
     announced_at = data.draw(st.integers(0, len(sent)))
     slots, inboxes = Slots(), Inboxes()
-    for index, (segment, seq, span, mark) in enumerate(sent):
+    for index, (seq, span, mark) in enumerate(sent):
         if index == announced_at:
             inboxes.announce(R)
         again = data.draw(st.integers(0, index))
-        inboxes.push(slots.chunk(span, mark, seq=seq, segment=segment))
+        inboxes.push(slots.chunk(span, mark, seq=seq))
         if index >= announced_at:
             old = sent[again]
-            assert inboxes.push(slots.chunk(old[2], old[3], seq=old[1], segment=old[0])) in (
-                Outcome.REPEAT,
-                Outcome.LATE,
-            )
+            assert inboxes.push(slots.chunk(old[1], old[2], seq=old[0])) is Outcome.REPEAT
     if announced_at == len(sent):
         inboxes.announce(R)
     assert inboxes[R].ended
     got = drain(inboxes[R])
     assert got == sent
-    assert [key[3] for key in got].count(Mark.REQUEST_END) == 1
-    assert got[-1][3] is Mark.REQUEST_END
+    assert [key[2] for key in got].count(Mark.REQUEST_END) == 1
+    assert got[-1][2] is Mark.REQUEST_END
     assert slots.held == 0
     assert inboxes.num_early == 0
 
 
 @pytest.mark.parametrize(
-    ("span", "mark", "seq", "segment"),
+    ("span", "mark", "seq"),
     [
-        (Span(0, 3), Mark.MORE, 0, 0),  # the first chunk again, but longer
-        (Span(0, 2), Mark.SEGMENT_END, 0, 0),  # again, but with an end
-        (Span(2, 5), Mark.MORE, 1, 0),  # a repeat of the last, but longer
-        (Span(4, 5), Mark.MORE, 3, 0),  # a number is missing
-        (Span(5, 6), Mark.MORE, 2, 0),  # a row is missing
-        (Span(3, 6), Mark.MORE, 2, 0),  # a row twice
-        (Span(0, 1), Mark.MORE, 0, 1),  # the next segment, but this one has not ended
+        (Span(0, 3), Mark.MORE, 0),  # the first chunk again, but longer
+        (Span(0, 2), Mark.REQUEST_END, 0),  # again, but with an end
+        (Span(2, 5), Mark.MORE, 1),  # a repeat of the last, but longer
+        (Span(4, 5), Mark.MORE, 3),  # a number is missing
+        (Span(5, 6), Mark.MORE, 2),  # a row is missing
+        (Span(3, 6), Mark.MORE, 2),  # a row twice
     ],
 )
-def test_what_does_not_follow_is_a_gap(span: Span, mark: Mark, seq: int, segment: int) -> None:
+def test_what_does_not_follow_is_a_gap(span: Span, mark: Mark, seq: int) -> None:
     slots, inbox = Slots(), Inbox(R)
     inbox.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0))
     inbox.push(slots.chunk(Span(2, 4), Mark.MORE, seq=1))
     with pytest.raises(Gap, match=R) as caught:
-        inbox.push(slots.chunk(span, mark, seq=seq, segment=segment))
+        inbox.push(slots.chunk(span, mark, seq=seq))
     assert isinstance(caught.value, WireError)
     assert slots.held == 2
-    assert [key[1] for key in drain(inbox)] == [0, 1], "what was accepted before is untouched"
+    assert [key[0] for key in drain(inbox)] == [0, 1], "what was accepted before is untouched"
 
 
 def test_nothing_follows_the_end() -> None:
     slots, inbox = Slots(), Inbox(R)
     inbox.push(slots.chunk(Span(0, 1), Mark.REQUEST_END, seq=0))
     assert inbox.push(slots.chunk(Span(0, 1), Mark.REQUEST_END, seq=0)) is Outcome.REPEAT
-    for seq, segment in ((1, 0), (0, 1)):
-        with pytest.raises(Gap):
-            inbox.push(slots.chunk(Span(0 if segment else 1, 1), Mark.REQUEST_END, seq=seq, segment=segment))
-    assert len(drain(inbox)) == 1
-
-
-def test_a_segment_resumes() -> None:
-    slots, inbox = Slots(), Inbox(R)
-    inbox.push(slots.chunk(Span(0, 3), Mark.SEGMENT_END, seq=0))
-    assert (inbox.stop, inbox.mark, inbox.ended) == (3, Mark.SEGMENT_END, False)
-    inbox.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0, segment=1))
-    assert (inbox.stop, inbox.segment) == (2, 1)
-    assert inbox.push(slots.chunk(Span(0, 3), Mark.SEGMENT_END, seq=0)) is Outcome.LATE
     with pytest.raises(Gap):
-        inbox.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, segment=3))
-
-
-def test_an_interruption_drops_the_old_epoch() -> None:
-    slots, inboxes = Slots(), Inboxes()
-    inbox = inboxes.announce(R)
-    inboxes.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0))
-    assert inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, segment=2, epoch=1)) is Outcome.EARLY
-    inboxes.interrupt(R, epoch=1, segment=2)  # the sender had been in segment 1 by then; we never saw it
-    assert inboxes.push(slots.chunk(Span(2, 4), Mark.MORE, seq=1)) is Outcome.LATE
-    inboxes.push(slots.chunk(Span(1, 2), Mark.REQUEST_END, seq=1, segment=2, epoch=1))
-    assert [(key[0], key[2]) for key in drain(inbox)] == [(2, Span(0, 1)), (2, Span(1, 2))]
-    assert slots.held == 0
-    with pytest.raises(Bug):
-        inboxes.interrupt(R, epoch=1, segment=3)
-
-
-def test_an_interrupted_segment_may_start_again() -> None:
-    """The same segment and the number that is due next, but of the old epoch: late, not next."""
-    slots, inboxes = Slots(), Inboxes()
-    inbox = inboxes.announce(R)
-    inboxes.interrupt(R, epoch=2, segment=0)
-    assert inboxes.push(slots.chunk(Span(0, 2), Mark.MORE, seq=0, epoch=1)) is Outcome.LATE
-    assert inboxes.push(slots.chunk(Span(0, 3), Mark.MORE, seq=0, epoch=2)) is Outcome.ACCEPTED
-    assert [key[2] for key in drain(inbox)] == [Span(0, 3)]
-    assert slots.held == 0
+        inbox.push(slots.chunk(Span(1, 1), Mark.REQUEST_END, seq=1))
+    assert len(drain(inbox)) == 1
 
 
 def test_early_chunks_are_bounded() -> None:
@@ -231,7 +175,7 @@ def test_early_chunks_are_bounded() -> None:
         inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2")))
     assert caught.value.request == "r-2"
     assert slots.held == 3
-    assert [key[1] for key in drain(inboxes.announce(R))] == [0, 1, 2]
+    assert [key[0] for key in drain(inboxes.announce(R))] == [0, 1, 2]
     assert inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2"))) is Outcome.EARLY
     inboxes.forget(RequestId("r-2"))
     assert (slots.held, inboxes.num_early) == (0, 0)

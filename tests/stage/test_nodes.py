@@ -24,7 +24,7 @@ class Courier:
     def wake_when_sent(self) -> None:
         self.woken += 1
 
-    def purge(self, request: RequestId, epoch: int) -> None:
+    def purge(self, request: RequestId) -> None:
         pass
 
 

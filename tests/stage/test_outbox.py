@@ -24,10 +24,10 @@ CODEBOOKS = 3
 SLOT = 4096
 
 
-def frames(segment: int, span: Span) -> CodecFrames:
+def frames(span: Span) -> CodecFrames:
     """Codes that say where they belong."""
     rows = torch.arange(span.start, span.stop, dtype=torch.int32)[:, None]
-    return CodecFrames(span, rows * 100 + segment * 10 + torch.arange(CODEBOOKS, dtype=torch.int32))
+    return CodecFrames(span, rows * 100 + torch.arange(CODEBOOKS, dtype=torch.int32))
 
 
 class Courier:
@@ -52,36 +52,30 @@ def test_rows_leave_once_in_order(data: st.DataObject) -> None:
     slot = data.draw(st.sampled_from([300, 400, SLOT]))  # for some 4, 12 and all of the rows below
     courier = Courier(lambda: room.pop() if room else True)
     outbox = Outbox(R, courier.offer)
-    totals = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=3))
-    for segment, total in enumerate(totals):
-        while outbox.sent < total:
-            span = Span(outbox.sent, data.draw(st.integers(outbox.sent + 1, total)))
-            outbox.send(frames(segment, span), slot)
-            assert outbox.sent == span.stop
-        last = segment == len(totals) - 1
-        outbox.send(None, slot, Mark.REQUEST_END if last else Mark.SEGMENT_END)
+    total = data.draw(st.integers(0, 60))
+    while outbox.sent < total:
+        span = Span(outbox.sent, data.draw(st.integers(outbox.sent + 1, total)))
+        outbox.send(frames(span), slot)
+        assert outbox.sent == span.stop
+    outbox.send(None, slot, Mark.REQUEST_END)
     while not outbox.flush():
         pass
     assert outbox.waiting == 0
-    inbox = Inbox(R)
-    got: dict[int, list[torch.Tensor]] = {segment: [] for segment in range(len(totals))}
+    inbox, got = Inbox(R), [torch.empty(0, CODEBOOKS, dtype=torch.int32)]
     for chunk in courier.chunks:
         assert wire.encoded_size(chunk) <= slot
         inbox.push(chunk)
         payload = unpack(CodecFrames, chunk)
         if payload is not None:
-            got[chunk.header.segment].append(payload.codes)
+            got.append(payload.codes)
     assert inbox.ended
-    for segment, total in enumerate(totals):
-        assert sum(map(len, got[segment])) == total
-        if total:
-            assert torch.equal(torch.cat(got[segment]), frames(segment, Span(0, total)).codes)
+    assert torch.equal(torch.cat(got), frames(Span(0, total)).codes)
 
 
 def test_rows_that_fit_a_slot_are_one_chunk_and_are_not_copied() -> None:
     chunks: list[Chunk] = []
     outbox = Outbox(R, lambda chunk: chunks.append(chunk) or True)
-    rows = frames(0, Span(0, 4))
+    rows = frames(Span(0, 4))
     assert outbox.send(rows, SLOT, Mark.REQUEST_END)
     (chunk,) = chunks
     assert (chunk.header.span, chunk.header.mark) == (Span(0, 4), Mark.REQUEST_END)
@@ -98,7 +92,7 @@ def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_th
     media = (Span(10, 200), Span(300, 310))
     hidden = torch.arange(200, dtype=torch.float32)[:, None].expand(200, 64).contiguous()
     courier, slot = Courier(), 1 << 14  # some 60 media rows
-    assert Outbox(R, courier.offer).send(ThinkerRows(Span(0, 400), ids, media, hidden), slot, Mark.SEGMENT_END)
+    assert Outbox(R, courier.offer).send(ThinkerRows(Span(0, 400), ids, media, hidden), slot, Mark.REQUEST_END)
     assert 4 <= len(courier.chunks) <= 8
     inbox, got = Inbox(R), []
     for chunk in courier.chunks:
@@ -107,7 +101,7 @@ def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_th
         part = unpack(ThinkerRows, chunk)
         assert part is not None
         got.append(part)
-    assert [chunk.header.mark for chunk in courier.chunks] == [Mark.MORE] * (len(got) - 1) + [Mark.SEGMENT_END]
+    assert [chunk.header.mark for chunk in courier.chunks] == [Mark.MORE] * (len(got) - 1) + [Mark.REQUEST_END]
     assert inbox.stop == 400
     assert torch.equal(torch.cat([part.ids for part in got]), ids)
     assert [p for part in got for run in part.media for p in range(run.start, run.stop)] == [
@@ -128,42 +122,26 @@ def test_every_part_carries_the_event_of_its_rows() -> None:
     chunks: list[Chunk] = []
     event = object()
     outbox = Outbox(R, lambda chunk: chunks.append(chunk) or True)
-    outbox.send(frames(0, Span(0, 12)), 300, event=event)  # type: ignore[arg-type]
+    outbox.send(frames(Span(0, 24)), 300, event=event)  # type: ignore[arg-type]
     assert len(chunks) > 1
     assert all(chunk.event is event for chunk in chunks)
 
 
-def test_an_interruption_drops_what_has_not_left() -> None:
-    courier = Courier(lambda: False)
-    outbox = Outbox(R, courier.offer)
-    assert not outbox.send(frames(0, Span(0, 2)), SLOT)
-    assert not outbox.send(frames(0, Span(2, 3)), SLOT)
-    assert outbox.waiting == 2
-    outbox.interrupt(epoch=1, segment=1)
-    assert (outbox.waiting, outbox.sent) == (0, 0)
-    courier.room = lambda: True
-    outbox.send(frames(1, Span(0, 1)), SLOT, Mark.REQUEST_END)
-    header = courier.chunks[0].header
-    assert (header.epoch, header.segment, header.seq, header.mark) == (1, 1, 0, Mark.REQUEST_END)
-
-
 def test_dropping_a_request_drops_what_has_not_left() -> None:
     outbox = Outbox(R, lambda _: False)
-    outbox.send(frames(0, Span(0, 2)), SLOT)
+    outbox.send(frames(Span(0, 2)), SLOT)
     outbox.drop()
     assert outbox.waiting == 0
     with pytest.raises(Bug):
-        outbox.send(frames(0, Span(2, 3)), SLOT)
+        outbox.send(frames(Span(2, 3)), SLOT)
 
 
 def test_what_may_not_be_done() -> None:
     outbox = Outbox(R, lambda _: True)
     with pytest.raises(Bug):
-        outbox.send(frames(0, Span(1, 2)), SLOT)  # a hole
+        outbox.send(frames(Span(1, 2)), SLOT)  # a hole
     outbox.send(None, SLOT, Mark.REQUEST_END)
     with pytest.raises(Bug):
         outbox.send(None, SLOT, Mark.REQUEST_END)  # a second end
     with pytest.raises(Bug):
-        outbox.send(frames(0, Span(0, 1)), SLOT)
-    with pytest.raises(Bug):
-        outbox.interrupt(epoch=1, segment=1)
+        outbox.send(frames(Span(0, 1)), SLOT)

@@ -14,16 +14,14 @@ from stretto.stage.request import (
     Cursor,
     Reason,
     RequestSpec,
-    Salt,
     StageRequest,
     State,
 )
-from stretto.types import RequestId, Span
+from stretto.types import RequestId
 
 
 def request(prompt: list[int], **spec: object) -> StageRequest:
     made = StageRequest(RequestSpec(RequestId("r"), **{"max_new": 4, **spec}), arrival=0)  # type: ignore[arg-type]
-    made.max_new = made.spec.max_new
     made.cursor.append(made.add_input(prompt, []))
     made.refresh_limit()
     return made
@@ -46,8 +44,7 @@ def test_only_listed_transitions_happen(before: State, after: State) -> None:
         assert (made.state, made.since) == (before, 0)
 
 
-def test_a_paused_request_runs_only_through_admission() -> None:
-    assert State.RUNNING not in TRANSITIONS[State.PAUSED]
+def test_what_is_done_stays_so() -> None:
     assert not TRANSITIONS[State.DONE]
 
 
@@ -61,12 +58,6 @@ def test_overlapped_decode_and_a_stop_seen_one_step_late() -> None:
     assert positions(cursor) == (3, 5, 4, 4, 3, 3)
     cursor.rollback(4)  # token 3 was a stop: it is history, the row that took it is not
     assert positions(cursor) == (3, 4, 3, 3, 3, 3)
-
-
-def test_extending_moves_everything_to_the_new_segment() -> None:
-    cursor = Cursor(prompt=3, known=6, filled=5, launched=5, confirmed=5, sent=4)
-    cursor.extend(10)
-    assert positions(cursor) == (16, 16, 5, 5, 5, 4)
 
 
 def test_truncation_takes_back_what_was_sent() -> None:
@@ -107,7 +98,6 @@ def test_what_must_not_happen_raises_and_moves_nothing() -> None:
         lambda: cursor.send(Confirmed(3)),  # not confirmed
         lambda: cursor.send(Confirmed(0)),  # backwards
         lambda: cursor.append(1),  # the answer has begun
-        lambda: cursor.extend(1),  # something is in flight
         lambda: cursor.rollback(5),
         lambda: cursor.reuse(2),  # has KV
     ):
@@ -118,7 +108,7 @@ def test_what_must_not_happen_raises_and_moves_nothing() -> None:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["append", "launch", "sample", "confirm", "send", "vacate", "reuse", "rollback", "extend"]),
+        st.sampled_from(["append", "launch", "sample", "confirm", "send", "vacate", "reuse", "rollback"]),
         st.integers(0, 12),
     ),
     max_size=30,
@@ -132,7 +122,7 @@ def test_the_watermarks_stay_in_order_whatever_is_tried(operations: list[tuple[s
         before = positions(cursor)
         try:
             match name:
-                case "append" | "reuse" | "rollback" | "extend" | "vacate":
+                case "append" | "reuse" | "rollback" | "vacate":
                     getattr(cursor, name)(n)
                 case "launch":
                     cursor.launch(n, samples=False)
@@ -173,7 +163,7 @@ def test_limits_of_an_open_a_closed_and_a_paced_request() -> None:
     assert made.starved
 
 
-def test_a_segment_ends_by_id_or_length() -> None:
+def test_a_request_ends_by_id_or_length() -> None:
     made = request([1], stop_ids=frozenset({9}))
     assert [made.add_token(t) for t in (5, 9)] == [None, Reason.STOP]
     made = request([1])
@@ -192,17 +182,6 @@ def test_rows_without_ids_end_what_can_be_keyed() -> None:
     made = request([1, 2], cache_output=False)
     made.add_token(6)
     assert made.keyable == 2
-
-
-def test_forgetting_drops_tokens_keys_and_salts() -> None:
-    made = request([1, 2, 3, 4, 5])
-    made.salts = [Salt(Span(0, 2), b"a"), Salt(Span(2, 5), b"b"), Salt(Span(4, 5), b"c")]
-    made.keys = [(b"k", False), (b"l", False)]
-    made.forget(3, block_size=2)
-    assert made.ids == [1, 2, 3]
-    assert made.salts == [Salt(Span(0, 2), b"a"), Salt(Span(2, 3), b"b")]
-    assert made.keys == [(b"k", False)]
-    assert made.keyable == 3
 
 
 def test_order_is_priority_then_first_packets_then_deadline_then_arrival() -> None:

@@ -292,34 +292,3 @@ def test_numbers_that_went_bad_fail_one_request(models: Models, prompts, alone) 
     assert not desk.tokens.get("bad")
     assert desk.tokens["good"] == alone[1][0]
     assert desk.stage.idle
-
-
-def test_a_resumed_request_equals_one_long_prompt(models: Models) -> None:
-    """A segment's end pauses the request; the next segment extends its prompt over the kept keys and values. Tokens
-    are those of the whole conversation sent at once, and only the new rows are computed."""
-    first = make("text", models.config, seed=11)
-    more = make("text", models.config, seed=12).ids
-    desk = Desk(models, "thinker")
-    desk.think("s", first, replace(options(0), max_text_tokens=6), resumable=True, stop_ids=frozenset())
-    desk.run()
-    answer = list(desk.tokens["s"])
-    assert len(answer) == 6
-    assert len(desk.stage) == 1  # paused, not gone
-    before = desk.stage.stats.rows
-    ids = (*first.ids, *answer, *more)
-    given = desk.lane.inputs[RequestId("s")]
-    given.positions = np.broadcast_to(np.arange(len(ids), dtype=np.float32), (3, len(ids)))
-    given.first_decode = float(len(ids))
-    desk.ended.clear()
-    desk.stage.scheduler.extend(RequestId("s"), more)
-    desk.run()
-    plain = replace(options(0), max_text_tokens=6, speak=False)
-    want = [e.id for e in Solo(models).run(Prompt(ids), plain) if isinstance(e, TextToken)]
-    end = models.config.tokens.im_end
-    cut = want.index(end) if end in want else len(want)
-    assert desk.tokens["s"][6 : 6 + cut] == want[:cut]
-    assert desk.stage.stats.rows - before <= len(more) + 1 + 6
-    desk.stage.scheduler.close(RequestId("s"))
-    desk.stage.cancel(RequestId("s"))
-    desk.run()
-    assert desk.stage.idle

@@ -24,6 +24,7 @@ def read_defaults(directory: Path) -> Params:
     given: dict[str, Any] = {}
     for name, kind in TEXT.items():
         _take(raw, (f"thinker_{name}", name), name, kind, given, path)
+    _take(raw, ("thinker_min_p", "min_p"), "min_p", float, given, path)
     draws = _first(raw, ("thinker_do_sample", "do_sample"))
     if draws is False:
         given["temperature"] = 0.0

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from stretto.control.messages import Positive, Sampling, TokenId
+from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Bug
 from stretto.family import Wanted
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
@@ -25,6 +26,10 @@ class ThinkerParams(StageParams, frozen=True):
     min_tokens: int = 0
     logit_bias: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=1024)] = ()
     speak: bool = True  # the talker is to be told
+    grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""  # that the text follows
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
 
 
 class TalkerParams(FrameParams, frozen=True):
@@ -46,6 +51,10 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
         tuple(p.logit_bias.items()),
         speak=w.capability in ("speech", "speech_ahead"),
+        grammar=p.grammar,
+        min_p=p.min_p,
+        frequency_penalty=p.frequency_penalty,
+        presence_penalty=p.presence_penalty,
     )
     talker = TalkerParams(
         Sampling.of(code0),
@@ -71,3 +80,5 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
             if w.spoken is None:
                 raise Bug("nothing to be read")
             return {"talker": talker, "code2wav": VocoderParams()}
+        case "enrolment":
+            raise Bug("this model makes no voices")

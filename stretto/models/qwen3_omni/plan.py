@@ -37,7 +37,7 @@ def pool_sizes(
     if device.type != "cuda":
         return {**POOLS, **s.blocks}
     everyone = [*stages, *(stage for host in beside for stage in host)]
-    return shared(config, everyone, s, dtype, room_for_pools(device, 1 + len(beside)))
+    return shared(config, everyone, s, dtype, room_for_pools(device, 1 + len(beside), s.memory_share))
 
 
 def shared(config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, room: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ request. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from stretto.errors import CheckpointError, TooLong
+from stretto.errors import CheckpointError, Invalid, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.models.qwen3_omni.patches import PatchRule, fit_video, image_patches, video_patches
 from stretto.prompt.media import Budget, MediaLimits
@@ -71,11 +71,12 @@ class PromptBuilder:
         use_audio_in_video: bool = False,
         *,
         allow_paths: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins.
 
         `use_audio_in_video`: videos are heard as well as seen. `allow_paths`: messages may name local files; only
-        for callers who could read them anyway."""
+        for callers who could read them anyway. `variables` of the chat template."""
         media = _Media(self)
         reader = Reader(
             budget=Budget(self.limits),
@@ -86,7 +87,9 @@ class PromptBuilder:
         )
         declared = reader.read_tools(tools)
         turns = reader.read(messages)
-        ids = encode_rendered(self.template.render(turns, declared), self.tokenizer)
+        ids = encode_rendered(self.template.render(turns, declared, variables), self.tokenizer)
+        if variables and ids[-3:] != self._opening:
+            raise Invalid("chat_template_kwargs: the answer must begin as the model's speech expects it", "messages")
         expanded = media.expand(ids)
         self.check_length(len(expanded))
         return Prompt(
@@ -107,10 +110,14 @@ class PromptBuilder:
                 "messages",
             )
 
+    @property
+    def _opening(self) -> list[int]:
+        return [self.config.tokens.im_start, self.config.tokens.assistant, *self.tokenizer.encode("\n")]
+
     def _check_template(self, directory: str | Path) -> None:
         """The talker counts on an answer starting with exactly these three tokens."""
         ids = encode_rendered(self.template.render([{"role": "user", "content": "Hello"}]), self.tokenizer)
-        start = [self.config.tokens.im_start, self.config.tokens.assistant, *self.tokenizer.encode("\n")]
+        start = self._opening
         if ids[-len(start) :] != start or len(start) != 3:
             raise CheckpointError(f"{directory}: the chat template does not end in <|im_start|>assistant and a newline")
 

@@ -7,17 +7,16 @@ shows. Needs numpy, safetensors and tokenizers; no torch, no transformers. Calle
 from __future__ import annotations
 
 import json
-import zlib
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.shapes import checkpoint_shapes
-from stretto.models.qwen3_omni.tiny_text import (
+from stretto.models.tiny_files import Weights, merged, random_tensor, write_json
+from stretto.models.tiny_text import (
     CHAT_TEMPLATE,
     SPECIAL,
     WORDS,
@@ -26,9 +25,6 @@ from stretto.models.qwen3_omni.tiny_text import (
     tokenizer_json,
     vocabulary,
 )
-from stretto.models.shapes import Shape, spread
-
-Weights = dict[str, npt.NDArray[np.float32]]
 
 VOCAB_SIZE = 1920  # the tokenizer's 1902 ids and a few that no text has, as in the released model
 _MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "interleaved": True}
@@ -163,15 +159,7 @@ def tiny_config() -> dict[str, Any]:
         },
         "talker_config": media,
     }
-    return _merged(_merged(released_config(), SHRUNK), tokens)
-
-
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in changes.items():
-        old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return result
+    return merged(merged(released_config(), SHRUNK), tokens)
 
 
 def write_tiny(directory: str | Path, seed: int = 0, shards: int = 3, changes: dict[str, Any] | None = None) -> None:
@@ -179,22 +167,18 @@ def write_tiny(directory: str | Path, seed: int = 0, shards: int = 3, changes: d
     another one."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    config = _merged(tiny_config(), changes or {})
+    config = merged(tiny_config(), changes or {})
     _write_weights(folder, tiny_weights(parse(config, "the tiny config"), seed), shards)
 
-    _write_json(folder / "generation_config.json", GENERATION)
-    _write_json(folder / "preprocessor_config.json", PREPROCESSOR)
+    write_json(folder / "generation_config.json", GENERATION)
+    write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-    _write_json(folder / "tokenizer_config.json", tokenizer_config())
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
     vocab, merges = vocabulary()
-    _write_json(folder / "vocab.json", vocab)
+    write_json(folder / "vocab.json", vocab)
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    _write_json(folder / "config.json", config)  # last: a directory with a config.json is complete
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)  # last: a directory with a config.json is complete
 
 
 def _write_weights(folder: Path, weights: Weights, shards: int) -> None:
@@ -214,21 +198,15 @@ def _write_weights(folder: Path, weights: Weights, shards: int) -> None:
         (folder / file).write_bytes(save(part, metadata={"format": "pt"}))
         where |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    _write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def tiny_weights(config: OmniConfig, seed: int) -> Weights:
     """Random weights, each tensor a function of the seed and its name alone."""
-    weights = {name: _random(name, shape, seed) for name, shape in checkpoint_shapes(config).items()}
+    weights = {name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()}
     _steer_text(weights, config)
     _steer_speech(weights, config)
     return weights
-
-
-def _random(name: str, shape: Shape, seed: int) -> npt.NDArray[np.float32]:
-    noise = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    mean, std = spread(name, shape)
-    return np.float32(mean) + np.float32(std) * noise.standard_normal(shape, dtype=np.float32)
 
 
 def _steer_text(weights: Weights, config: OmniConfig) -> None:

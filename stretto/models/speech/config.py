@@ -37,6 +37,7 @@ class VocoderConfig:
     upsample_rates: tuple[int, ...]
     decoder_dim: int
     latent_size: int | None = None  # behind the transformer; None: as wide as it
+    table_size: int = 0  # of the rows that codes stand for, where these are not the transformer's inputs
 
     drops_first: bool = True  # of each upsampling block, what the first input row alone gives
 

@@ -106,7 +106,7 @@ class FrameLane(Generic[T, I]):
         )
         self.code0.write(join.row, given.code0)
         self.residual.write(join.row, given.residual)
-        if given.frames:  # back after a pause or preemption: the next input needs the last frame
+        if given.frames:  # back after a preemption: the next input needs the last frame
             self.embedding[join.row] = self.frame_rows(given.frames[-1:])[0]
         else:  # the prompt's last row runs as a decode
             self.embedding[join.row] = self.before_text(given)
@@ -149,7 +149,7 @@ class FrameLane(Generic[T, I]):
             places.append(np.broadcast_to(beyond, (3, len(beyond))))
         return HostInput(torch.cat(parts), to_device(np.concatenate(places, 1), device, torch.float32))
 
-    def frame_rows(self, frames: Sequence[Sequence[int]]) -> torch.Tensor:
+    def frame_rows(self, frames: Sequence[Sequence[int]] | npt.NDArray[np.int64]) -> torch.Tensor:
         """Embeddings of whole frames, summed as the step that made them summed them."""
         codes = to_device(np.array(frames, dtype=np.int64), self.model.device, torch.int64)
         return self.model.frame_rows(codes)

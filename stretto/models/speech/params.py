@@ -22,6 +22,7 @@ class FrameParams(StageParams, frozen=True):
     ramp: int | None = 2
     want_codes: bool = False
     spoken: tuple[TokenId, ...] | None = None  # read these tokens aloud; no other stage writes the text
+    live: bool = False  # these are the first; others follow as messages
 
 
 class VocoderParams(StageParams, frozen=True):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from stretto.control.messages import Admit, Codes
-from stretto.errors import StrettoError
+from stretto.errors import Invalid, StrettoError
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.lane import FrameInput
 from stretto.models.speech.params import FrameParams
@@ -118,7 +118,8 @@ class FrameNode:
         self.outlet.open(id)
         if p.spoken is not None:
             self._text(id, given, p.spoken)
-            self._end_text(id, given)
+            if not p.live:
+                self._end_text(id, given)
         else:
             self.listen(id)
 
@@ -134,6 +135,21 @@ class FrameNode:
         """The request's text is still to come."""
         for inlet in self.inlets:
             inlet.open(id)
+
+    def take_text(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
+        """More of a text that is read aloud while it is written."""
+        if id not in self.voices:
+            return  # it ended meanwhile
+        try:
+            check_ids(id, len(self.model.text_table), tokens)
+            given = self.stage.runner.lane.inputs[id]
+            if given.text_ended:
+                raise Invalid("text after its end", "input")
+            self._text(id, given, tokens)
+            if last:
+                self._end_text(id, given)
+        except StrettoError as e:
+            self._fail(id, e)
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)
@@ -187,7 +203,7 @@ class FrameNode:
         if mark is Mark.MORE:
             self.stage.scheduler.set_deadline(id, voice.pace.deadline)
 
-    def _text(self, id: RequestId, given: FrameInput[Any], tokens: Sequence[int]) -> None:
+    def _text(self, id: RequestId, given: Any, tokens: Sequence[int]) -> None:
         more = len(tokens)
         if more and not given.text:  # the first is part of the prompt, and its end
             given.text.append(tokens[0])
@@ -197,7 +213,7 @@ class FrameNode:
             given.text.extend(tokens)
             self.stage.scheduler.append_text(id, more)
 
-    def _end_text(self, id: RequestId, given: FrameInput[Any]) -> None:
+    def _end_text(self, id: RequestId, given: Any) -> None:
         given.text_ended = True
         if self.voices[id].ahead:
             return  # it ends when all its rows are in

@@ -64,6 +64,16 @@ class VocoderState:
         tails, views = self.tails[:slots], tuple(v[:slots] for v in self.tail_views)
         return VocoderState(self.frames[:slots], self.window[:, :, : 1 + slots], tails, views, self.max_frames)
 
+    def save(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a stream remembers, to begin others with it."""
+        return self.window[:, :, 1 + slot].clone(), self.tails[slot].clone()
+
+    def load(self, slot: int, saved: tuple[torch.Tensor, torch.Tensor], frames: int) -> None:
+        """Begin a new stream in a slot that remembers `frames` frames. In place, without a wait."""
+        self.window[:, :, 1 + slot].copy_(saved[0])
+        self.tails[slot].copy_(saved[1])
+        self.frames[slot].fill_(frames)
+
     def reset(self, slots: int | torch.Tensor) -> None:
         """Begin a new stream in one slot, or in all slots of a mask [slots] bool. In place, without a wait."""
         if isinstance(slots, int):
@@ -289,7 +299,7 @@ class Vocoder(nn.Module):
         super().__init__()
         self.config = c = config
         self.layout = TailLayout()
-        self.pre_transformer = Transformer(c)
+        self.pre_transformer = self.make_transformer(c)
 
         rows, stages = 1, []
         for ratio in c.upsampling_ratios:
@@ -311,6 +321,9 @@ class Vocoder(nn.Module):
         self.ready = False
         for name in ("code_offset", "inv_freq", "tail_rates", "tail_offsets", "block_rates", "block_drops"):
             self.register_buffer(name, None, persistent=False)
+
+    def make_transformer(self, config: VocoderConfig) -> Transformer:
+        return Transformer(config)
 
     @torch.no_grad()
     def prepare(self) -> None:

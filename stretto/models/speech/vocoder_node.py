@@ -15,7 +15,7 @@ from stretto.models.speech.params import VocoderParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker_node import FRAME_S
 from stretto.prompt.prompt import Prompt
-from stretto.stage.codec import AudioEmit, AudioOutput, CodecStage
+from stretto.stage.codec import AudioEmit, AudioOutput, CodecStage, Primer
 from stretto.stage.context import StageContext
 from stretto.stage.links import Arrival, Inlet
 from stretto.stage.report import Clock, Journal, failed
@@ -27,7 +27,7 @@ NOTHING = torch.empty(0, 0, dtype=torch.int32)
 
 class VocoderNode:
     name = "code2wav"
-    params = VocoderParams
+    params: type[VocoderParams] = VocoderParams
     cheap = True
     due_ns: int | None = None
 
@@ -49,9 +49,13 @@ class VocoderNode:
         return self.stage.stream
 
     def admit(self, a: Admit, params: VocoderParams, prompt: Prompt) -> None:
-        self.stage.open(a.request)
+        self.stage.open(a.request, self.primer(params))
         self.journals[a.request] = Journal(self.clock())
         self.inlet.open(a.request)
+
+    def primer(self, params: VocoderParams) -> Primer | None:
+        """What a request's stream has heard before its first frame."""
+        return None
 
     def cancel(self, id: RequestId) -> None:
         self.stage.cancel(id)

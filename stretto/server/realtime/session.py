@@ -21,10 +21,11 @@ from stretto.server.failures import describe
 from stretto.server.realtime import clientevents as c
 from stretto.server.realtime import serverevents as s
 from stretto.server.realtime.items import Conversation, DuplicateItem, Entry, NoSuchItem, new_id, read_item
-from stretto.server.realtime.listener import Listener, Turn, to_ms
+from stretto.server.realtime.listener import SAMPLE_BYTES, Listener, Turn, to_ms
 from stretto.server.realtime.options import Options, SessionState
 from stretto.server.realtime.outbox import Outbox
 from stretto.server.realtime.response import Reason, Response, SpeechEnd, clock
+from stretto.server.realtime.sound import seconds_of
 from stretto.server.realtime.transcribe import after_first_sound, transcribe
 from stretto.server.realtime.turns import Signal
 from stretto.server.realtime.writer import Writer
@@ -177,8 +178,8 @@ class RealtimeSession:
 
     async def _append(self, data: bytes) -> None:
         most = int(self.service.config.realtime_held_mb * (1 << 20))
-        # Bytes of a telephone's format become eight of ours.
-        if self.listener.held + self.conversation.size + 8 * len(data) > most:
+        coming = int(seconds_of(data, self.state.input_format) * INPUT_RATE) * SAMPLE_BYTES
+        if self.listener.held + self.conversation.size + coming > most:
             raise Problem("input_audio_buffer_full", f"a session holds at most {most >> 20} MiB of sound", "audio")
         await self.listener.hear(data, self._signal)
         await self._look_for_idle()
@@ -224,7 +225,7 @@ class RealtimeSession:
         """What was said is part of the conversation: the engine's item is there already."""
         previous = self.conversation.last_id
         told = s.Item(id, "message", status="completed", role="user", content=[s.Part("input_audio", transcript=None)])
-        entry = Entry(told, item.id, size=int(seconds * INPUT_RATE) * 4)
+        entry = Entry(told, item.id, size=int(seconds * INPUT_RATE) * SAMPLE_BYTES)
         self.conversation.entries.append(entry)
         self.conversation.size += entry.size
         self.outbox.put(s.Committed(previous_item_id=previous, item_id=id))
@@ -473,8 +474,8 @@ class RealtimeSession:
         self.service.metrics.realtime.speculations.labels("dropped").inc()
         guess.response.cancel("turn_detected")
         await guess.response.ended()
-        await guess.response.forget_unheard()
-        await self.talk.remove(guess.item.id)
+        for id in self.conversation.forgotten():  # the question, and what there was of its answer
+            await self.talk.remove(id)
         await self.listener.restore()
 
     # -- words of what was said

@@ -1,6 +1,6 @@
 """What crosses a link, typed. One type per link, defined by the family whose stages it joins.
 
-A payload is a run of consecutive rows of one segment, on the device or on the host. It can be cut by span, and turned
+A payload is a run of consecutive rows of one request, on the device or on the host. It can be cut by span, and turned
 into a chunk's named tensors and back. Reading checks what the wire format cannot know (names, dtypes, row counts), so a
 node only gets well-formed payloads. Pure; any thread."""
 

@@ -29,7 +29,7 @@ class RowSpan(NamedTuple):
     # True: stop == start + 1, and the input token is the one that the row's previous step sampled, taken from the
     # device row (the host may not know it yet); or it is the prompt's last row, of a request that is `last_on_device`.
     # False: the inputs of all rows are on the host, in `StageRequest.ids` or where the stage keeps input that has no
-    # id. After a preemption or a pause they are asked for again, generated ones too, so the stage keeps a request's
+    # id. After a preemption they are asked for again, generated ones too, so the stage keeps a request's
     # inputs until it is DONE.
     from_device: bool
     # Rows below this were published before and are only computed again for their KV (after a preemption): publish
@@ -59,7 +59,6 @@ class RowJoin(NamedTuple):
 
 class Leave(Enum):
     ENDED = "ended"
-    PAUSED = "paused"
     PREEMPTED = "preempted"  # its blocks are gone too; it will join again and compute its rows again
     PARKED = "parked"  # it keeps its blocks, and waits for input without a row
 
@@ -118,5 +117,5 @@ class Outcome(NamedTuple):
     start: int  # rows [start, confirmed) are newly certain; empty if the span only computed rows again
     confirmed: Confirmed
     token: int | None  # newly certain token `confirmed`; None if the span did not sample
-    reason: Reason | None  # why the segment ended with this step; request.state tells PAUSED from DONE
+    reason: Reason | None  # why the request ended with this step
     published: tuple[Published, ...]

@@ -13,7 +13,7 @@ class SchedulerConfig:
     block_size: int = 16  # rows of KV per block
     max_rows: int = 128  # requests that can be in a batch
     max_waiting: int = 256  # requests never admitted yet; more are refused with Busy
-    max_context: int = 32768  # prompt and answer of one request, all segments together
+    max_context: int = 32768  # prompt and answer of one request
     max_step_tokens: int = 8192  # rows computed by one step
     prefill_chunk: int = 1024  # of those, prefill rows while any request is answering: keeps the decodes' cadence
     lone_prefill_chunk: int = 1 << 30  # the same while none is: so that the next stage can follow a long prompt

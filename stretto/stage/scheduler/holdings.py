@@ -100,17 +100,11 @@ class Holdings:
         request.blocks.extend(self.pool.take(count))
 
     def trim(self, request: StageRequest) -> None:
-        """Gives up the blocks beyond `filled`. A partly filled block that others may read cannot be written again:
-        it goes as well, and its rows are computed again in a block of our own."""
-        cursor = request.cursor
-        whole, part = divmod(cursor.filled, self.block_size)
-        if part and whole < request.published:
-            cursor.vacate(whole * self.block_size)
-            part = 0
-        keep = whole + (part > 0)
+        """Gives up the blocks beyond `filled`. (One that is partly filled is never one that others may read.)"""
+        keep = self.num_blocks(request.cursor.filled)
         dropped = request.blocks[keep:]
         del request.blocks[keep:]
-        request.published = min(request.published, whole)
+        request.published = min(request.published, keep)
         request.refresh_limit()
         self._release(request, dropped)
 

@@ -34,9 +34,7 @@ class Ledger:
         self.settle(request)
 
     def settle(self, request: StageRequest) -> None:
-        """Puts a request into the state that its input and its row call for. A pause ends only with `resume`."""
-        if request.state is State.PAUSED:
-            return
+        """Puts a request into the state that its input and its row call for."""
         if request.starved:
             state = State.STARVED
         elif request.row is None:
@@ -45,21 +43,6 @@ class Ledger:
             state = State.RUNNING
         if state is not request.state:
             self._move(request, state)
-
-    def pause(self, request: StageRequest, reason: Reason, keep: int) -> None:
-        """Ends the segment, with the first `keep` tokens as history. Their KV stays; what is in flight is void."""
-        request.epoch += 1
-        request.reason = reason
-        self.holdings.unseat(request, Leave.PAUSED)
-        request.cursor.rollback(keep)
-        self.holdings.trim(request)
-        request.forget(keep, self.config.block_size)
-        if request.state is not State.PAUSED:
-            self._move(request, State.PAUSED)
-
-    def resume(self, request: StageRequest) -> None:
-        """A paused request has a new segment."""
-        self._move(request, State.STARVED if request.starved else State.WAITING)
 
     def end(self, request: StageRequest, reason: Reason) -> None:
         request.epoch += 1
@@ -122,7 +105,7 @@ class Ledger:
     def _has_room(self, head: StageRequest, found: list[BlockId], idle: bool) -> bool:
         """Whether all known rows of `head` fit beside what the running requests need now, with a block to spare for
         each of those: otherwise it would be preempted, or preempt, at once, and a running request that lacks a block
-        could lack it for ever. Paused requests, and running ones of a lower priority, make room for it."""
+        could lack it for ever. Running requests of a lower priority make room for it."""
         running = {r for r in self.holdings.seated.values() if r.state is State.RUNNING}
         victims = self._victims(
             head,
@@ -158,15 +141,14 @@ class Ledger:
     def _victims(
         self, request: StageRequest, stuck: bool, may_lose: Callable[[StageRequest], bool]
     ) -> list[StageRequest]:
-        """Who gives up its blocks for `request`, in this order: the paused, longest first; then those that
-        `may_lose` allows, least urgent first. If nothing can move before input arrives (`stuck`), then also those
-        that wait for input, however urgent they are. Never one whose span is in the batch being made already."""
+        """Who gives up its blocks for `request`: those that `may_lose` allows, least urgent first. If nothing can move
+        before input arrives (`stuck`), then also those that wait for input, however urgent they are. Never one whose
+        span is in the batch being made already."""
         holders = [r for r in self.requests.values() if r.blocks and r is not request and r.last_step != self.step]
         holders.sort(key=by_order, reverse=True)
-        paused = [r for r in holders if r.state is State.PAUSED]
-        losers = [r for r in holders if r.state is not State.PAUSED and may_lose(r)]
+        losers = [r for r in holders if may_lose(r)]
         last = [r for r in holders if stuck and r.state in (State.STARVED, State.WAITING) and r not in losers]
-        return sorted(paused, key=by_age) + losers + last
+        return losers + last
 
     def _preempt(self, victim: StageRequest) -> None:
         """Takes a request's row and blocks. Its steps in flight stand: they still have the blocks (in limbo) and
@@ -187,9 +169,9 @@ class Ledger:
             state, seated = request.state, request.row is not None
             if state is State.DONE or (state is State.RUNNING and not seated):
                 raise Bug(f"{request.id} is {state.name} and seated={seated}")
-            if seated and state in (State.WAITING, State.PAUSED):
+            if seated and state is State.WAITING:
                 raise Bug(f"{request.id} is {state.name} and has a row")
             if (state is State.WAITING) != (request in self.waiting):
                 raise Bug(f"{request.id} is {state.name}, and in the queue or not against that")
-            if state is not State.PAUSED and request.starved != (state is State.STARVED):
+            if request.starved != (state is State.STARVED):
                 raise Bug(f"{request.id} is {state.name}, starved={request.starved}")

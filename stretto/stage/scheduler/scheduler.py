@@ -103,9 +103,8 @@ class Scheduler:
         if sum(not r.was_admitted for r in self._ledger.requests.values()) >= self.config.max_waiting:
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
         request = StageRequest(spec, self._arrivals, since=self._ledger.step, deadline=deadline)
-        request.max_new, request.resumable = spec.max_new, spec.resumable
         request.refresh_order(self.config.max_preemptions)
-        ids = self._fitting(request, prompt, spec.max_new, closed)
+        ids = self._fitting(request, prompt, closed)
         request.cursor.append(request.add_input(ids, salts))
         request.missing = missing
         if closed:
@@ -119,9 +118,9 @@ class Scheduler:
         """More rows of an open prompt. `last` closes it in the same move. Raises TooLong and changes nothing if
         they do not fit. A salt's span counts from the start of the sequence."""
         request = self.request(id)
-        if request.closed or request.state is State.PAUSED:
+        if request.closed:
             raise Bug(f"{id}: rows for a closed prompt")
-        ids = self._fitting(request, rows, request.max_new, last)
+        ids = self._fitting(request, rows, last)
         request.cursor.append(request.add_input(ids, salts))
         if last:
             self._close_prompt(request)
@@ -150,61 +149,20 @@ class Scheduler:
     def append_text(self, id: RequestId, count: int = 1) -> None:
         """`count` more text tokens arrived for a paced request: as many more decode steps may run."""
         request = self.request(id)
-        if not request.spec.paced or request.text_ended or request.state is State.PAUSED:
+        if not request.spec.paced or request.text_ended:
             raise Bug(f"{id}: text that nobody waits for")
         request.num_text += count
         request.refresh_limit()
         self._ledger.settle(request)
 
     def end_text(self, id: RequestId) -> None:
-        """No more text in this segment: a paced request runs free."""
+        """No more text: a paced request runs free."""
         request = self.request(id)
-        if not request.spec.paced or request.state is State.PAUSED:
+        if not request.spec.paced:
             raise Bug(f"{id}: the end of a text that nobody waits for")
         request.text_ended = True
         request.refresh_limit()
         self._ledger.settle(request)
-
-    def extend(
-        self,
-        id: RequestId,
-        rows: Rows,
-        *,
-        closed: bool = True,
-        max_new: int | None = None,
-        salts: Sequence[Salt] = (),
-    ) -> None:
-        """A new segment of a paused request: all its tokens so far become prompt, then come `rows`. (To drop some
-        of them first, `interrupt` it with `keep`.)"""
-        request = self.request(id)
-        if request.state is not State.PAUSED:
-            raise Bug(f"{id}: a new segment while {request.state.name}")
-        max_new = request.max_new if max_new is None else max_new
-        ids = self._fitting(request, rows, max_new, closed)
-        request.max_new, request.closed, request.reason = max_new, False, None
-        request.num_text, request.text_ended = 0, False
-        request.cursor.extend(request.add_input(ids, salts))
-        if closed:
-            self._close_prompt(request)
-        request.refresh_limit()
-        self._ledger.resume(request)
-
-    def interrupt(self, id: RequestId, keep: int | None = None) -> None:
-        """Ends the segment now and pauses the request, with the first `keep` of its tokens as history (by default
-        all that are confirmed). What is in flight is discarded. Also truncates a request that is paused already."""
-        request = self.request(id)
-        if not request.resumable:
-            raise Bug(f"{id}: only a resumable request can be interrupted")
-        if keep is not None and not 0 <= keep <= len(request.ids):
-            raise Bug(f"{id}: cannot keep {keep} of {len(request.ids)} tokens")
-        self._ledger.pause(request, Reason.INTERRUPTED, len(request.ids) if keep is None else keep)
-
-    def close(self, id: RequestId) -> None:
-        """No further segment will come: the request ends with its current one (at once, if it is paused)."""
-        request = self.request(id)
-        request.resumable = False
-        if request.state is State.PAUSED:
-            self._ledger.end(request, request.reason or Reason.STOP)
 
     def cancel(self, id: RequestId) -> bool:
         """Ends the request now, whatever it is doing. False if it is gone already."""
@@ -333,7 +291,7 @@ class Scheduler:
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
-            if request.state is not running:
+            if request.state is not running or (request.spec.guide is not None and self._guessing(request)):
                 continue
             start, known = cursor.filled, cursor.known
             rows = min(known, request.limit) - start
@@ -344,6 +302,11 @@ class Scheduler:
             elif rows > 0:
                 prefills.append(request)
         return decodes, prefills, answering or bool(decodes)
+
+    @staticmethod
+    def _guessing(request: StageRequest) -> bool:
+        """Whether the host does not know yet what the next step would go on from."""
+        return request.in_flight > 0 and request.cursor.known > request.cursor.prompt
 
     @staticmethod
     def _num_rows(request: StageRequest) -> int:
@@ -418,10 +381,7 @@ class Scheduler:
         if request.proven and next_full <= span.stop and next_full <= request.keyable and self.config.prefix_cache:
             published = self._publish(request, span.stop)
         if reason is not None:
-            if request.resumable:
-                self._ledger.pause(request, reason, len(request.ids))
-            else:
-                self._ledger.end(request, reason)
+            self._ledger.end(request, reason)
         return Outcome(request, index, start, confirmed, token if span.samples else None, reason, published)
 
     def _fail_span(self, request: StageRequest, index: int, error: StrettoError) -> Outcome:
@@ -447,10 +407,10 @@ class Scheduler:
 
     # -- input, checked before anything changes
 
-    def _fitting(self, request: StageRequest, rows: Rows, max_new: int, closing: bool) -> Sequence[int]:
+    def _fitting(self, request: StageRequest, rows: Rows, closing: bool) -> Sequence[int]:
         """The ids of new input rows, if the request can ever be served with them."""
         ids = [OPAQUE] * rows if isinstance(rows, int) else rows
-        prompt = len(request.ids) + len(ids)
+        prompt, max_new = len(request.ids) + len(ids), request.spec.max_new
         if closing and not prompt:
             raise Invalid("the prompt is empty", param="prompt")
         if prompt + max_new > self.config.max_context:

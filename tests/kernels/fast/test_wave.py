@@ -60,7 +60,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocoding, "usable", lambda x: True)
-    monkeypatch.setattr(Code2Wav, "_timing", None)
+    monkeypatch.setattr(Code2Wav, "timing", None)
     monkeypatch.setattr(vocoding.F, "layer_norm", None)
 
 
@@ -170,7 +170,7 @@ def test_embed_equals_the_reference(slots: int, time: int, dtype: torch.dtype, d
     close(x, wanted)
     close(normed, rms_norm(wanted, *norm))
     lengths = torch.zeros(slots, dtype=torch.int64, device=device)
-    timing = model._timing(state, lengths, time, torch.float32)
+    timing = model.timing(state, lengths, time, torch.float32)
     half = CONFIG.head_dim // 2
     torch.testing.assert_close(turn, torch.cat((timing.cos[:, :half], timing.sin[:, :half]), 1), rtol=0, atol=1e-6)
 
@@ -186,7 +186,7 @@ def test_attention_equals_the_reference(time: int, window: int, device: torch.de
     for i in range(3):
         lengths = torch.tensor([time, 0, time, 0, rng.randint(0, time)], device=device)
         x = noise(len(ages), time, CONFIG.hidden_size, seed=i).to(device)
-        wanted = attention(x, reference.window[1], model._timing(reference, lengths, time, x.dtype))
+        wanted = attention(x, reference.window[1], model.timing(reference, lengths, time, x.dtype))
         before = ours.window.clone()
         found = attention.fused(x.flatten(0, 1), ours.window[1], moment_of(model, ours, lengths, time))
         real = torch.arange(time, device=device) < lengths[:, None]
@@ -209,7 +209,7 @@ def test_attention_of_other_widths(head_dim: int, window: int, dtype: torch.dtyp
     ours, reference = (at_frames(model, ages, time, 1) for _ in range(2))
     lengths = torch.tensor([8, 5, 8], device=device)
     x = noise(len(ages), time, config.hidden_size, seed=2).to(device, dtype)
-    wanted = attention(x, reference.window[0], model._timing(reference, lengths, time, dtype))
+    wanted = attention(x, reference.window[0], model.timing(reference, lengths, time, dtype))
     found = attention.fused(x.flatten(0, 1), ours.window[0], moment_of(model, ours, lengths, time)).view_as(wanted)
     real = torch.arange(time, device=device) < lengths[:, None]
     if dtype == torch.float32:
@@ -245,7 +245,7 @@ def test_attention_in_bfloat16_is_closer_to_the_truth_than_the_plain_way(device:
     states = [at_frames(m, ages, time, 1) for m in (model, model, exact)]
     states[2].window.copy_(states[0].window)
     plain, truth = (
-        m.pre_transformer.layers[0].self_attn(x.to(t), s.window[0], m._timing(s, lengths, time, t))
+        m.pre_transformer.layers[0].self_attn(x.to(t), s.window[0], m.timing(s, lengths, time, t))
         for m, s, t in ((model, states[1], torch.bfloat16), (exact, states[2], torch.float32))
     )
     moment = moment_of(model, states[0], lengths, time)
@@ -373,7 +373,7 @@ def test_what_no_tile_holds_goes_the_plain_way(device: torch.device, monkeypatch
     lengths = torch.tensor([2, 1], device=device)
     wanted = model.step(model.state(2, 2), codes, lengths)
     monkeypatch.setattr(vocoding, "usable", lambda x: True)
-    monkeypatch.setattr(Code2Wav, "_timing", spied := Spy(model._timing))
+    monkeypatch.setattr(Code2Wav, "timing", spied := Spy(model._timing))
     torch.testing.assert_close(model.step(model.state(2, 2), codes, lengths), wanted, rtol=0, atol=1e-5)
     assert spied.calls == 1
 

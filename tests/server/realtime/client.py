@@ -88,7 +88,9 @@ def check(event: Json) -> None:
 
 @contextmanager
 def talk(running: Running, path: str = "/v1/realtime", **options: Any) -> Iterator[Client]:
-    with connect(f"ws://127.0.0.1:{running.port}{path}", max_size=MOST_BYTES, compression=None, **options) as socket:
+    with connect(
+        f"ws://127.0.0.1:{running.port}{path}", max_size=MOST_BYTES, max_queue=None, compression=None, **options
+    ) as socket:
         client = Client(socket)
         assert client.next()["type"] == "session.created"
         yield client

@@ -14,7 +14,7 @@ from tests.server.realtime.scripted import LoudnessVad, TalkEngine
 @contextmanager
 def talking(engine: TalkEngine, **settings: Any) -> Iterator[Running]:
     """A server whose sessions take what is loud for speech."""
-    with serve(engine, drain_timeout=1.0, **settings) as running:
+    with serve(engine, **{"drain_timeout": 1.0, **settings}) as running:
         running.server.service.sessions.batcher = Batcher(LoudnessVad)
         yield running
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from stretto.errors import Bug, Busy, Invalid
-from stretto.stage.request import StageRequest, State
+from stretto.stage.request import StageRequest
 from stretto.stage.scheduler import SchedulerConfig
-from stretto.types import RequestId
+from stretto.types import RequestId, Span
 from tests.stage.fakes import Driver
 
 COMMON = [1, 2, 2, 1, 2, 1, 1, 1, 2, 2, 1, 2]
@@ -40,7 +40,7 @@ configs = st.builds(
 )
 
 
-flags = st.sampled_from(["resumable", "paced", "needs_payload", "open"])
+flags = st.sampled_from(["late", "paced", "needs_payload", "open"])
 life = st.fixed_dictionaries(
     {
         "rows": rows,
@@ -98,7 +98,8 @@ class Lives(RuleBasedStateMachine):
                 priority=priority,
                 # A paced request's rows also depend on its text, which ids do not tell.
                 cache_output=cache_output and "paced" not in flags,
-                **dict.fromkeys(flags - {"open"}, True),
+                missing=[Span(2, 4), Span(4, 5), Span(7, 9)] if "late" in flags and len(rows) > 9 else [],
+                **dict.fromkeys(flags - {"open", "late"}, True),
             )
         except Busy:
             assert fresh >= config.max_waiting
@@ -110,7 +111,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(index=pick, rows=more, media=st.integers(0, 3), opaque=st.booleans(), last=st.booleans())
     def append(self, index: int, rows: list[int], media: int, opaque: bool, last: bool) -> None:
-        id = self.among([r for r in self.live if not r.closed and r.state is not State.PAUSED], index)
+        id = self.among([r for r in self.live if not r.closed], index)
         if id is None:
             return
         story = self.driver.stories[id]
@@ -123,7 +124,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(index=pick, tokens=st.lists(st.integers(1, 9), max_size=4))
     def text(self, index: int, tokens: list[int]) -> None:
-        paced = [r for r in self.live if r.spec.paced and not r.text_ended and r.state is not State.PAUSED]
+        paced = [r for r in self.live if r.spec.paced and not r.text_ended]
         id = self.among(paced, index)
         if id is None:
             return
@@ -132,29 +133,16 @@ class Lives(RuleBasedStateMachine):
         if not tokens:
             self.driver.scheduler.end_text(RequestId(id))
 
-    @rule(index=pick, rows=more, closed=st.booleans())
-    def extend(self, index: int, rows: list[int], closed: bool) -> None:
-        id = self.among([r for r in self.live if r.state is State.PAUSED], index)
-        if id is None:
-            return
-        story = self.driver.stories[id]
-        before = len(story.history)
-        try:
-            self.driver.extend(id, rows, closed=closed)
-        except Invalid:
-            del story.history[before:], story.extras[before:]
-            story.prompt = before
-
-    @rule(index=pick, cut=st.none() | st.integers(0, 8))
-    def interrupt(self, index: int, cut: int | None) -> None:
-        id = self.among([r for r in self.live if r.resumable], index)
-        if id is None and self.live:
-            return self.cancel(index)
+    @rule(index=pick, at=st.integers(0, 2))
+    def provide(self, index: int, at: int) -> None:
+        """In any order."""
+        late = [r for r in self.live if self.driver.stories[r.id].missing]
+        id = self.among(late, index)
         if id is not None:
-            keep = None if cut is None else max(0, len(self.driver.live[id].ids) - cut)
-            self.driver.interrupt(id, keep)
-        return None
+            self.driver.provide(id, at % len(self.driver.stories[id].missing))
 
+    @precondition(lambda self: self.live)
+    @rule(index=pick)
     def cancel(self, index: int) -> None:
         self.driver.cancel(self.live[index % len(self.live)].id)
 
@@ -205,23 +193,20 @@ class Lives(RuleBasedStateMachine):
         driver = self.driver
         for request in self.live:
             self.finish_input(request)
-        work = sum(len(r.ids) + r.max_new for r in self.live)
+        work = sum(len(r.ids) + r.spec.max_new for r in self.live)
         before = len(driver.batches)
         driver.drain()
         # Rows may be computed again after a preemption, each request a bounded number of times.
         assert len(driver.batches) - before <= 20 + work * (3 + driver.config.max_preemptions)
-        assert all(r.state is State.PAUSED for r in driver.live.values())
-        for request in self.live:
-            driver.scheduler.close(request.id)
-            driver.ended[request.id] = driver.live.pop(request.id)
+        assert not driver.live
         driver.scheduler.check()
         driver.check_idle()
 
     def finish_input(self, request: StageRequest) -> None:
         scheduler = self.driver.scheduler
         scheduler.set_blocked(request.id, False)
-        if request.state is State.PAUSED:
-            return
+        while self.driver.stories[request.id].missing:
+            self.driver.provide(request.id)
         if not request.closed:
             if request.cursor.prompt:
                 scheduler.close_prompt(request.id)
@@ -263,7 +248,7 @@ def soak(seed: int, turns: int) -> Driver:
             max_preemptions=rng.randint(0, 2),
         )
     )
-    names = ["resumable", "paced", "needs_payload", "open"]
+    names = ["late", "paced", "needs_payload", "open"]
     odd = rng.choice([0.0, 0.3, 0.8])  # how many requests are out of the ordinary
     for _ in range(turns):
         index, roll = rng.randrange(1000), rng.random()
@@ -288,12 +273,12 @@ def soak(seed: int, turns: int) -> Driver:
                 last=rng.random() < 0.5,
             )
         elif roll < 0.25:
-            lives.extend(index=index, rows=[rng.randint(1, 2)] * rng.randint(0, 4), closed=rng.random() < 0.8)
+            lives.provide(index=index, at=rng.randrange(3))
             lives.block(index=index, blocked=rng.random() < 0.1)
             lives.deadline(index=index, deadline=rng.choice([None, rng.random()]))
             lives.send(index=index)
         elif roll < 0.27 and lives.live and odd:
-            lives.interrupt(index=index, cut=rng.choice([None, 0, 1, 5]))
+            lives.cancel(index=index)
         elif roll < 0.30 and lives.driver.flying:
             lives.trouble(index=index, kind=rng.randrange(10))
         else:

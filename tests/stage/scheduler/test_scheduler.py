@@ -53,29 +53,25 @@ def joins(driver: Driver, id: str) -> list[Any]:
 # -- the oracles
 
 
-def workload(driver: Driver, seed: int = 0) -> dict[str, list[list[int]]]:
-    """Ragged arrivals with shared prefixes; two turns for every third request, text by drips for every fourth."""
+def workload(driver: Driver, seed: int = 0) -> dict[str, list[int]]:
+    """Ragged arrivals with shared prefixes; late input for every third request, text by drips for every fourth."""
     rng = random.Random(seed)
     common = [rng.randint(1, 6) for _ in range(30)]
     todo = [(f"r{i}", common[: rng.randint(1, 30)] + [rng.randint(1, 6)] * rng.randint(0, 3)) for i in range(14)]
-    second = {f"r{i}" for i in range(0, 14, 3)}
     while todo or driver.live:
         for _ in range(rng.randint(0, 2)):
             if todo and driver.scheduler.num_waiting < 8:
                 id, rows = todo.pop()
                 number = int(id[1:])
                 driver.submit(
-                    id, rows, max_new=5 + number, resumable=id in second, paced=number % 4 == 1, cache_output=False,
-                    last_on_device=id not in second and number % 2 == 1,
+                    id, rows, max_new=5 + number, paced=number % 4 == 1, cache_output=False,
+                    last_on_device=number % 2 == 1,
+                    missing=[Span(1, 3), Span(5, 6)] if number % 3 == 0 and len(rows) > 6 else [],
                 )  # fmt: skip
         for id, request in list(driver.live.items()):
-            if request.state is State.PAUSED:
-                if len(driver.stories[id].answers) < 2:
-                    driver.extend(id, [3, 1, 4, 1, 5])
-                else:
-                    driver.scheduler.close(RequestId(id))
-                    driver.ended[id] = driver.live.pop(id)
-            elif request.spec.paced and not request.text_ended:
+            if driver.stories[id].missing and rng.random() < 0.1:
+                driver.provide(id)
+            if request.spec.paced and not request.text_ended:
                 if request.num_text < 6:
                     driver.text(id, 1 + request.num_text)
                 else:
@@ -84,22 +80,22 @@ def workload(driver: Driver, seed: int = 0) -> dict[str, list[list[int]]]:
             driver.retire()
     driver.drain()
     driver.check_idle()
-    return {id: story.answers for id, story in driver.stories.items()}
+    return {id: story.answer for id, story in driver.stories.items()}
 
 
 def test_answers_do_not_depend_on_how_the_work_is_cut() -> None:
     reference = workload(Driver(config(overlap_depth=1, prefix_cache=False, prefill_chunk=200, max_step_tokens=999)))
-    assert sum(len(answer) for answers in reference.values() for answer in answers) > 60
+    assert sum(map(len, reference.values())) > 60
     drivers = {
         "depth 2": Driver(config(overlap_depth=2)),
         "depth 3": Driver(config(overlap_depth=3)),
         "chunked": Driver(config(prefill_chunk=3, max_step_tokens=11, least_share=1)),
         "alone": Driver(config(max_rows=1, max_waiting=16)),
-        "preempted": Driver(config(num_blocks=16, max_waiting=16)),
-        "preempted, cold": Driver(config(num_blocks=16, prefix_cache=False, overlap_depth=3)),
+        "preempted": Driver(config(num_blocks=13, max_waiting=16)),
+        "preempted, cold": Driver(config(num_blocks=13, prefix_cache=False, overlap_depth=3)),
         "cached": Driver(config(block_size=1, num_blocks=200)),
         "in turns": Driver(config(mixed=False)),
-        "in turns, preempted": Driver(config(mixed=False, num_blocks=16, max_waiting=16)),
+        "in turns, preempted": Driver(config(mixed=False, num_blocks=13, max_waiting=16)),
     }
     for name, driver in drivers.items():
         assert workload(driver) == reference, name
@@ -165,7 +161,7 @@ def test_a_stop_is_seen_one_step_late_and_the_surplus_goes_nowhere() -> None:
     assert driver.retire() == []
     assert driver.scheduler.pool.num_held == 0
     assert request.cursor.confirmed == confirmed == 3
-    assert driver.stories["a"].answers == [[stop]]
+    assert driver.stories["a"].answer == [stop]
 
 
 def test_length_needs_no_surplus() -> None:
@@ -287,7 +283,7 @@ def test_preemption_takes_the_least_urgent_and_loses_nothing() -> None:
     assert a.num_preemptions == 0
     assert c.num_preemptions >= 1
     assert c.num_preemptions >= b.num_preemptions
-    assert [len(driver.stories[n].answers[0]) for n in "abc"] == [17] * 3
+    assert [len(driver.stories[n].answer) for n in "abc"] == [17] * 3
     again = [join for join in joins(driver, "c") if join.resumed]
     assert again
     assert {leave.why for batch in driver.batches for leave in batch.left if leave.request == "c"} >= {Leave.PREEMPTED}
@@ -335,17 +331,6 @@ def test_at_least_the_last_prompt_row_is_computed() -> None:
     assert spans(driver.launch()) == {"c": (8, 9)}
     driver.drain()
     driver.check_idle()
-
-
-def test_a_truncated_history_is_not_taken_whole_from_the_cache() -> None:
-    driver = Driver(config(overlap_depth=1))
-    request = driver.submit("a", [1, 2, 3, 4, 5, 6, 7, 8], max_new=3, stop_ids=NEVER, resumable=True)
-    driver.drain()
-    driver.interrupt("a", keep=8)
-    driver.scheduler._ledger._preempt(request)  # as if others had needed its blocks, and not used them yet
-    driver.extend("a", [])
-    assert spans(driver.launch()) == {"a": (4, 8)}, "both blocks are cached, but row 7 has to sample"
-    driver.drain()
 
 
 def test_a_reuse_that_no_batch_told_of_is_told_again() -> None:
@@ -425,7 +410,7 @@ def test_generated_rows_are_cached_only_if_ids_tell_them() -> None:
         driver = Driver(config(overlap_depth=1))
         driver.submit("a", [1, 2, 3, 4, 5], max_new=5, stop_ids=NEVER, cache_output=cache_output)
         driver.drain()
-        driver.submit("b", [1, 2, 3, 4, 5, *driver.stories["a"].answers[0], 6], max_new=1)
+        driver.submit("b", [1, 2, 3, 4, 5, *driver.stories["a"].answer, 6], max_new=1)
         assert spans(driver.launch()) == {"b": rows}
 
 
@@ -532,92 +517,72 @@ def test_a_starved_request_lends_its_row_but_keeps_its_kv() -> None:
     driver.check_idle()
 
 
-# -- segments
-
-
-def test_a_paused_request_keeps_its_kv_and_a_segment_computes_only_what_is_new() -> None:
-    driver = Driver(config(overlap_depth=2))
-    request = driver.submit("a", [1, 2, 3], max_new=4, stop_ids=NEVER, resumable=True)
-    driver.drain()
-    assert (request.state, request.reason, request.row) == (State.PAUSED, Reason.LENGTH, None)
-    assert request.cursor.confirmed == 6
-    assert len(request.blocks) == 2
-    driver.extend("a", [5, 6])
-    assert spans(driver.launch()) == {"a": (6, 9)}, "the last token of the answer was never fed"
-    driver.drain()
-    driver.scheduler.close(RequestId("a"))
-    driver.live.clear()
-    assert request.state is State.DONE
-    driver.check_idle()
-
-
-def test_an_interruption_truncates_and_discards_what_is_in_flight() -> None:
-    driver = Driver(config(overlap_depth=3))
-    request = driver.submit("a", [1, 2, 3], max_new=30, stop_ids=NEVER, resumable=True)
-    for _ in range(4):
-        turn(driver)
-    driver.launch()
-    driver.launch()
-    driver.interrupt("a", keep=5)
-    assert (request.state, request.reason, len(request.ids)) == (State.PAUSED, Reason.INTERRUPTED, 5)
-    driver.extend("a", [6])
-    assert driver.launch() is None, "not while its steps are in flight"
-    assert driver.retire() == []
-    assert driver.retire() == []
-    assert spans(driver.launch())["a"][1] == 6
-    driver.drain()
-    driver.scheduler.close(RequestId("a"))
-    driver.live.clear()
-    driver.check_idle()
-
-
-def test_truncating_into_a_shared_block_does_not_write_to_it() -> None:
-    driver = Driver(config(overlap_depth=1))
-    request = driver.submit("a", [1, 2, 3, 4, 5, 6, 7, 8], max_new=3, stop_ids=NEVER, resumable=True)
-    driver.drain()
-    shared = list(request.blocks[:2])
-    driver.interrupt("a", keep=6)
-    assert request.blocks == shared[:1]
-    driver.extend("a", [9, 9])
-    assert spans(driver.launch()) == {"a": (4, 8)}, "rows 4 and 5 once more, in a block of its own"
-    driver.submit("b", [1, 2, 3, 4, 5, 6, 7, 8, 9], max_new=3)
-    driver.drain()
-    assert joins(driver, "b")[0].blocks == tuple(shared)
-
-
-def test_paused_requests_make_room_and_come_back() -> None:
-    driver = Driver(config(num_blocks=8, prefix_cache=False))
-    driver.submit("a", [1] * 12, max_new=4, stop_ids=NEVER, resumable=True)
-    driver.drain()
-    a = driver.live["a"]
-    assert len(a.blocks) == 4
-    driver.submit("b", [2] * 18, max_new=9, stop_ids=NEVER)
-    driver.drain()
-    assert (a.state, a.blocks, a.num_preemptions) == (State.PAUSED, [], 0)
-    driver.extend("a", [3])
-    assert spans(driver.launch()) == {"a": (0, 17)}
-    assert driver.batches[-1].spans[0].fresh == 15, "what was published is not published again"
-    driver.drain()
+# -- memory, taken and given back
 
 
 def test_rows_computed_again_are_findable_again_but_not_before() -> None:
     driver = Driver(config(num_blocks=8, max_step_tokens=6, prefill_chunk=6, overlap_depth=1))
-    a = driver.submit("a", [1] * 15, max_new=2, stop_ids=NEVER, resumable=True)
-    driver.drain()
+    a = driver.submit("a", [1] * 15, max_new=9, stop_ids=NEVER, priority=1)
+    while a.cursor.confirmed < 16:
+        turn(driver)
     driver.submit("b", [2] * 20, max_new=13, stop_ids=NEVER)
-    driver.drain()
+    while "b" in driver.live:
+        turn(driver)
     assert not a.blocks
-    driver.extend("a", [3])
-    assert spans(turn(driver)) == {"a": (0, 6)}, "all blocks of the first turn were taken"
-    assert a.cursor.confirmed == 16
+    assert spans(turn(driver)) == {"a": (0, 6)}, "all its blocks were taken"
+    assert driver.batches[-1].spans[0].fresh == 16, "what was published is not published again"
     assert len(a.blocks) == 2
     driver.submit("c", [1] * 9, max_new=1)
-    driver.launch()
-    assert joins(driver, "c")[0].filled == 4, "the second block is only half there"
+    while not joins(driver, "c"):
+        turn(driver)
+    assert joins(driver, "c")[0].filled == 4, "the second block was only half there"
     driver.drain()
     driver.submit("d", [1] * 15, max_new=1)
     driver.drain()
     assert joins(driver, "d")[0].filled == 12
+    driver.check_idle()
+
+
+def test_rows_wait_for_their_input_unless_the_cache_has_them() -> None:
+    driver = Driver(config(overlap_depth=1))
+    a = driver.submit("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_new=1, missing=[Span(2, 5), Span(6, 8)])
+    assert spans(turn(driver)) == {"a": (0, 2)}
+    assert turn(driver) is None
+    assert a.state is State.STARVED
+    driver.provide("a", 1)  # not what it waits for
+    assert turn(driver) is None
+    driver.provide("a", 0)
+    driver.drain()
+    assert spans(driver.batches[-1]) == {"a": (2, 10)}
+    b = driver.submit("b", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_new=1, missing=[Span(2, 5), Span(6, 8)])
+    assert driver.scheduler.num_found(b.id) == 8
+    assert spans(driver.launch()) == {"b": (8, 10)}
+    driver.drain()
+    # In the cache is half of what is missing: all of it is waited for.
+    c = driver.submit("c", [1, 2, 3, 4, 5, 6, 9, 9, 9], max_new=1, missing=[Span(2, 6)])
+    assert driver.launch() is None
+    assert (c.state, c.cursor.filled) == (State.STARVED, 4)
+    driver.provide("c")
+    assert spans(driver.launch()) == {"c": (4, 9)}
+    driver.drain()
+    driver.check_idle()
+
+
+def test_input_that_the_cache_had_is_waited_for_when_it_is_lost() -> None:
+    """Preempted, it finds nothing any more; then the input that never came is needed after all."""
+    driver = Driver(config(num_blocks=8, overlap_depth=1))
+    driver.submit("seed", [1] * 9, max_new=1)
+    driver.drain()
+    a = driver.submit("a", [1] * 9, max_new=9, stop_ids=NEVER, priority=1, missing=[Span(2, 6)])
+    assert spans(turn(driver)) == {"a": (8, 9)}
+    driver.submit("b", [2] * 20, max_new=13, stop_ids=NEVER)
+    while "b" in driver.live:
+        turn(driver)
+    assert (a.state, a.cursor.filled) == (State.STARVED, 0)
+    assert driver.launch() is None
+    driver.provide("a")
+    driver.drain()
+    driver.check_idle()
 
 
 def test_nobody_is_preempted_in_vain() -> None:
@@ -674,7 +639,7 @@ def test_a_failed_step_fails_its_requests_and_no_others() -> None:
     assert (a.error, b.error) == (error, error)
     driver.drain()
     driver.check_idle()
-    assert len(driver.stories["c"].answers[0]) == 9
+    assert len(driver.stories["c"].answer) == 9
     driver.submit("again", [1] * 5, max_new=9)
     assert spans(driver.launch()) == {"again": (0, 5)}, "nothing of a failed step is in the cache"
 
@@ -688,7 +653,7 @@ def test_one_failed_row_leaves_its_batch_alone() -> None:
     assert a.reason is Reason.FAILED
     driver.drain()
     driver.check_idle()
-    assert driver.stories["b"].answers
+    assert driver.stories["b"].answer
 
 
 def test_what_can_never_work_is_refused_at_the_door() -> None:
@@ -716,18 +681,6 @@ def test_what_can_never_work_is_refused_at_the_door() -> None:
     driver.scheduler.close_prompt(RequestId("e"))
     driver.drain()
     driver.check_idle()
-
-
-def test_a_new_segment_that_does_not_fit_changes_nothing() -> None:
-    driver = Driver(config(max_context=20))
-    request = driver.submit("a", [1] * 5, max_new=4, stop_ids=NEVER, resumable=True)
-    driver.drain()
-    with pytest.raises(TooLong):
-        driver.scheduler.extend(request.id, [2] * 9)
-    assert (request.state, request.max_new, len(request.ids)) == (State.PAUSED, 4, 9)
-    driver.extend("a", [2])
-    driver.drain()
-    assert len(driver.stories["a"].answers) == 2
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_rows", "max_step_tokens", "overlap_depth"])

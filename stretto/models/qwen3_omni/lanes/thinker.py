@@ -17,7 +17,7 @@ from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.lane import Captured, HostInput, Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import BiasColumns, DeviceRows, How, SamplingColumns
+from stretto.stage.runner.rows import BiasColumns, DeviceRows, FloorColumns, How, MaskColumns, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
@@ -35,6 +35,7 @@ class ThinkerInput:
     capture: npt.NDArray[np.int64] | None = None  # sorted prompt positions whose accept-layer rows are wanted
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
+    min_p: float = 0.0  # least share of the best token's likelihood
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +53,11 @@ class ThinkerLane:
         blocks = -(-max_context // cache.block_size)
         self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
         self.params = SamplingColumns(num_rows + 1, model.device)
-        self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.rows.bias = self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.floors = FloorColumns(num_rows + 1, model.device, model.model.fused is not None)
+        self.rows.masks = self.masks = MaskColumns(
+            num_rows + 1, model.config.thinker.text.vocab_size, model.device, model.model.fused is not None
+        )
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
         self.fused = model.model.fused is not None
@@ -70,6 +75,7 @@ class ThinkerLane:
         self.rows.join(join.row, join.blocks, offset, seen, request.cursor.prompt + given.min_new)
         self.params.write(join.row, given.sampling)
         self.bias.write(join.row, given.bias)
+        self.floors.write(join.row, 0.0 if given.sampling.greedy else given.min_p)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids
@@ -121,7 +127,9 @@ class ThinkerLane:
             return Picked(self._fused_pick(rows, positions, hidden))
         logits = self.model.logits(hidden)
         self.bias.add(logits, rows)
+        self.masks.apply(logits, rows)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
+        self.floors.apply(logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end)
         seen = self.rows.seen[rows] if how.penalty else None
         tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
         self.next[rows] = tokens
@@ -151,6 +159,8 @@ class ThinkerLane:
         params = Columns(self.params.floats, self.params.ints)
         logits = project(hidden, self.model.lm_head.weight)
         self.bias.add(logits, rows)
+        self.masks.apply(logits, rows)
+        self.floors.apply(logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end)
         return pick_text(logits, rows, positions, params, answer, self.next)[:, None]
 
 

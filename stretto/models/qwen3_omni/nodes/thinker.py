@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stretto.control.messages import Admit, Lacking, Text, Working
 from stretto.errors import Bug, StrettoError
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
+from stretto.models.qwen3_omni.lanes.thinker import MAX_BIAS, ThinkerInput
 from stretto.models.qwen3_omni.nodes.encoders import Encoders
 from stretto.models.qwen3_omni.nodes.prefix import thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
@@ -26,6 +29,7 @@ from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_node import FRAME_S
 from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
+from stretto.stage.guide import GrammarGuide, Grammars, Guide, PenaltyGuide
 from stretto.stage.links import Outlet
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
@@ -38,6 +42,23 @@ takes as long as several steps, listeners would have to wait for it. (On a GPU a
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
 """Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report for each token
 would cost the host more than its share of the step. The first ones go one by one, since the talker waits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted:
+    """A request that is not in the stage yet."""
+
+    admit: Admit
+    params: ThinkerParams
+    prompt: Prompt
+    positions: npt.NDArray[np.float32]
+    first: float
+
+
+def guide_of(p: ThinkerParams, grammar: GrammarGuide | None) -> Guide | None:
+    if not p.frequency_penalty and not p.presence_penalty:
+        return grammar
+    return PenaltyGuide(p.frequency_penalty, p.presence_penalty, dict(p.logit_bias), MAX_BIAS, grammar)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +94,9 @@ class ThinkerNode:
         self.inlets: tuple[()] = ()
         self.outlets = (self.outlet,)
         self.tellings: dict[RequestId, Telling] = {}
+        self.compiling: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}  # until its grammar is there
+        text, tokenizer = self.config.thinker.text, Path(context.model) / "tokenizer.json"
+        self.grammars, self.ring = Grammars(tokenizer, text.vocab_size, self.config.tokens.im_end), context.ring
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self._encode_ns = 0  # not before this is the next part of media encoded
         self.stage = stage(self._emit)
@@ -87,7 +111,7 @@ class ThinkerNode:
             context.recorder.number(name, read, stage=self.name)
 
     def __len__(self) -> int:
-        return len(self.tellings)
+        return len(self.tellings) + len(self.compiling)
 
     @property
     def due_ns(self) -> int | None:
@@ -111,9 +135,19 @@ class ThinkerNode:
             prompt.videos,
             prompt.audio_in_video,
         )
+        known = Admitted(a, params, prompt, positions, first)
+        if params.grammar:
+            self.compiling[a.request] = known, self.grammars.compile(params.grammar, self.ring)
+        else:
+            self._submit(known)
+
+    def _submit(self, known: Admitted, grammar: GrammarGuide | None = None) -> None:
+        a, params, prompt, c = known.admit, known.params, known.prompt, self.config
         pieces, sampling = media_pieces(prompt, c), params.sampling.params()
         capture = np.sort(np.concatenate([p.places for p in pieces])) if params.speak and pieces else None
-        given = ThinkerInput(positions, first, sampling, [], capture, params.logit_bias, params.min_tokens)
+        given = ThinkerInput(
+            known.positions, known.first, sampling, [], capture, params.logit_bias, params.min_tokens, params.min_p
+        )
         spec = RequestSpec(
             a.request,
             params.max_tokens,
@@ -121,6 +155,7 @@ class ThinkerNode:
             sampling=sampling,
             priority=a.priority,
             needs_payload=params.speak,
+            guide=guide_of(params, grammar),
             cache_root=a.cache_root,
         )
         salts, missing = thinker_salts(pieces), missing_runs(pieces)
@@ -136,6 +171,7 @@ class ThinkerNode:
         self.encoders.supply(id, pieces)
 
     def cancel(self, id: RequestId) -> None:
+        self.compiling.pop(id, None)
         self.encoders.drop(id)
         self.stage.cancel(id)
         self.outlet.close(id, purge=True)
@@ -161,6 +197,8 @@ class ThinkerNode:
     def turn(self) -> bool:
         for id in self.outlet.flush():
             self.outlet.tell(id, self.stage.scheduler)
+        if self.compiling:
+            self._take_compiled()
         now, due = self.loop_clock(), self.encoders.due
         encoded = due is not None and now >= self._encode_ns
         if due is not None and encoded:
@@ -169,6 +207,16 @@ class ThinkerNode:
             # Others have the time between two parts, and more of it than the parts take.
             self._encode_ns = self.loop_clock() + (OTHERS * (self.loop_clock() - now) if others else 0)
         return self.stage.turn() or encoded
+
+    def _take_compiled(self) -> None:
+        """Requests whose grammar is there go on, those whose grammar is none fail."""
+        for id in [id for id, (_, made) in self.compiling.items() if made.done()]:
+            known, made = self.compiling.pop(id)
+            try:
+                self._submit(known, made.result())
+            except StrettoError as error:
+                self.cancel(id)
+                self.report(failed(id, self.name, error), b"")
 
     def _encode(self, id: RequestId) -> None:
         """A part of one request's media."""
@@ -198,11 +246,13 @@ class ThinkerNode:
                 journal.encoded = self.encoders.proven(id)
         elif reason is None:
             journal.mark_chunk(now)
-        if o.error is not None:
+        guide = request.spec.guide
+        error = o.error or (guide.error if guide is not None and reason is not None else None)
+        if error is not None:
             del self.tellings[id]
             self.encoders.drop(id)
             self.outlet.close(id, purge=True)
-            self.report(failed(id, self.name, o.error), b"")
+            self.report(failed(id, self.name, error), b"")
             return
         if o.token is not None and reason is None and not telling.due(now):
             return

@@ -1,0 +1,83 @@
+"""What an answer by a grammar costs: its own steps, and those of answers beside it, at 1, 8 and 32 rows.
+
+    python -m bench guided                                   # the tiny model, on any machine
+    python -m bench guided --model released --out guided.json
+
+In each round N text answers of a fixed length run together: once all free, once with one of them guided by a schema
+that never ends it. Rounds take turns, so that a busy machine is busy for both. Told are medians over the rounds of the
+time per token: of the free answers in either kind of round, and of the guided one."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.harness.env import describe
+from bench.harness.results import arguments, parser, write
+from stretto.control.request import Params
+from stretto.control.settings import EngineConfig, HostSettings
+from stretto.orchestrator.api import TextDelta
+from stretto.orchestrator.engine import PipelineEngine
+
+ENDLESS = 'start: %json {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 100000}\n'
+ASK = [{"role": "user", "content": "Hello, what is the weather like in the city?"}]
+
+
+async def answer(engine: PipelineEngine, params: Params) -> float:
+    """Seconds per token, from the first to the last."""
+    first = last = 0.0
+    tokens = 0
+    async for event in engine.generate(ASK, modalities=["text"], params=params):
+        if isinstance(event, TextDelta) and event.ids:
+            last = time.perf_counter()
+            if not tokens:
+                first, skipped = last, len(event.ids)
+            tokens += len(event.ids)
+    return (last - first) / (tokens - skipped)
+
+
+async def measure(engine: PipelineEngine, rows: int, rounds: int, tokens: int) -> dict[str, float]:
+    free = Params(max_text_tokens=tokens, ignore_eos=True)
+    guided = replace(free, ignore_eos=False, grammar=ENDLESS)
+    plain: list[float] = []
+    beside: list[float] = []
+    own: list[float] = []
+    for turn in range(rounds + 1):  # the first is for warmth
+        alone = await asyncio.gather(*(answer(engine, free) for _ in range(rows)))
+        first, *others = await asyncio.gather(answer(engine, guided), *(answer(engine, free) for _ in range(rows - 1)))
+        if turn:
+            plain.append(statistics.median(alone))
+            own.append(first)
+            beside += [statistics.median(others)] if others else []
+    found = {"free_s": statistics.median(plain), "guided_s": statistics.median(own)}
+    return found | ({"beside_s": statistics.median(beside)} if beside else {})
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    host = HostSettings(device=args.device or device_here(), load_format=load_format(args.model))  # type: ignore[arg-type]
+    config = EngineConfig(host=replace(host, **host_fields(args.host)))
+    found: dict[str, Any] = {}
+    with checkpoint(args.model) as directory:
+        async with PipelineEngine.open(directory, config) as engine:
+            for rows in args.rows:
+                found[str(rows)] = one = await measure(engine, rows, args.rounds, args.tokens)
+                shown = {name.removesuffix("_s"): f"{1000 * value:.3f} ms" for name, value in one.items()}
+                print(f"{rows} rows: " + ", ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
+    return {"env": describe(), "arguments": arguments(args), "rows": found}
+
+
+def main(given: Sequence[str]) -> int:
+    p = parser("guided", __doc__)
+    p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    p.add_argument("--rounds", type=int, default=5, metavar="N", help="of each kind (default: %(default)s)")
+    p.add_argument("--tokens", type=int, default=120, metavar="N", help="of each answer (default: %(default)s)")
+    add_model_arguments(p)
+    args = p.parse_args(given)
+    write(args.out, asyncio.run(run(args)))
+    return 0

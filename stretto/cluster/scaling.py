@@ -1,0 +1,46 @@
+"""How many replicas there should be: by what they carry and how fast they make it. Called by Serve's controller.
+
+A replica says how many requests it has and how much faster than real time its slowest speech is made. As long as all
+keep pace, so many replicas are wanted that each has its target. One that is close to real time has more than it can
+carry, whatever the target says: another one is wanted at once. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STREAMS, PACE = "streams", "pace"
+SHORT = 1.25
+"""Times real time below which a replica has no reserve left."""
+NO_PACE = 1e6
+"""What a replica says that makes no speech now: numbers that are no numbers do not travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    streams: float
+    pace: float = NO_PACE
+
+
+def wanted(loads: Sequence[Load], running: int, target: float) -> float:
+    """Replicas, by their loads (of those that have told any) and how many there are."""
+    streams = sum(load.streams for load in loads)
+    by_count = streams / target
+    behind = [load for load in loads if load.streams and load.pace < SHORT]
+    # Those that are behind should have had fewer: so many that their pace would be as it should.
+    carried = sum(load.streams * min(load.pace / SHORT, 1.0) if load in behind else load.streams for load in loads)
+    by_pace = running * streams / carried if behind and carried else 0.0
+    return max(by_count, by_pace, running + 1 if behind else 0)
+
+
+def policy(context: Any) -> tuple[float, dict[str, Any]]:
+    """Serve's custom policy; it applies its own bounds and delays to what we want."""
+    told = context.aggregated_metrics or {}
+    streams, paces = told.get(STREAMS, {}), told.get(PACE, {})
+    loads = [Load(n, paces.get(replica, NO_PACE)) for replica, n in streams.items()]
+    if not loads:
+        loads = [Load(context.total_num_requests)]
+    number = wanted(loads, max(context.current_num_replicas, 1), context.config.target_ongoing_requests)
+    return max(math.ceil(number), 1), {}

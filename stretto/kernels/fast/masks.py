@@ -1,0 +1,87 @@
+"""`stretto.kernels.masks` as a kernel each: rows that have no mask, or no least share, leave at once, so a step in
+which no row has one pays for the launches alone. Called by lanes on the stage's stream, inside captured graphs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+
+
+def mask_rows(logits: torch.Tensor, rows: torch.Tensor, masked: torch.Tensor, bits: torch.Tensor) -> None:
+    """See `stretto.kernels.masks.mask_rows`."""
+    batch, size = logits.shape
+    grid = (batch, triton.cdiv(size, BLOCK))
+    _mask[grid](
+        logits, logits.stride(0), rows, masked.view(torch.uint8), bits, bits.stride(0), SIZE=size, BLOCK=BLOCK
+    )  # fmt: skip
+
+
+@triton.jit
+def _mask(logits, stride, rows, masked, bits, words, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0)
+    row = tl.load(rows + at)
+    if tl.load(masked + row) != 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = token < SIZE
+        word = tl.load(bits + row * words + token // 32, inside, other=-1)
+        forbidden = ((word >> (token % 32)) & 1) == 0
+        tl.store(
+            logits + at.to(tl.int64) * stride + token,
+            tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty),
+            inside & forbidden,
+        )
+
+
+def floor_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    min_p: torch.Tensor,
+    temperature: torch.Tensor,
+    penalty: torch.Tensor,
+    seen: torch.Tensor,
+    held: tuple[torch.Tensor, torch.Tensor, int],
+) -> None:
+    """See `stretto.kernels.masks.floor_rows`. `held`: positions [batch], where each answer may end [rows], and the
+    end token, which is not the best one before that."""
+    batch, size = logits.shape
+    positions, ends, end = held
+    _floor[(batch,)](
+        logits, logits.stride(0), rows, min_p, temperature, penalty, seen.view(torch.uint8), seen.stride(0),
+        positions, ends, END=end, SIZE=size, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _penalised(logits, seen, token, inside, penalty, held):
+    score = tl.load(logits + token, inside & (token != held), other=float("-inf")).to(tl.float32)
+    marked = tl.load(seen + token, inside, other=0) != 0
+    return tl.where(marked, tl.where(score < 0, score * penalty, score / penalty), score)
+
+
+@triton.jit
+def _floor(
+    logits, stride, rows, min_p, temperature, penalty, seen, seen_stride, positions, ends,
+    END: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    row = tl.load(rows + at)
+    least = tl.load(min_p + row)
+    if least > 0:
+        mine = logits + at.to(tl.int64) * stride
+        marks = seen + row.to(tl.int64) * seen_stride
+        factor = tl.load(penalty + row)
+        held = tl.where(tl.load(positions + at) + 1 < tl.load(ends + row), END, -1)
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, SIZE, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            best = tl.maximum(best, _penalised(mine, marks, token, token < SIZE, factor, held))
+        floor = tl.max(best, 0) + tl.load(temperature + row) * tl.log(least)
+        for start in range(0, SIZE, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            inside = token < SIZE
+            low = _penalised(mine, marks, token, inside, factor, held) < floor
+            none = tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty)
+            tl.store(mine + token, none, inside & low)

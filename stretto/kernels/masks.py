@@ -1,0 +1,33 @@
+"""Tokens that a row must not pick: those of a mask, as bits by token, and those far less likely than the best. Plain
+PyTorch; `fast/masks.py` has the kernels."""
+
+from __future__ import annotations
+
+import torch
+
+
+def mask_rows(logits: torch.Tensor, rows: torch.Tensor, masked: torch.Tensor, bits: torch.Tensor) -> None:
+    """Set logits[i, token] to -inf, in place, where rows[i] is `masked` [rows] and its bit of the token is 0. `bits`
+    [rows, words] int32 holds token t in bit t % 32 of word t // 32."""
+    size = logits.shape[1]
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((bits[rows][:, :, None] >> places) & 1).flatten(1)[:, :size].bool()
+    logits.masked_fill_(masked[rows][:, None] & ~allowed, float("-inf"))
+
+
+def floor_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    min_p: torch.Tensor,
+    temperature: torch.Tensor,
+    penalty: torch.Tensor,
+    seen: torch.Tensor,
+) -> None:
+    """Set logits[i] to -inf, in place, where a token is less than `min_p` [rows] times as likely as the row's best, at
+    its `temperature` [rows] and with its repetition `penalty` [rows] on tokens `seen` [rows, vocabulary]. 0: off."""
+    scores = logits.float()
+    factor = penalty[rows][:, None]
+    scores = torch.where(seen[rows], torch.where(scores < 0, scores * factor, scores / factor), scores)
+    least = min_p[rows][:, None]
+    floor = scores.amax(-1, keepdim=True) + temperature[rows][:, None] * least.log()  # log 0: nothing is below
+    logits.masked_fill_((scores < floor) & (least > 0), float("-inf"))

@@ -1,0 +1,69 @@
+"""Qwen3-TTS as the engine knows it: text in, speech out. Imports no torch.
+
+The talker makes a frame of sixteen codes per 80 ms, code2wav makes samples of the frames. Models that clone voices have
+a third stage, which makes a voice of a clip and is not on the way of speech."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
+from stretto.models.qwen3_tts.params import default_voice, stage_params
+
+BUILD = "stretto.models.qwen3_tts.host:build"
+TALKER = StageSpec("talker", decides="audio", each="frame")
+CODE2WAV = StageSpec("code2wav", first="first frame", each="packet")
+LINKS = (LinkSpec("talker", "code2wav"),)
+NO_MEDIA = MediaTokens()
+PASSAGE = 1200
+"""Characters: about a minute and a half of speech. The model was made to say so much at once, and not a book."""
+READING = ("talker", "code2wav")
+
+SPEAKS = PipelineSpec(BUILD, (TALKER, CODE2WAV), LINKS, {"reading": READING})
+# The enroller stands in the middle because the host's first stage takes prompts first, and its last one turns often.
+CLONES = PipelineSpec(
+    BUILD,
+    (TALKER, StageSpec("enroller", encodes_media=True, first="voice"), CODE2WAV),
+    LINKS,
+    {"reading": READING, "enrolment": ("enroller",)},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3Tts:
+    config: TtsConfig
+    info: ModelInfo
+    pipeline: PipelineSpec
+    vocab_size: int
+    media_tokens: MediaTokens = NO_MEDIA
+    builder: str = "stretto.models.qwen3_tts.prompts:open_builder"
+
+    def check_voice(self, voice: str) -> None:
+        self.config.speaker_id(voice)
+
+    def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
+        return stage_params(self.config, wanted)
+
+
+def open_model(directory: Path) -> Qwen3Tts:
+    config = TtsConfig.read(directory)
+    clones = config.kind == "base"
+    info = ModelInfo(
+        name=directory.name,
+        voices=tuple(config.talker.speakers),
+        default_voice=default_voice(config),
+        sample_rate=SAMPLE_RATE,
+        max_positions=config.talker.decoder.max_positions,
+        input_modalities=("text", "audio") if clones else ("text",),
+        output_modalities=("audio",),
+        languages=(AUTO, *config.talker.offered),
+        instructions=config.takes_instructions,
+        cloning=clones,
+        live_text=True,
+        passage=PASSAGE,
+    )
+    return Qwen3Tts(config, info, CLONES if clones else SPEAKS, config.talker.text_vocab)

@@ -1,0 +1,107 @@
+"""What a request tells each stage of Qwen3-TTS, and how the model was made to pick. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from stretto.control.messages import Sampling, TokenId
+from stretto.errors import Bug, Invalid
+from stretto.family import Wanted
+from stretto.models.qwen3_tts.config import TtsConfig
+from stretto.models.qwen3_tts.rows import Reference
+from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
+from stretto.types import SamplingParams, stage_seed
+
+CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+"""How the talker was made to pick code 0 of a frame."""
+RESIDUAL = SamplingParams(temperature=0.9, top_k=50)
+"""How the code predictor was made to pick the other codes."""
+MIN_FRAMES = 2
+"""The model was made to say at least so much."""
+
+
+class ClonedVoice(StageParams, frozen=True):
+    """A voice of its own, as the enroller made it: what users keep, and give back with a request."""
+
+    vector: bytes  # float32
+    codes: bytes = b""  # int16 [frames, groups]; none: the vector alone
+    text: tuple[TokenId, ...] = ()
+
+
+class TalkerParams(FrameParams, frozen=True):
+    language: str | None = None
+    cloned: ClonedVoice | None = None
+    whole: bool = False  # the layout, see `rows.py`
+
+
+class EnrollerParams(StageParams, frozen=True):
+    pass
+
+
+class PrimedParams(VocoderParams, frozen=True):
+    codes: bytes = b""  # of the cloned voice: heard before the first frame
+
+
+def reference(config: TtsConfig, cloned: ClonedVoice) -> Reference:
+    """A cloned voice as arrays, if it is one of this model's."""
+    groups, width = config.talker.num_code_groups, config.talker.decoder.hidden_size
+    if len(cloned.vector) != 4 * width or len(cloned.codes) % (2 * groups):
+        raise Invalid("this voice was made by another model", "voice")
+    vector = np.frombuffer(cloned.vector, np.float32).copy()
+    codes = np.frombuffer(cloned.codes, np.int16).astype(np.int64).reshape(-1, groups)
+    if not np.isfinite(vector).all() or (len(codes) and not 0 <= codes.min() <= codes.max() < 2048):
+        raise Invalid("this voice is damaged", "voice")
+    digest = blake2b(cloned.vector + cloned.codes + repr(cloned.text).encode(), digest_size=16).digest()
+    return Reference(vector, codes, cloned.text, digest)
+
+
+def read_voice(config: TtsConfig, data: bytes) -> ClonedVoice:
+    try:
+        voice = msgspec.msgpack.decode(data, type=ClonedVoice)
+    except msgspec.MsgspecError:
+        raise Invalid("this is not a voice", "voice") from None
+    reference(config, voice)
+    return voice
+
+
+def stage_params(config: TtsConfig, w: Wanted) -> dict[str, msgspec.Struct]:
+    if w.capability == "enrolment":
+        return {"enroller": EnrollerParams()}
+    if w.capability != "reading":
+        raise Bug(f"{w.capability} is not what this model does")
+    p, m = w.params, w.manner
+    seed = stage_seed(w.seed, "talker")
+    code0, residual = replace(CODE0, seed=seed), replace(RESIDUAL, seed=seed)
+    if p.greedy_speech:
+        code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
+    cloned = read_voice(config, m.voice) if m.voice else None
+    voice = w.voice
+    if voice is None and cloned is None and config.talker.speakers:
+        voice = default_voice(config)
+    talker = TalkerParams(
+        Sampling.of(code0),
+        Sampling.of(residual),
+        p.max_frames,
+        voice,
+        max(p.min_frames, min(MIN_FRAMES, p.max_frames)),
+        p.packets.first,
+        p.packets.each,
+        p.packets.ramp,
+        p.want_codes,
+        w.spoken,
+        w.live,
+        m.language,
+        cloned,
+        # As the released models are used; text that is still being written can only be streamed.
+        whole=config.kind != "base" and not w.live,
+    )
+    return {"talker": talker, "code2wav": PrimedParams(cloned.codes if cloned is not None else b"")}
+
+
+def default_voice(config: TtsConfig) -> str:
+    speakers = config.talker.speakers
+    return "ryan" if "ryan" in speakers else next(iter(speakers), "")

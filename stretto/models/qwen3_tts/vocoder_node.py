@@ -1,0 +1,27 @@
+"""The vocoder's node: the shared one, whose streams may have heard a cloned voice's reference before."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+
+from stretto.errors import Invalid
+from stretto.models.qwen3_tts.params import PrimedParams
+from stretto.models.speech.params import VocoderParams
+from stretto.models.speech.vocoder_node import VocoderNode
+from stretto.stage.codec import Primer
+
+
+class CodecNode(VocoderNode):
+    params = PrimedParams
+
+    def primer(self, params: VocoderParams) -> Primer | None:
+        assert isinstance(params, PrimedParams)
+        if not params.codes:
+            return None
+        groups = self.stage.model.config.num_quantizers
+        if len(params.codes) % (2 * groups):
+            raise Invalid("this voice was made by another model", "voice")
+        codes = np.frombuffer(params.codes, np.int16).astype(np.int64).reshape(-1, groups)
+        return Primer(blake2b(params.codes, digest_size=16).digest(), codes)

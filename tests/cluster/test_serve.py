@@ -1,0 +1,134 @@
+"""The whole server on Ray Serve behind its HAProxy: streams, sessions, readiness, replicas that go, and their numbers.
+Skipped where Ray is not installed; `make ray` installs it and runs these."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.ray
+ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+ALOUD = {**ASK, "modalities": ["text", "audio"], "stream": True, "audio": {"format": "pcm16"}}
+LONG = {**ALOUD, "ignore_eos": True, "min_audio_frames": 400, "max_audio_frames": 400, "max_tokens": 200}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+class Served:
+    def __init__(self, port: int, args: dict[str, Any]) -> None:
+        self.base, self.args = f"http://127.0.0.1:{port}", args
+
+    def deploy(self, replicas: int) -> None:
+        from ray import serve
+
+        from stretto.cluster.app import build
+
+        serve.run(build({**self.args, "replicas": replicas}), name="stretto", route_prefix="/")
+
+    def replicas(self) -> int:
+        from ray import serve
+
+        states = serve.status().applications["stretto"].deployments["Replica"].replica_states
+        return sum(states.values())
+
+    def who(self, **headers: str) -> str:
+        """Which replica answers: each knows its own number of requests."""
+        answer = httpx.get(f"{self.base}/metrics", headers=headers, timeout=30)
+        return next(line for line in answer.text.splitlines() if line.startswith("stretto_engine_requests_total"))
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Any, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    secret = tmp_path_factory.mktemp("secret") / "secret"
+    secret.write_text(secrets.token_hex(32))
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="0.0.0.0", port=port))
+    args = {"model": str(tiny_dir), "cluster-secret-file": str(secret), "host-gpus": 0.0, "min-pace": 0.0}
+    it = Served(port, {**args, "drain-timeout": 60, "prompt-workers": 1})
+    it.deploy(2)
+    yield it
+    serve.delete("stretto")
+    serve.shutdown()
+
+
+def until(holds: Any, what: str, limit: float = 120.0) -> None:
+    deadline = time.monotonic() + limit
+    while not holds():
+        assert time.monotonic() < deadline, f"not in {limit} s: {what}"
+        time.sleep(0.1)
+
+
+def test_it_is_ready_when_it_is_up(served: Served) -> None:
+    """No answer was ever "loading": traffic comes when the engine is there."""
+    for _ in range(6):
+        assert httpx.get(f"{served.base}/health", timeout=30).json()["status"] == "ready"
+
+
+def test_answers_stream_and_a_session_stays(served: Served) -> None:
+    with httpx.stream("POST", f"{served.base}/v1/chat/completions", json=ALOUD, timeout=60) as answer:
+        chunks = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    assert answer.status_code == 200
+    assert chunks[-1] == "data: [DONE]"
+    assert any(
+        json.loads(c[6:])["choices"][0]["delta"].get("audio", {}).get("data") for c in chunks[:-1] if c[6] == "{"
+    )
+    for _ in range(3):
+        httpx.post(f"{served.base}/v1/chat/completions", json=ASK, headers={"x-session-id": "one"}, timeout=60)
+    counts = {served.who(**{"x-session-id": "one"}) for _ in range(6)}
+    assert len(counts) == 1, "each request of a session meets the same replica"
+    assert int(float(counts.pop().split()[-1])) >= 3
+
+
+def test_replicas_tell_their_numbers_to_ray(served: Served, cluster: Any) -> None:
+    import ray
+
+    def scraped() -> set[str]:
+        ports = {(n["NodeManagerAddress"], n["MetricsExportPort"]) for n in ray.nodes() if n["Alive"]}
+        found: set[str] = set()
+        for host, port in ports:
+            text = httpx.get(f"http://{host}:{port}/metrics", timeout=30).text
+            lines = [line for line in text.splitlines() if line.startswith("ray_stretto_engine_requests_total{")]
+            found |= {line.partition('replica_id="')[2].partition('"')[0] for line in lines}
+        return found
+
+    until(lambda: len(scraped()) == 2, "both replicas in the exporters' pages")
+
+
+def test_a_replica_that_goes_lets_its_streams_end(served: Served) -> None:
+    ended: list[bool] = []
+
+    def listen(number: int) -> None:
+        with httpx.stream("POST", f"{served.base}/v1/chat/completions", json=LONG, timeout=120) as answer:
+            lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+        ended.append(answer.status_code == 200 and lines[-1] == "data: [DONE]")
+
+    threads = [threading.Thread(target=listen, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    refused = 0
+    served.deploy(1)
+    while any(t.is_alive() for t in threads):
+        refused += httpx.get(f"{served.base}/v1/models", timeout=60).status_code != 200
+        time.sleep(0.05)
+    for t in threads:
+        t.join()
+    assert ended == [True] * 4
+    assert refused == 0
+    until(lambda: served.replicas() == 1, "the other replica is gone")

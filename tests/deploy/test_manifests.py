@@ -1,0 +1,348 @@
+"""The files under deploy/ parse, name only fields that their formats have, agree with each other and with the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+import yaml
+
+from stretto import __version__
+from stretto.cluster.extra import SERIES
+from stretto.control.cluster import check_cluster
+from stretto.server.command import RECORDS, read_settings
+from stretto.server.settings import as_names
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+
+
+class Known(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    """Fields of a format, as far as we use them."""
+
+
+class Metadata(Known):
+    name: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+# ---- pods
+
+
+class Port(Known):
+    name: str
+    container_port: int
+
+
+class KeyRef(Known):
+    name: str
+    key: str
+
+
+class ValueFrom(Known):
+    secret_key_ref: KeyRef
+
+
+class Variable(Known):
+    name: str
+    value: str | None = None
+    value_from: ValueFrom | None = None
+
+
+class Mount(Known):
+    name: str
+    mount_path: str
+    read_only: bool
+
+
+class Resources(Known):
+    requests: dict[str, str]
+    limits: dict[str, str]
+
+
+class Container(Known):
+    name: str
+    image: str
+    resources: Resources
+    ports: list[Port]
+    env: list[Variable]
+    volume_mounts: list[Mount]
+
+
+class Claim(Known):
+    claim_name: str
+    read_only: bool
+
+
+class Item(Known):
+    key: str
+    path: str
+
+
+class SecretVolume(Known):
+    secret_name: str
+    items: list[Item]
+
+
+class Volume(Known):
+    name: str
+    persistent_volume_claim: Claim | None = None
+    secret: SecretVolume | None = None
+
+
+class Security(Known):
+    run_as_non_root: Literal[True]
+    run_as_user: int
+    fs_group: int
+
+
+class PodSpec(Known):
+    security_context: Security
+    containers: list[Container]
+    volumes: list[Volume]
+    termination_grace_period_seconds: int = 30
+
+
+class Template(Known):
+    metadata: Metadata
+    spec: PodSpec
+
+
+# ---- Ray
+
+
+class Head(Known):
+    ray_start_params: dict[str, str]
+    template: Template
+
+
+class Workers(Known):
+    group_name: str
+    replicas: int
+    min_replicas: int
+    max_replicas: int
+    ray_start_params: dict[str, str]
+    template: Template
+
+
+class Auth(Known):
+    mode: Literal["token"]
+
+
+class ClusterSpec(Known):
+    ray_version: str
+    auth_options: Auth
+    enable_in_tree_autoscaling: bool
+    head_group_spec: Head
+    worker_group_specs: list[Workers]
+
+
+class RayServiceSpec(Known):
+    serve_config_v2: str = msgspec.field(name="serveConfigV2")
+    ray_cluster_config: ClusterSpec
+
+
+class RayService(Known):
+    api_version: Literal["ray.io/v1"]
+    kind: Literal["RayService"]
+    metadata: Metadata
+    spec: RayServiceSpec
+
+
+# ---- network, ingress, numbers
+
+
+class Selector(Known):
+    match_labels: dict[str, str] = {}
+
+
+class Block(Known):
+    cidr: str
+
+
+class Peer(Known):
+    pod_selector: Selector | None = None
+    namespace_selector: Selector | None = None
+    ip_block: Block | None = None
+
+
+class PolicyPort(Known):
+    protocol: Literal["TCP", "UDP"]
+    port: int
+
+
+class Inward(Known):
+    from_: list[Peer] = msgspec.field(name="from")
+    ports: list[PolicyPort] = []
+
+
+class Outward(Known):
+    to: list[Peer]
+    ports: list[PolicyPort] = []
+
+
+class PolicySpec(Known):
+    pod_selector: Selector
+    policy_types: list[Literal["Ingress", "Egress"]]
+    ingress: list[Inward]
+    egress: list[Outward]
+
+
+class NetworkPolicy(Known):
+    api_version: Literal["networking.k8s.io/v1"]
+    kind: Literal["NetworkPolicy"]
+    metadata: Metadata
+    spec: PolicySpec
+
+
+class Relabel(Known):
+    source_labels: list[str]
+    regex: str
+    target_label: str
+    replacement: str
+
+
+class Scraped(Known):
+    port: str
+    interval: str
+    metric_relabelings: list[Relabel]
+
+
+class MonitorSpec(Known):
+    selector: Selector
+    pod_metrics_endpoints: list[Scraped]
+
+
+class PodMonitor(Known):
+    api_version: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PodMonitor"]
+    metadata: Metadata
+    spec: MonitorSpec
+
+
+def read(name: str, kind: type[Any]) -> Any:
+    return msgspec.convert(yaml.safe_load((DEPLOY / name).read_text()), kind)
+
+
+@pytest.fixture(scope="module")
+def service() -> RayService:
+    it: RayService = read("kubernetes/rayservice.yaml", RayService)
+    return it
+
+
+def test_the_service_is_what_the_code_serves(service: RayService) -> None:
+    cluster = service.spec.ray_cluster_config
+    assert cluster.ray_version.startswith(SERIES)
+    [pinned] = re.findall(r'^ray = \["ray\[default,serve\]==(\S+)\.\*"\]', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert cluster.ray_version.startswith(pinned)
+    [app] = yaml.safe_load(service.spec.serve_config_v2)["applications"]
+    assert app["import_path"] == "stretto.cluster.app:build"
+    assert "def build(" in (ROOT / "stretto" / "cluster" / "app.py").read_text()
+    args = as_names(app["args"], RECORDS, ("model",), "args")
+    model, engine, server, ours = read_settings({}, {}, {**args, "backend": "ray"})
+    check_cluster(ours, engine)
+    [workers] = cluster.worker_group_specs
+    assert engine.replica_range == (workers.min_replicas, workers.max_replicas)
+    pod = workers.template.spec
+    assert pod.termination_grace_period_seconds > server.drain_timeout, "answers can end"
+    [worker] = pod.containers
+    assert float(worker.resources.limits["nvidia.com/gpu"]) == ours.host_gpus
+    assert float(worker.resources.requests["cpu"]) >= ours.host_cpus
+    for container in (worker, *cluster.head_group_spec.template.spec.containers):
+        assert container.image == f"stretto:{__version__}"
+        mounted = {m.mount_path: m.name for m in container.volume_mounts}
+        assert mounted["/models"] == "models"
+        assert str(model).startswith("/models/")
+        assert str(ours.cluster_secret_file).rpartition("/")[0] in mounted
+        given = {v.name: v.value for v in container.env}
+        assert given["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert given["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] == "hdr(x-session-id)"
+    [secret] = [v.secret for v in pod.volumes if v.secret]
+    assert {i.path for i in secret.items} == {str(ours.cluster_secret_file).rpartition("/")[2]}
+
+
+def test_ray_accepts_the_application(service: RayService) -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: `make ray` installs it and runs this")
+    schema.ServeDeploySchema(**yaml.safe_load(service.spec.serve_config_v2))
+
+
+def test_only_the_right_ones_reach_the_pods(service: RayService) -> None:
+    policy = read("kubernetes/networkpolicy.yaml", NetworkPolicy)
+    cluster = service.spec.ray_cluster_config
+    for template in (cluster.head_group_spec.template, cluster.worker_group_specs[0].template):
+        assert policy.spec.pod_selector.match_labels.items() <= template.metadata.labels.items()
+    assert set(policy.spec.policy_types) == {"Ingress", "Egress"}
+    for rule in policy.spec.ingress:
+        own = [p for p in rule.from_ if p.pod_selector and p.pod_selector.match_labels == {"app": "stretto"}]
+        assert own == rule.from_ or rule.ports, "others reach named ports alone"
+        assert all(p.ip_block is None for p in rule.from_)
+        assert all(p.pod_selector or (p.namespace_selector and p.namespace_selector.match_labels) for p in rule.from_)
+    outside = {p.port for rule in policy.spec.ingress for p in rule.ports}
+    assert outside == {8000, 8080, 8265}
+
+
+def test_numbers_get_the_names_that_the_dashboard_knows(service: RayService) -> None:
+    monitor = read("kubernetes/podmonitor.yaml", PodMonitor)
+    template = service.spec.ray_cluster_config.worker_group_specs[0].template
+    assert monitor.spec.selector.match_labels.items() <= template.metadata.labels.items()
+    [scraped] = monitor.spec.pod_metrics_endpoints
+    assert scraped.port in {p.name for p in template.spec.containers[0].ports}
+    [rule] = scraped.metric_relabelings
+    renamed = re.sub(f"^{rule.regex}$", rule.replacement.replace("$", "\\"), "ray_stretto_engine_running")
+    assert renamed == "stretto_engine_running"
+
+
+def test_the_ingress_streams_and_keeps_sessions() -> None:
+    told = yaml.safe_load((DEPLOY / "kubernetes/ingress.yaml").read_text())
+    assert told["kind"] == "Ingress"
+    notes = told["metadata"]["annotations"]
+    assert notes["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    assert "X-Session-Id" in notes["nginx.ingress.kubernetes.io/configuration-snippet"]
+    [path] = told["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"] == {"name": "stretto-serve-svc", "port": {"number": 8000}}
+
+
+def test_the_compose_file_serves_as_the_command_does() -> None:
+    told = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert set(told) == {"x-common", "services", "volumes"}
+    for name in ("stretto", "stretto-cpu"):
+        service = told["services"][name]
+        assert service["image"] == f"${{STRETTO_IMAGE:-stretto:{__version__}}}"
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert all(p.startswith("127.0.0.1:") for p in service["ports"]), "TLS comes before it"
+        words = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", w) for w in service["command"]]
+        from stretto.cli import parser
+
+        args = parser().parse_args(words)
+        assert (args.model, args.host, args.replicas) == ("/model", "0.0.0.0", "1")
+    grafana = next(v["source"] for v in told["services"]["grafana"]["volumes"])
+    assert (DEPLOY / grafana).resolve() == ROOT / "docs" / "grafana.json"
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]["static_configs"][0]
+    assert scraped["targets"] == ["stretto:8000"]
+
+
+def test_the_container_installs_extras_that_there_are() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    [extras] = re.findall(r"^ARG EXTRAS=(\S+)", text, re.M)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", project, re.M) for extra in extras.split(","))
+    for copied in re.findall(r"^COPY (?!--from)(.+) \./?\S*$", text, re.M):
+        assert all((ROOT / path).exists() for path in copied.split())
+    assert re.search(r"^USER \d+$", text, re.M), "not as root"
+    assert __version__ in text
+
+
+def test_the_page_names_what_is_there() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    for path in re.findall(r"deploy/[\w./-]+", page):
+        assert (ROOT / path).exists(), path
+    flags = set(re.findall(r"--[a-z][a-z-]+", page))
+    from tests.server.test_settings import options
+
+    others = {"--head", "--address", "--from-literal", "--profile"}
+    assert flags - others <= options("serve")

@@ -1,0 +1,95 @@
+"""A host with Qwen3-TTS's stages, driven by hand: requests by ids, all that it reports, no process and no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.control.messages import Admit, Cancel, Codes, Configure, Ended, Failed, Made, Pcm, Sampling, Say
+from stretto.control.settings import HostSettings
+from stretto.models.qwen3_tts.family import BUILD
+from stretto.models.qwen3_tts.params import CODE0, MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
+from stretto.prompt.packed import PromptMeta
+from stretto.stage.host import Host
+from stretto.types import RequestId, SamplingParams
+from tests.models.qwen3_tts.ids import ROLE, instruct_ids
+
+GREEDY = (SamplingParams(0.0, 50, 1.0, CODE0.repetition_penalty), SamplingParams(0.0, 50))
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    codes: list[list[int]] = field(default_factory=list)
+    samples: list[np.ndarray] = field(default_factory=list)
+    ended: dict[str, str] = field(default_factory=dict)
+    made: bytes = b""
+    error: Failed | None = None
+
+    @property
+    def wave(self) -> np.ndarray:
+        return np.concatenate(self.samples) if self.samples else np.zeros(0, np.float32)
+
+
+class Hosted:
+    def __init__(self, model: Path, stages: tuple[str, ...] = ("talker", "code2wav"), **settings: Any) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.host = Host(Configure(str(model), BUILD, stages, {}), HostSettings(**settings), self.report)
+        self.host.load()
+
+    def report(self, message: Any, blob: bytes) -> None:
+        answer = self.answers.setdefault(str(getattr(message, "request", "")), Answer())
+        match message:
+            case Codes(width=width):
+                answer.codes += np.frombuffer(blob, np.int32).reshape(-1, width).tolist()
+            case Pcm(start=start):
+                assert start == len(answer.wave)
+                answer.samples.append(np.frombuffer(blob, np.float32))
+            case Ended(stage=stage, reason=reason):
+                answer.ended[stage] = reason
+            case Made():
+                answer.made = blob
+            case Failed():
+                answer.error = message
+
+    def admit(self, id: str, case: dict[str, Any], *, live: bool = False, sampling: Any = GREEDY, **more: Any) -> None:
+        """A case of `cases.py`, or a part of its text if it is `live`."""
+        cloned = None
+        if "vector" in case:
+            codes = np.array(case.get("ref_codes", []), np.int16).tobytes()
+            vector = np.array(case["vector"], np.float32).tobytes()
+            cloned = ClonedVoice(vector, codes, tuple(case.get("ref_text", ())))
+        talker = TalkerParams(
+            *(Sampling.of(s) for s in sampling), case["max_new"] - 1, case.get("speaker"), MIN_FRAMES, want_codes=True,
+            spoken=() if live else tuple(case["text"]), live=live, language=case.get("language"), cloned=cloned,
+            whole=case["whole"], **more,
+        )  # fmt: skip
+        ids = (*(instruct_ids(case["instruct"]) if "instruct" in case else ()), *ROLE)
+        told = {"talker": talker, "code2wav": PrimedParams(cloned.codes if cloned is not None else b"")}
+        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items() if stage in self.host.nodes}
+        self.host.handle(Admit(RequestId(id), PromptMeta(ids), raw), b"")
+
+    def say(self, id: str, tokens: list[int], last: bool = False) -> None:
+        self.host.handle(Say(RequestId(id), "talker", tuple(tokens), last), b"")
+
+    def run(self, turns: int = 100_000) -> None:
+        """Until nothing more can be done without new input. (Frames may be left that wait for their listener.)"""
+        nodes = list(self.host.nodes.values())
+        for _ in range(turns):
+            if not any([node.turn() for node in reversed(nodes)]):  # noqa: C419 - all of them have their turn
+                return
+        raise AssertionError("no end in sight")
+
+    def cancel(self, id: str) -> None:
+        self.host.handle(Cancel(RequestId(id)), b"")
+
+    def speak(self, case: dict[str, Any], id: str = "a", **more: Any) -> Answer:
+        self.admit(id, case, **more)
+        self.run()
+        return self.answers.pop(id)
+
+
+SAMPLED = (CODE0, RESIDUAL)

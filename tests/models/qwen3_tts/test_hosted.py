@@ -1,0 +1,90 @@
+"""Qwen3-TTS in a host: text in pieces, cloned voices that the vocoder has heard before, and what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.models.qwen3_tts.load import Source
+from tests.models.qwen3_tts.cases import cases
+from tests.models.qwen3_tts.conftest import Checkpoint
+from tests.models.qwen3_tts.hosted import Hosted
+
+
+@pytest.mark.parametrize("kind", ["custom_voice", "base"])
+def test_text_in_pieces_equals_text_at_once(tts: Checkpoint, kind: str) -> None:
+    """Whenever the pieces come: before the prompt is read, in its middle, or one by one while it speaks."""
+    given = [{**c, "max_new": 6} for c in cases(kind, "1b7") if not c["whole"]][-2:]
+    host = Hosted(tts(kind), prefill_chunk=3, lone_prefill_chunk=4)
+    for n, case in enumerate(given):
+        wanted = host.speak(case, f"{n}")
+        for cuts in ((1, 1, 1, 1, 1, 1, 1, 1, 1), (0, 4, 5), (9, 0)):
+            id, at = f"{n}-{cuts}", 0
+            host.admit(id, case, live=True)
+            for i, size in enumerate(cuts):
+                host.run()
+                host.say(id, case["text"][at : at + size], last=i + 1 == len(cuts))
+                at += size
+            host.run()
+            got = host.answers.pop(id)
+            assert got.codes == wanted.codes
+            np.testing.assert_allclose(got.wave, wanted.wave, rtol=0, atol=1e-5)
+
+
+def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
+    """Samples are those of a decode of the reference and the speech, cut behind the reference: for the first request
+    with a voice and for those after it, whose vocoder begins where the reference ended."""
+    vocoder = Source.open(tts("base"), progress=False).vocoder()
+    host = Hosted(tts("base"))
+    for n, case in enumerate(c for c in cases("base", "1b7") if "ref_codes" in c):
+        for again in range(2):
+            got = host.speak(case, f"{n}-{again}")
+            whole = vocoder.decode(torch.tensor(case["ref_codes"] + got.codes)).numpy()
+            np.testing.assert_allclose(got.wave, whole[1920 * len(case["ref_codes"]) :], rtol=0, atol=1e-5)
+    stage = host.host.nodes["code2wav"].stage
+    assert len(stage._primed) == 2
+    assert stage.idle
+
+
+def test_more_voices_than_are_kept(tts: Checkpoint) -> None:
+    [case] = [c for c in cases("base", "1b7") if "ref_codes" in c and not c["whole"]][:1]
+    host = Hosted(tts("base"))
+    stage = host.host.nodes["code2wav"].stage
+    object.__setattr__(stage.config, "primers", 1)
+    first = host.speak(case, "a")
+    other = {**case, "ref_codes": case["ref_codes"][::-1]}
+    host.speak(other, "b")
+    assert len(stage._primed) == 1
+    host.admit("c", other)  # its state is there when it is announced, and gone when it has a slot
+    stage._primed.clear()
+    host.run()
+    again = host.speak(case, "d")
+    np.testing.assert_allclose(again.wave, first.wave, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(host.answers["c"].wave, host.speak(other, "e").wave, rtol=0, atol=1e-5)
+
+
+def test_nothing_to_say_and_voices_of_other_models_fail_alone(tts: Checkpoint) -> None:
+    [case, *_] = cases("custom_voice", "1b7")
+    host = Hosted(tts("custom_voice"))
+    bad = [
+        {**case, "text": []},
+        {**case, "speaker": "nobody"},
+        {**case, "language": "beijing_dialect"},
+        {**case, "vector": [0.5] * 7},
+        {**case, "vector": [0.5] * 48, "ref_codes": [[4096] * 16], "ref_text": [1]},
+        {**case, "text": [1 << 30]},
+    ]
+    for i, wrong in enumerate(bad):
+        host.admit(str(i), wrong)
+    fine = host.speak(case, "fine")
+    assert fine.codes
+    assert all(host.answers[str(i)].error is not None for i in range(len(bad)))
+    host.admit("live", case, live=True)
+    host.run()
+    host.say("live", [], last=True)
+    assert host.answers["live"].error is not None
+    host.say("live", [5])  # was on its way
+    host.cancel("live")  # as the engine does then
+    for node in host.host.nodes.values():
+        assert not len(node)

@@ -1,0 +1,61 @@
+"""The examples, run as they are against a server: OpenAI's client, and voice frameworks where they are installed.
+
+The frameworks are heavy, so they may live in environments of their own: CLIENT_PYTHONS names their interpreters,
+separated by colons. Where none has a framework, its test is skipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import wave
+from pathlib import Path
+
+import pytest
+
+from tests.server.conftest import Running
+from tests.server.realtime.scripted import Ask, TalkEngine, say
+from tests.server.realtime.sounds import pcm, silence, speech
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "realtime"
+CLIENTS = {
+    "openai_client.py": ("openai", "http://127.0.0.1:{port}/v1"),
+    "openai_agent.py": ("agents", "ws://127.0.0.1:{port}/v1/realtime"),
+    "livekit_agent.py": ("livekit.plugins.openai", "http://127.0.0.1:{port}/v1"),
+    "pipecat_bot.py": ("pipecat", "ws://127.0.0.1:{port}/v1/realtime"),
+}
+PATIENCE_S = 120
+
+
+def python_with(module: str) -> str:
+    candidates = [sys.executable, *filter(None, os.environ.get("CLIENT_PYTHONS", "").split(":"))]
+    for python in candidates:
+        code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module.split('.')[0]!r}) is None)"
+        if subprocess.run([python, "-c", code], check=False).returncode == 0:
+            return python
+    pytest.skip(f"{module} is not installed, and no interpreter in CLIENT_PYTHONS has it")
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_an_example_hears_and_is_heard(name: str, running: Running, engine: TalkEngine, tmp_path: Path) -> None:
+    module, url = CLIENTS[name]
+    python = python_with(module)
+
+    def script(ask: Ask) -> list:  # type: ignore[type-arg]
+        return say("what was said", 0) if "Write down" in ask.texts[0] else say("Good day to you.", 1.0)
+
+    engine.script = script
+    question, answer = tmp_path / "question.wav", tmp_path / "answer.wav"
+    with wave.open(str(question), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(24_000)
+        file.writeframes(pcm(silence(0.2), speech(0.6)))
+    command = [python, str(EXAMPLES / name), str(question), str(answer), "--url", url.format(port=running.port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with wave.open(str(answer)) as file:
+        assert abs(file.getnframes() / 24_000 - 1.0) < 0.1, done.stdout + done.stderr
+    asked = [a for a in engine.asks if "Write down" not in a.texts[0]]
+    assert asked[-1].texts[0] == "system: You are a friendly assistant. Be brief."
+    assert "[" in asked[-1].texts[1]

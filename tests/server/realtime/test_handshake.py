@@ -1,0 +1,235 @@
+"""Who may open a session, how many there may be, and how one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from stretto.server.realtime import connection as module
+from tests.server.conftest import Running, read_until
+from tests.server.realtime.client import Client, talk
+from tests.server.realtime.conftest import talking
+from tests.server.realtime.scripted import TalkEngine, say
+from tests.server.realtime.sounds import b64, pcm, silence, speech
+from tests.server.realtime.test_turns_by_hand import hold
+
+KEY = "secret-key"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Running]:
+    with talking(TalkEngine(), api_key=(KEY, "other"), realtime_sessions_per_key=2) as running:
+        yield running
+
+
+def refused(running: Running, path: str = "/v1/realtime", **options: Any) -> tuple[int, str]:
+    with pytest.raises(InvalidStatus) as e, talk(running, path, **options):
+        pass
+    response = e.value.response
+    return response.status_code, json.loads(response.body)["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("/v1/realtime", {"additional_headers": {"Authorization": f"Bearer {KEY}"}}),
+        ("/realtime", {"additional_headers": {"api-key": KEY}}),
+        (f"/v1/realtime?api-key={KEY}&model=scripted", {}),
+        ("/v1/realtime", {"subprotocols": ["realtime", f"openai-insecure-api-key.{KEY}", "openai-agents-sdk.0.20.0"]}),
+    ],
+)
+def test_keys_in_all_the_places_that_clients_put_them(guarded: Running, path: str, options: Any) -> None:
+    with talk(guarded, path, **options) as c:
+        assert c.socket.subprotocol == ("realtime" if "subprotocols" in options else None)
+
+
+def test_wrong_keys_are_refused_before_the_upgrade(guarded: Running) -> None:
+    assert refused(guarded) == (401, "invalid_api_key")
+    assert refused(guarded, "/realtime") == (401, "invalid_api_key")
+    assert refused(guarded, "/v1/realtime?api-key=wrong") == (401, "invalid_api_key")
+    assert refused(guarded, subprotocols=["realtime", "openai-insecure-api-key.wrong"]) == (401, "invalid_api_key")
+
+
+def test_pages_of_others_are_refused(running: Running) -> None:
+    assert refused(running, origin="https://evil.example") == (403, "origin_not_allowed")
+    assert refused(running, origin="null") == (403, "origin_not_allowed")
+    with talk(running, origin=f"http://127.0.0.1:{running.port}"):
+        pass
+
+
+def test_other_refusals(running: Running, engine: TalkEngine) -> None:
+    assert refused(running, "/v1/realtime?model=gpt-9") == (404, "model_not_found")
+    assert refused(running, "/v1/realtime/calls") == (404, "not_found")
+    assert running.ask("/v1/realtime").status == 426
+    engine.state = "loading"
+    assert refused(running) == (503, "loading")
+    engine.state = "ready"
+
+
+def test_so_many_sessions_and_no_more(guarded: Running) -> None:
+    mine = {"additional_headers": {"Authorization": f"Bearer {KEY}"}}
+    other = {"additional_headers": {"Authorization": "Bearer other"}}
+    with talk(guarded, **mine), talk(guarded, **mine):
+        assert refused(guarded, **mine) == (429, "rate_limit_exceeded")
+        with talk(guarded, **other):
+            pass
+    guarded.do(asyncio.wait_for(guarded.server.service.sessions.idle.wait(), 30))
+    with talk(guarded, **mine):
+        pass
+    with talking(TalkEngine(), realtime_sessions=1) as running, talk(running):
+        assert refused(running) == (429, "server_busy")
+
+
+def test_a_key_is_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), talk(guarded, f"/v1/realtime?api-key={KEY}"):
+        pass
+    guarded.do(asyncio.wait_for(guarded.server.service.sessions.idle.wait(), 30))
+    ours = [r.getMessage() for r in caplog.records if r.name.startswith("stretto")]
+    assert any("/v1/realtime" in line and "status=101" in line for line in ours)
+    assert KEY not in "".join(ours)
+
+
+# ---- the end of a session
+
+
+def closed(c: Client) -> tuple[int, str]:
+    """How the server ends it, whatever it says before."""
+    with pytest.raises(ConnectionClosed) as e:
+        c.until("nothing that there is")
+    assert e.value.rcvd is not None
+    return e.value.rcvd.code, e.value.rcvd.reason
+
+
+def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    with talking(TalkEngine(), realtime_minutes=0.001) as running, talk(running) as c:
+        assert c.until("error")["error"]["code"] == "session_expired"
+        assert closed(c) == (1001, module.EXPIRED.words)
+    with talking(TalkEngine(), realtime_idle=0.05) as running, talk(running) as c:
+        assert closed(c) == (1008, module.IDLE.words)
+        running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 30))
+        assert 'stretto_realtime_closed_total{reason="idle"} 1.0' in running.ask("/metrics").body.decode()
+
+
+def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    engine = TalkEngine()
+    with talking(engine, realtime_idle=0.05) as running, talk(running) as c:
+        go_on = hold(running, engine)
+        c.update(instructions="Speak.")
+        c.send("response.create")
+        c.until("response.created")
+        time.sleep(0.2)
+        go_on()
+        assert c.until("response.done")["response"]["status"] == "completed"
+        assert closed(c)[0] == 1008
+
+
+def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
+    with talking(engine, drain_timeout=30.0) as running, talk(running) as busy, talk(running) as quiet:
+        go_on = hold(running, engine)
+        busy.update(instructions="Speak.")
+        busy.send("response.create")
+        busy.until("response.created")
+        running.loop.call_soon_threadsafe(running.server.stop)
+        assert closed(quiet) == (1001, module.DRAINING.words)
+        assert refused(running)[0] == 503
+        go_on()
+        assert busy.until("response.done")["response"]["status"] == "completed"
+        assert closed(busy) == (1001, module.DRAINING.words)
+
+
+def test_a_client_that_vanishes_leaves_nothing(running: Running, engine: TalkEngine) -> None:
+    hold(running, engine)
+    with talk(running) as c:
+        c.append(pcm(silence(0.3), speech(0.7), silence(1.0)))
+        c.until("response.created")
+        c.socket.socket.close()
+    running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 30))
+    assert not engine.ledger.running
+    assert engine.sessions[0].closed
+    assert running.server.service.admission.running == 0
+
+
+def test_a_client_that_does_not_read_is_closed(engine: TalkEngine) -> None:
+    """It asks for an hour of speech and takes none of it; others notice nothing."""
+    engine.script = lambda ask: say("word " * 50, 600.0, 50)
+    with talking(engine, send_timeout=0.3, realtime_lead=10_000.0) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=30) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            s.sendall(
+                b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+                b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+            )
+            read_until(s, b"session.created")
+            s.sendall(frame(b'{"type": "session.update", "session": {"instructions": "x"}}'))
+            s.sendall(frame(b'{"type": "response.create"}'))
+            with talk(running) as other:
+                other.update(instructions="fine")
+            running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 60))
+        assert 'stretto_realtime_closed_total{reason="slow"} 1.0' in running.ask("/metrics").body.decode()
+        assert not engine.ledger.running
+
+
+def frame(data: bytes) -> bytes:
+    """A masked text frame."""
+    assert len(data) < 126
+    return bytes([0x81, 0x80 | len(data), 0, 0, 0, 0]) + data
+
+
+def test_a_message_too_large_ends_only_its_own_session(running: Running) -> None:
+    with talk(running) as other:
+        with contextlib.suppress(ConnectionClosed), talk(running) as c:
+            c.send("input_audio_buffer.append", audio="A" * (22 << 20))
+            assert closed(c)[0] == 1009
+        other.update(instructions="still here")
+
+
+def test_a_session_holds_so_much_and_no_more() -> None:
+    with talking(TalkEngine(), realtime_held_mb=1.0) as running, talk(running) as c:
+        c.manual()
+        c.append(bytes(500_000), 500_000)
+        c.append(bytes(500_000), 500_000)
+        assert c.until("error")["error"]["code"] == "input_audio_buffer_full"
+        part = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * (1 << 20)}
+        c.send("conversation.item.create", item={"type": "message", "role": "user", "content": [part]})
+        assert c.until("error")["error"]["code"] == "conversation_full"
+        c.send("input_audio_buffer.clear")
+        c.until("input_audio_buffer.cleared")
+
+
+def test_sound_is_sent_no_further_ahead_than_allowed(engine: TalkEngine) -> None:
+    engine.script = lambda ask: say("word", 60.0, 60)
+    with talking(engine, realtime_lead=3.0) as running, talk(running) as c:
+        c.manual(instructions="x")
+        began = time.monotonic()
+        c.send("response.create")
+        got = 0
+        while got < 4 * 48_000:
+            got += len(c.until("response.output_audio.delta")["delta"]) * 3 // 4
+            ahead = got / 48_000 - (time.monotonic() - began)
+            assert ahead <= 3.0 + 1.0 + 0.01  # and the second that was just sent
+        c.send("response.cancel")
+        assert c.until("response.done")["response"]["status"] == "cancelled"
+
+
+def test_pings_are_answered_while_much_is_going_on(running: Running) -> None:
+    with talk(running) as c:
+        c.manual()
+        for _ in range(3):
+            c.send("input_audio_buffer.append", audio=b64(bytes(10 << 20)))
+            assert c.socket.ping().wait(20)
+
+
+def test_plain_http_still_works_beside_it(running: Running) -> None:
+    with connect(f"ws://127.0.0.1:{running.port}/v1/realtime"):
+        assert running.ask("/health").status == 200

@@ -1,0 +1,169 @@
+"""Qwen3-TTS over HTTP: voices, instructions, languages, long texts; voices made of clips, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from stretto.control.settings import EngineConfig, HostSettings
+from stretto.models.qwen3_tts.tiny import write_tiny
+from stretto.prompt.pool import PoolSettings
+from tests.server.conftest import read_open
+from tests.server.real_engine import Served, served
+
+KEYS = ("one", "two")
+SPEECH, VOICES = "/v1/audio/speech", "/v1/audio/voices"
+
+
+def start(tmp_path_factory: pytest.TempPathFactory, kind: Any) -> Iterator[Served]:
+    folder: Path = tmp_path_factory.mktemp("tts") / kind
+    write_tiny(folder, 0, kind)
+    config = EngineConfig(prompts=PoolSettings(), host=HostSettings(max_rows=4))
+    with served(folder, config, api_key=KEYS) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def custom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from start(tmp_path_factory, "custom_voice")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from start(tmp_path_factory, "base")
+
+
+def speech(it: Served, text: str = "Hello, how are you?", key: int = 1, **more: Any) -> np.ndarray:
+    body = {"response_format": "pcm", "greedy_speech": True, "min_audio_frames": 3, "max_audio_frames": 3, **more}
+    return np.frombuffer(it.post(SPEECH, key, input=text, **body).body, np.int16)
+
+
+def refused(it: Served, path: str, body: Any, key: int = 1, method: str | None = None) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {KEYS[key - 1]}"}
+    reply = it.running.ask(path, body, method=method, headers=headers)
+    assert reply.status in (400, 404), reply.body
+    return reply.error
+
+
+def sound(seconds: float = 1.2, rate: int = 16000, hz: float = 0.0, **how: Any) -> str:
+    """Noise, or a loud tone."""
+    wave = 0.2 * np.random.default_rng(1).standard_normal(int(seconds * rate))
+    if hz:
+        wave = 0.9 * np.sin(np.arange(len(wave)) * hz * 2 * np.pi / rate)
+    out = io.BytesIO()
+    soundfile.write(out, wave.astype(np.float32), rate, **{"format": "WAV", **how})
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def test_voices_languages_and_instructions_change_what_is_heard(custom: Served) -> None:
+    plain = speech(custom, voice="ryan")
+    assert len(plain) == 3 * 1920
+    assert np.array_equal(plain, speech(custom, voice="RYAN"))
+    assert np.array_equal(plain, speech(custom)), "the default"
+    assert np.array_equal(speech(custom, voice="serena"), speech(custom, voice="alloy")), "as OpenAI calls it"
+    others = [{"voice": "vivian"}, {"language": "German"}, {"instructions": "Speak slowly."}]
+    for other in others:
+        assert not np.array_equal(plain, speech(custom, **{"voice": "ryan", **other}))
+    card = custom.running.ask("/v1/models", headers={"authorization": "Bearer one"}).json["data"][0]
+    assert card["output_modalities"] == ["audio"]
+    assert "vivian" in card["voices"]
+    assert card["instructions"]
+    assert not card["cloning"]
+
+
+@pytest.mark.parametrize("format", ["wav", "mp3", "opus"])
+def test_formats(custom: Served, format: str) -> None:
+    whole = speech(custom)
+    heard, _ = read_open(custom.post(SPEECH, 1, input="Hello, how are you?", response_format=format,
+                                     greedy_speech=True, min_audio_frames=3, max_audio_frames=3).body)  # fmt: skip
+    if format == "wav":
+        assert np.array_equal(heard, whole)
+    assert len(heard)
+
+
+def test_a_long_text_is_spoken_in_one_piece(custom: Served) -> None:
+    """Each passage as if it were asked for alone, one behind the other."""
+    sentences = [f"{'The rain in the garden is quiet this morning, ' * 20}and number {i} ends." for i in range(3)]
+    alone = [speech(custom, s) for s in sentences]
+    assert np.array_equal(np.concatenate(alone), speech(custom, " ".join(sentences)))
+    reply = custom.post(SPEECH, 1, input=" ".join(sentences), stream_format="sse", response_format="pcm",
+                        greedy_speech=True, min_audio_frames=3, max_audio_frames=3)  # fmt: skip
+    *deltas, done = reply.events
+    assert done["usage"]["output_tokens"] == 9
+    assert b"".join(base64.b64decode(d["audio"]) for d in deltas) == np.concatenate(alone).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": " \n"}, "input"),
+        ({"voice": "nobody"}, "voice"),
+        ({"voice": "../../etc/passwd"}, "voice"),
+        ({"language": "klingon"}, "language"),
+        ({"language": "beijing_dialect"}, "language"),
+        ({"instructions": "x" * 5000}, "instructions"),
+    ],
+)
+def test_bad_speech_is_refused(custom: Served, change: dict[str, Any], param: str) -> None:
+    assert refused(custom, SPEECH, {"input": "Hello", **change})["param"] == param
+
+
+def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
+    assert refused(base, SPEECH, {"input": "Hello"})["param"] == "voice", "it has none of its own"
+    made = base.post(VOICES, 1, name="Granny", audio=sound()).json
+    assert (made["name"], made["has_text"]) == ("Granny", False)
+    base.post(VOICES, 1, name="closer", audio=sound(rate=24000, format="FLAC"), text="hello there", format="flac")
+    one, other = speech(base, voice="granny"), speech(base, voice="closer")
+    assert len(one) == len(other) == 3 * 1920
+    assert not np.array_equal(one, other)
+    assert np.array_equal(other, speech(base, voice="closer")), "the second time, from what was kept of the first"
+    assert refused(base, SPEECH, {"input": "Hello", "voice": "granny"}, key=2)["param"] == "voice"
+    base.post(VOICES, 2, name="granny", audio=sound(2.0, hz=200.0))
+    assert not np.array_equal(one, speech(base, key=2, voice="granny"))
+
+    def listed(key: int) -> list[str]:
+        reply = base.running.ask(VOICES, headers={"authorization": f"Bearer {KEYS[key - 1]}"})
+        return [v["name"] for v in reply.json["data"]]
+
+    assert (listed(1), listed(2)) == (["Granny", "closer"], ["granny"])
+    assert refused(base, VOICES, {"name": "GRANNY", "audio": sound()})["param"] == "name", "it is taken"
+    assert refused(base, f"{VOICES}/closer", None, key=2, method="DELETE")["code"] == "voice_not_found"
+    reply = base.running.ask(f"{VOICES}/granny", method="DELETE", headers={"authorization": "Bearer one"})
+    assert reply.json["deleted"]
+    assert (listed(1), listed(2)) == (["closer"], ["granny"])
+    for key, name in ((1, "closer"), (2, "granny")):
+        base.running.ask(f"{VOICES}/{name}", method="DELETE", headers={"authorization": f"Bearer {KEYS[key - 1]}"})
+    assert not base.running.server.service.voices._kept
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"audio": sound(0.3)}, "audio"),
+        ({"audio": sound(31.0, 8000)}, "audio"),
+        ({"audio": base64.b64encode(b"not a sound at all").decode()}, "audio"),
+        ({"audio": "%%%"}, "audio"),
+        ({"audio": ""}, "audio"),
+        ({"audio": 5}, "audio"),
+        ({"name": "../../x"}, "name"),
+        ({"name": "a" * 65}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"text": "x" * 3000}, "text"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_bad_clips_are_refused_and_nothing_is_kept(base: Served, change: dict[str, Any], param: str) -> None:
+    assert refused(base, VOICES, {"name": "fine", "audio": sound(), **change})["param"] == param
+    assert not base.running.server.service.voices._kept
+
+
+def test_models_without_cloning_make_no_voices(custom: Served) -> None:
+    assert refused(custom, VOICES, {"name": "fine", "audio": sound()})["param"] == "model"
