@@ -225,7 +225,7 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
 
     def up() -> int:
         states = serve.status().applications["stretto"].deployments["Replica"].replica_states
-        return next((n for state, n in states.items() if state.name == "RUNNING"), 0)
+        return sum(n for state, n in states.items() if str(getattr(state, "value", state)) == "RUNNING")
 
     while up() < 2:
         time.sleep(0.1)
