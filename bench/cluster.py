@@ -291,6 +291,16 @@ async def hear(base: str) -> tuple[list[float], list[float]]:
     return firsts, delays
 
 
+def until_answered(base: str) -> None:
+    while True:
+        try:
+            if httpx.get(f"{base}/stream", timeout=60).status_code == 200:
+                return
+        except httpx.ConnectError:
+            pass
+        time.sleep(0.2)
+
+
 def ingress(port: int, rounds: int) -> dict[str, Any]:
     import uvicorn
     from ray import serve
@@ -308,9 +318,8 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     ways = {"uvicorn": f"http://127.0.0.1:{plain}", "haproxy": f"http://127.0.0.1:{port}"}
-    for base in ways.values():  # until it answers
-        while httpx.get(f"{base}/stream", timeout=60).status_code != 200:
-            time.sleep(0.2)
+    for base in ways.values():
+        until_answered(base)
     heard: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for _ in range(rounds):
         for name, base in ways.items():
