@@ -74,8 +74,8 @@ def look(table: Table, load: Load, sessions: int, seed: int = 0) -> Seen:
     rate = sessions * load.rate(table)
     heard = replay(Card(table, seed=seed), poisson(rate, load.asked, seed), WARM_S + LOOKED_S)
     seen = [h for h in heard if h.arrived >= WARM_S] or heard
-    if not seen:
-        return Seen(sessions, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if not seen:  # nobody came: then one who comes alone
+        seen = replay(Card(table, seed=seed), iter([(0.0, load.asked)]), 1.0)
     first, rtf = ([f(h) for h in seen] for f in (_first, _rtf))
     making = sum((h.end or 0.0) - h.arrived for h in seen) / LOOKED_S
     late = sum(h.waited > 0 for h in seen) / len(seen)
