@@ -107,7 +107,10 @@ class Conversation:
 
     async def tell_engine(self, entry: Entry, message: Message | None) -> None:
         """Make this the message of an entry, where it stands; None: it says nothing to the model."""
+        there = self._there()
         if entry.engine_id is not None:
+            if entry.engine_id not in there:
+                return  # the engine has forgotten it, as its context was full
             if message is not None:
                 await self.session.replace(entry.engine_id, message)
                 return
@@ -115,8 +118,8 @@ class Conversation:
             entry.engine_id = None
         elif message is not None:
             at = self.entries.index(entry)
-            after = next((e.engine_id for e in reversed(self.entries[:at]) if e.engine_id is not None), None)
-            last = all(e.engine_id is None for e in self.entries[at:])
+            after = next((e.engine_id for e in reversed(self.entries[:at]) if e.engine_id in there), None)
+            last = not any(e.engine_id in there for e in self.entries[at:])
             entry.engine_id = entry.id
             await self.session.add(message, id=entry.id, after=END if last else after)
 
@@ -124,8 +127,12 @@ class Conversation:
         entry = self.find(id)
         self.entries.remove(entry)
         self.size -= entry.size
-        if entry.engine_id is not None:
+        if entry.engine_id is not None and entry.engine_id in self._there():
             await self.session.remove(entry.engine_id)
+
+    def _there(self) -> set[str]:
+        """What the engine's session holds: it may have forgotten the oldest turns."""
+        return {i.id for i in self.session.items}
 
     async def truncate(self, entry: Entry, played: float) -> None:
         """Forget of a spoken answer what was not heard after so many seconds."""

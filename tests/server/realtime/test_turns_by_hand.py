@@ -142,6 +142,25 @@ def test_items_are_put_where_they_belong(running: Running, engine: TalkEngine) -
     assert engine.asks[0].texts == ["user: first", "user: between", "assistant: third", "user: last"]
 
 
+def test_items_that_the_engine_has_forgotten(running: Running, engine: TalkEngine) -> None:
+    """A full context makes it forget the oldest turns by itself; clients may still speak of them."""
+    with talk(running) as c:
+        c.manual()
+        first = add_text(c, "first")["item"]["id"]
+        spoken = answer(c)[-1]["response"]["output"][0]["id"]
+        add_text(c, "second")
+        session = engine.sessions[0]
+        for item in session.items[:2]:
+            running.do(session.remove(item.id))
+        c.send("conversation.item.truncate", item_id=spoken, content_index=0, audio_end_ms=300)
+        c.until("conversation.item.truncated")
+        c.send("conversation.item.delete", item_id=first)
+        c.until("conversation.item.deleted")
+        add_text(c, "between", previous_item_id=spoken)
+        answer(c)
+    assert engine.asks[-1].texts == ["user: between", "user: second"]
+
+
 def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None:
     with talk(running) as c:
         c.manual()
