@@ -31,13 +31,6 @@ def check_told(done: subprocess.CompletedProcess[str], says: str, code: int | No
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at devices as Linux has them")
-def test_serve_without_the_gpu_it_names_ends_with_one_sentence(tiny_dir: Path) -> None:
-    done = typed("serve", tiny_dir, "--device", "cuda:77", "--port", "0")
-    check_told(done, "cuda:77 cannot be used", 1)
-    assert done.stderr.count("cannot be used") == 1
-
-
 @pytest.mark.parametrize(("name", "says"), [("gpu", "there is no device 'gpu'"), ("meta", "only cpu and cuda")])
 def test_a_device_that_is_none(name: str, says: str) -> None:
     with pytest.raises(Invalid, match=says):
