@@ -73,14 +73,15 @@ def test_the_dashboard_asks_for_numbers_that_exist(real: Running) -> None:
 # ---- logs
 
 
-def test_a_failing_start_says_json_in_every_line(tiny_dir: Path) -> None:
+def test_serve_without_the_gpu_it_names_ends_with_one_sentence_and_json_in_every_line(tiny_dir: Path) -> None:
     """Server and host, log lines and banners alike."""
     command = [sys.executable, "-m", "stretto.cli", "serve", str(tiny_dir), "--port", "0", "--log-format", "json"]
     env = {**os.environ, "STRETTO_LOG": "INFO"}
     done = subprocess.run([*command, "--device", "cuda:77"], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 2
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert any("is placed on cuda:77" in line["message"] for line in lines)
+    assert sum("is placed on cuda:77" in line["message"] for line in lines) == 1
+    assert not any("stack" in line for line in lines)
 
 
 @pytest.fixture
