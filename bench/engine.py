@@ -2,6 +2,7 @@
 
     python -m bench engine --model released -c 1 4 8 16 32 --workload text-100 --host max_rows=64 --out engine.json
     python -m bench engine --model DIR -r 1 4 16 -d 30 --workload text-20 audio-2s --max-requests 128
+    python -m bench engine --model tts-0.6b --read --workload text-20 -c 1        # a model that reads aloud
     python -m bench engine --workload small -c 1 2                                # the tiny model, on any machine
 
 Closed: each of N streams sends its next request when it has its answer. Open: R requests a second on average, at random
@@ -13,9 +14,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import numpy as np
+import soundfile
 
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
 from bench.harness.env import describe
@@ -24,11 +31,13 @@ from bench.harness.workload import WORKLOADS, Workload
 from stretto.client.bench import Bench, Closed, Level, Limits, Load, Open, Send, SystemClock
 from stretto.client.report import record, table
 from stretto.client.wire import Ended, Piece, RequestFailed, Sound, Used, Words
+from stretto.control.request import Manner
 from stretto.control.settings import EngineConfig, HostSettings, parse_placement
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
+from stretto.prompt.jobs import Conversation
 from stretto.prompt.template import Tokenizer
 
 PREBUFFERS = (0.0, 0.2)
@@ -109,12 +118,34 @@ class Questions:
         return made if made is not None else self.workload.messages(index, self.count)
 
 
-def sender(engine: PipelineEngine, questions: Questions, clock: SystemClock) -> Send:
+def sender(engine: PipelineEngine, questions: Questions, clock: SystemClock, manner: Manner | None = None) -> Send:
+    """With a `manner`, questions are read aloud instead of being answered."""
+
     def send(index: int) -> AsyncIterator[tuple[float, Piece]]:
-        params = questions.workload.params(index)
-        return stream(engine.generate(questions.take(index), params=params), clock)
+        params, messages = questions.workload.params(index), questions.take(index)
+        if manner is None:
+            return stream(engine.generate(messages, params=params), clock)
+        return stream(engine.speak(words(messages), manner=manner, params=params), clock)
 
     return send
+
+
+def words(messages: list[dict[str, Any]]) -> str:
+    content = messages[-1]["content"]
+    return content if isinstance(content, str) else "".join(p.get("text", "") for p in content)
+
+
+async def reader(engine: PipelineEngine) -> Manner:
+    """A voice of a second of noise, where the model has none of its own."""
+    if not engine.info.cloning:
+        return Manner()
+    rate = engine.info.sample_rate
+    out = io.BytesIO()
+    soundfile.write(out, 0.1 * np.random.default_rng(0).standard_normal(rate), rate, format="WAV")
+    sound = {"data": base64.b64encode(out.getvalue()).decode(), "format": "wav"}
+    content = [{"type": "input_audio", "input_audio": sound}, {"type": "text", "text": "hello there"}]
+    clip = Conversation.of(json.dumps([{"role": "user", "content": content}]).encode())
+    return Manner(voice=await engine.enrol(clip))
 
 
 async def run_levels(
@@ -127,9 +158,10 @@ async def run_levels(
         start = clock.now()
         async with PipelineEngine.open(directory, config) as engine:
             ready = clock.now() - start
+            manner = await reader(engine) if args.read else None
             for workload in workloads:
                 questions = Questions(workload, tokenizer)
-                bench = Bench(sender(engine, questions, clock), clock)
+                bench = Bench(sender(engine, questions, clock, manner), clock)
                 begun = 0
                 for load, limits in loads:
                     num = limits.warmup + (limits.requests or 0)
@@ -183,6 +215,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("-d", "--duration", type=float, default=20.0, metavar="S", help="open loop: so long (default: 20)")
     p.add_argument("--warmup", type=int, metavar="N", help="before each level (default: one per stream, or 4)")
     p.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    p.add_argument("--read", action="store_true", help="read the workload's words aloud, instead of answering them")
     add_engine_arguments(p)
     args = p.parse_args(given)
     found = asyncio.run(run_levels(args, [WORKLOADS[name] for name in args.workload], levels(args)))

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stretto.api import Answer, AsyncEngine, Engine
-    from stretto.control.request import ChunkSizes, Params
+    from stretto.control.request import ChunkSizes, Manner, Params
     from stretto.control.settings import EngineConfig, HostPlace, HostSettings
     from stretto.errors import Busy, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
     from stretto.family import ModelInfo
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "stretto.api": ("Answer", "AsyncEngine", "Engine"),
-    "stretto.control.request": ("ChunkSizes", "Params"),
+    "stretto.control.request": ("ChunkSizes", "Manner", "Params"),
     "stretto.control.settings": ("EngineConfig", "HostPlace", "HostSettings"),
     "stretto.errors": ("Busy", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError", "TooLong"),
     "stretto.family": ("ModelInfo",),
@@ -52,6 +52,7 @@ __all__ = [
     "HostSettings",
     "Invalid",
     "Item",
+    "Manner",
     "MediaError",
     "ModelInfo",
     "Params",

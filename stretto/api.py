@@ -11,6 +11,8 @@ answered side by side. An error is a `StrettoError`: `Invalid` for what cannot b
 
 from __future__ import annotations
 
+import base64
+import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stretto.control.request import Params
+from stretto import embedded
+from stretto.control.request import PLAIN, Manner, Params
 from stretto.control.settings import EngineConfig
 from stretto.device import find_device
 from stretto.errors import Invalid
@@ -31,6 +34,7 @@ from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modal
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.sync import SyncEngine
+from stretto.prompt.jobs import Conversation
 from stretto.registry import write_tiny
 
 BOTH: tuple[Modality, ...] = ("text", "audio")
@@ -72,7 +76,7 @@ class AsyncEngine:
     def __init__(
         self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
     ) -> None:
-        """`model`: a checkpoint directory; without one, a tiny built-in model, to try things. `device`: cpu, cuda,
+        """`model`: a checkpoint directory; without one, the embedded model, to try things. `device`: cpu, cuda,
         cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: PipelineEngine | None = None
@@ -140,17 +144,37 @@ class AsyncEngine:
         )
 
     async def read_aloud(
-        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+        self,
+        text: str,
+        *,
+        voice: str | None = None,
+        manner: Manner = PLAIN,
+        params: Params | None = None,
+        **options: Any,
     ) -> Answer:
-        """Speech for a text."""
-        events = self.stream_aloud(text, voice=voice, params=params, **options)
+        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not all models take
+        all of it."""
+        events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
         return replace(_answer([e async for e in events], self.info.sample_rate), text=text)
 
     def stream_aloud(
-        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+        self,
+        text: str | AsyncIterator[str],
+        *,
+        voice: str | None = None,
+        manner: Manner = PLAIN,
+        params: Params | None = None,
+        **options: Any,
     ) -> AsyncIterator[Event]:
-        """The same as events, as they come. Closing the iterator cancels the request."""
-        return self._running.speak(text, voice=voice, params=_params(params, options, self.info.defaults))
+        """The same as events, as they come; of a text that is still being written too, if the model can. Closing the
+        iterator cancels the request."""
+        return self._running.speak(
+            text, voice=voice, manner=manner, params=_params(params, options, self.info.defaults)
+        )
+
+    async def make_voice(self, path: str | Path, text: str = "") -> bytes:
+        """A voice of a sound file, for `Manner.voice`; with what is said in it, a closer likeness."""
+        return await self._running.enrol(clip(path, text))
 
     def session(self) -> Session:
         """A conversation that goes on, with sound that is heard while it is spoken; `async with` closes it."""
@@ -173,7 +197,7 @@ class Engine:
     def __init__(
         self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
     ) -> None:
-        """`model`: a checkpoint directory; without one, a tiny built-in model, to try things. `device`: cpu, cuda,
+        """`model`: a checkpoint directory; without one, the embedded model, to try things. `device`: cpu, cuda,
         cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: SyncEngine | None = None
@@ -231,17 +255,36 @@ class Engine:
         )
 
     def read_aloud(
-        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+        self,
+        text: str,
+        *,
+        voice: str | None = None,
+        manner: Manner = PLAIN,
+        params: Params | None = None,
+        **options: Any,
     ) -> Answer:
-        """Speech for a text."""
-        events = self.stream_aloud(text, voice=voice, params=params, **options)
+        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not all models take
+        all of it."""
+        events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
         return replace(_answer(list(events), self.info.sample_rate), text=text)
 
     def stream_aloud(
-        self, text: str, *, voice: str | None = None, params: Params | None = None, **options: Any
+        self,
+        text: str,
+        *,
+        voice: str | None = None,
+        manner: Manner = PLAIN,
+        params: Params | None = None,
+        **options: Any,
     ) -> Iterator[Event]:
         """The same as events, as they come. Closing the iterator cancels the request."""
-        return self._running.speak(text, voice=voice, params=_params(params, options, self.info.defaults))
+        return self._running.speak(
+            text, voice=voice, manner=manner, params=_params(params, options, self.info.defaults)
+        )
+
+    def make_voice(self, path: str | Path, text: str = "") -> bytes:
+        """A voice of a sound file, for `Manner.voice`; with what is said in it, a closer likeness."""
+        return self._running.enrol(clip(path, text))
 
     @property
     def _running(self) -> SyncEngine:
@@ -262,6 +305,8 @@ def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
 def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
     if model is not None:
         return find_model(model)
+    if (own := embedded.find()) is not None:
+        return own
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-"))) / "tiny"
     write_tiny(directory)
     return directory
@@ -269,6 +314,19 @@ def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
 
 def _messages(asked: Asked) -> Sequence[Message]:
     return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+
+
+def clip(path: str | Path, text: str = "") -> Conversation:
+    """A sound file, and what is said in it, as a message that a voice is made of."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as e:
+        raise Invalid(f"{path}: cannot be read ({e.strerror})", "clip") from None
+    sound = {"data": base64.b64encode(data).decode(), "format": "wav"}  # whichever it is, its first bytes tell
+    content: list[dict[str, Any]] = [{"type": "input_audio", "input_audio": sound}]
+    if text.strip():
+        content.append({"type": "text", "text": text})
+    return Conversation.of(json.dumps([{"role": "user", "content": content}]).encode())
 
 
 def _params(params: Params | None, options: Mapping[str, Any], defaults: Params) -> Params:

@@ -1,6 +1,7 @@
 """The command line as a user types it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,24 @@ def test_tiny_and_help(tmp_path: Path) -> None:
     assert (tmp_path / "t" / "config.json").exists()
     shown = subprocess.run([sys.executable, "-m", "stretto.cli", "--help"], capture_output=True, text=True, check=False)
     assert shown.returncode == 0
+
+
+def test_speak_reads_standard_input_while_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as a live text in the engine: here the file that comes of it is looked at."""
+    folder, out = tmp_path / "tts", tmp_path / "a.wav"
+    assert main(["tiny", str(folder), "--family", "qwen3-tts"]) == 0
+    theirs, ours = os.pipe()
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        os.write(ours, b"Hello, how are ")
+        os.write(ours, "you täday?".encode())
+        os.close(ours)
+        given = ["speak", str(folder), "--out", str(out), "--device", "cpu", "--greedy", "--max-frames", "3"]
+        assert main([*given, "--voice", "vivian"]) == 0
+    assert soundfile.info(out).frames in (2 * 1920, 3 * 1920)
+    assert main([*given, "--text", "Hello", "--voice", "nobody"]) == 2
+
+
+def test_tiny_checkpoints_of_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tiny", str(tmp_path / "x"), "--family", "unheard-of"]) == 2
+    assert "qwen3-tts-base" in capsys.readouterr().err

@@ -15,12 +15,23 @@ from typing import Any
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config, write_tiny
+from stretto.models.qwen3_tts import tiny as speaking
+from stretto.models.qwen3_tts.config import Kind
+
+SPEAKING: dict[str, tuple[Kind, str]] = {
+    "tts-0.6b": ("custom_voice", "0b6"),
+    "tts-1.7b": ("custom_voice", "1b7"),
+    "tts-0.6b-base": ("base", "0b6"),
+    "tts-1.7b-base": ("base", "1b7"),
+}
+"""Released shapes of models that read aloud; those called base clone voices."""
 
 
 def add_model_arguments(p: argparse.ArgumentParser, model: str = "tiny") -> None:
     p.add_argument(
         "--model", default=model,
-        help="checkpoint directory, or `tiny`, or `released` (its shape, random weights; default: %(default)s)",
+        help="checkpoint directory, or `tiny`, or `released` (its shape, random weights; default: %(default)s), or a "
+        f"speech model's shape: {', '.join(SPEAKING)}",
     )  # fmt: skip
     p.add_argument("--device", help="cpu, cuda ... (default: cuda if there is one)")
     p.add_argument(
@@ -36,7 +47,7 @@ def device_here() -> str:
 
 
 def load_format(model: str) -> str:
-    return "dummy" if model == "released" else "safetensors"
+    return "dummy" if model in ("released", *SPEAKING) else "safetensors"
 
 
 def host_fields(given: list[str]) -> dict[str, Any]:
@@ -56,11 +67,16 @@ def host_fields(given: list[str]) -> dict[str, Any]:
 @contextmanager
 def checkpoint(model: str) -> Iterator[Path]:
     """The directory to open: as given, or one that is written for the occasion."""
-    if model not in ("tiny", "released"):
+    if model not in ("tiny", "released", *SPEAKING):
         yield Path(model)
         return
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
         directory = Path(folder) / model
+        if model in SPEAKING:
+            kind, size = SPEAKING[model]
+            speaking.write_configs(directory, kind, size)
+            yield directory
+            return
         write_tiny(directory) if model == "tiny" else write_released(directory)
         yield directory
 

@@ -88,9 +88,10 @@ async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
     """Tell a request its text as it is written, until its end."""
     stage = t.model.pipeline.deciding("audio")
     assert stage is not None
-    t.written = True
+    t.written, said = True, False
     try:
         async for piece in text:
+            said = said or bool(piece.strip())
             if len(piece) > MAX_PIECE:
                 raise TooLong(f"a piece of the text has over {MAX_PIECE:,} characters", "input")
             tokens = writing.push(piece)
@@ -98,6 +99,8 @@ async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
                 raise TooLong(f"the text has a word of over {MAX_HELD:,} characters", "input")
             if tokens:
                 t.pipeline.send((stage,), Say(t.id, stage, tuple(tokens)))
+        if not said:
+            raise Invalid("there is nothing to say", "input")
         t.progressed = time.monotonic()
         t.pipeline.send((stage,), Say(t.id, stage, tuple(writing.finish()), True))
     except StrettoError as e:

@@ -18,6 +18,7 @@ from stretto.control.settings import EngineConfig
 from stretto.errors import Gone
 from stretto.orchestrator.api import Event, Message
 from stretto.orchestrator.engine import PipelineEngine
+from stretto.prompt.jobs import Conversation
 
 T = TypeVar("T")
 AHEAD = 4  # events that wait for the caller here; more wait in the engine, which bounds them by `max_buffered_s`
@@ -93,6 +94,9 @@ class SyncEngine:
 
     def speak(self, text: str, **kwargs: Any) -> Iterator[Event]:
         return self._iterate(lambda: self.engine.speak(text, **kwargs))
+
+    def enrol(self, clip: Conversation) -> bytes:
+        return self._begin(self.engine.enrol(clip)).result()
 
     def _iterate(self, start: Callable[[], AsyncIterator[Event]]) -> Iterator[Event]:
         out: SimpleQueue[Event | None] = SimpleQueue()

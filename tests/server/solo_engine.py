@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.control.request import Params
+from stretto.control.request import PLAIN, Manner, Params
 from stretto.errors import Busy, Invalid, TooLong
 from stretto.family import ModelInfo
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
@@ -162,17 +162,22 @@ class SoloEngine:
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         return await InThreads(self.builder).outline(body, long, most)
 
+    async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
+        raise Invalid("this model has no voices but its own", "voice")
+
     def speak(
         self,
-        text: str,
+        text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
+        manner: Manner = PLAIN,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
         sender: str = "",
     ) -> AsyncIterator[Event]:
         params = self._check(params)
+        assert isinstance(text, str)
 
         def start() -> tuple[Prompt, Iterator[Any]]:
             prompt = self.builder.build([{"role": "user", "content": text}])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stretto.control.messages import Admit, Made, Working
-from stretto.errors import Invalid
+from stretto.errors import Busy, Invalid
 from stretto.models.parts import Parts
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.encoder import CodecEncoder
@@ -84,7 +84,7 @@ class EnrollerNode:
         if len(samples) < SHORTEST:
             raise Invalid(f"the clip is too short: {len(samples)} samples, at least {SHORTEST} are needed", "audio")
         if len(self.work) >= MOST:
-            raise Invalid(f"{MOST} voices are being made already", "audio")
+            raise Busy(f"{MOST} voices are being made already")
         heard = torch.from_numpy(np.array(samples)).to(self.model.device)
         self.work[a.request] = Work(self.model.run(heard, prompt.ids), Journal(time.monotonic()))
 

@@ -1,0 +1,103 @@
+"""Configurations: what is read of the released ones, and errors that name the field."""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+from typing import Any
+
+import pytest
+
+from stretto.errors import CheckpointError, Invalid
+from stretto.layers.targets import targets
+from stretto.models.qwen3_tts.config import parse
+from stretto.models.qwen3_tts.enroller import Enroller
+from stretto.models.qwen3_tts.shapes import codec_shapes, model_shapes
+from stretto.models.qwen3_tts.talker import Talker
+from stretto.models.qwen3_tts.tiny import released_codec, released_config, tiny_codec, tiny_config
+from stretto.models.qwen3_tts.vocoder import CodecDecoder
+from stretto.models.weights import build
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "parameters", "tensors"),
+    [
+        ("custom_voice", "0b6", 905_788_672, 402),
+        ("base", "0b6", 914_643_008, 478),
+        ("custom_voice", "1b7", 1_916_676_352, 404),
+        ("voice_design", "1b7", 1_916_676_352, 404),
+        ("base", "1b7", 1_928_677_440, 480),
+    ],
+)
+def test_released_shapes_are_of_the_published_size(kind: Any, size: str, parameters: int, tensors: int) -> None:
+    config = parse(released_config(kind, size), released_codec())
+    shapes, codec = model_shapes(config), codec_shapes(config)
+    assert (sum(map(prod, shapes.values())), len(shapes)) == (parameters, tensors)
+    assert (sum(map(prod, codec.values())), len(codec)) == (170_557_441, 496)
+
+
+@pytest.mark.parametrize("size", ["0b6", "1b7"])
+def test_modules_have_a_place_for_every_tensor(size: str) -> None:
+    import torch
+
+    config = parse(tiny_config("base", size), tiny_codec())
+    found: dict[str, tuple[int, ...]] = {}
+    enroller = build(lambda: Enroller(config), "meta", torch.float32)
+    for module, prefix in (
+        (build(lambda: Talker(config), "meta", torch.float32), "talker."),
+        (build(lambda: CodecDecoder(config.vocoder), "meta", torch.float32), "decoder."),
+        (enroller.speaker_encoder, "speaker_encoder."),
+        (enroller.encoder, "encoder."),
+    ):
+        found |= {name: tuple(view.shape) for name, view in targets(module, prefix).items()}
+    assert found == {**model_shapes(config), **codec_shapes(config)}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("model_type", "qwen3_omni_moe", "model_type"),
+        ("tts_model_type", "sing", "tts_model_type"),
+        ("tts_model_size", None, "tts_model_size is missing"),
+        ("talker_config.head_dim", None, "talker_config.head_dim is missing"),
+        ("talker_config.text_vocab_size", None, "talker_config.text_vocab_size is missing"),
+        ("talker_config.codec_eos_token_id", 4000, "talker_config.codec_eos_token_id"),
+        ("talker_config.rope_scaling.mrope_section", [1, 1, 1], "mrope_section"),
+        ("talker_config.spk_id", {}, "talker_config.spk_id"),
+        ("talker_config.spk_is_dialect", {"eric": "martian"}, "spk_is_dialect"),
+        ("talker_config.code_predictor_config", 5, "talker_config.code_predictor_config."),
+        ("tts_pad_token_id", 10**6, "tts_pad_token_id"),
+        ("codec.model_type", "mimi", "model_type"),
+        ("codec.decoder_config.codebook_dim", None, "decoder_config.codebook_dim is missing"),
+        ("codec.decoder_config.num_quantizers", 8, "num_quantizers"),
+        ("codec.decode_upsample_rate", 2000, "decode_upsample_rate"),
+        ("codec.output_sample_rate", 16000, "output_sample_rate"),
+        ("codec.encoder_valid_num_quantizers", 8, "encoder_valid_num_quantizers"),
+    ],
+)
+def test_errors_name_the_field(path: str, value: Any, named: str) -> None:
+    files = {"model": tiny_config(), "codec": tiny_codec()}
+    *way, last = (path if path.startswith("codec.") else f"model.{path}").split(".")
+    files = copy.deepcopy(files)
+    at: Any = files
+    for key in way:
+        at = at[key]
+    at[last] = value
+    with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
+        parse(files["model"], files["codec"])
+
+
+def test_languages_and_voices() -> None:
+    config = parse(tiny_config(), tiny_codec())
+    assert config.language_id(None, "ryan") is None
+    assert config.language_id("Chinese", "ryan") == 2055
+    assert config.language_id("auto", "Eric") == config.language_id("chinese", "eric") == 2062, "a dialect of its own"
+    assert config.language_id("english", "eric") == 2050
+    for wrong in ("klingon", "sichuan_dialect"):
+        with pytest.raises(Invalid, match="unknown language"):
+            config.language_id(wrong, None)
+    assert config.speaker_id("VIVIAN") == 3065
+    with pytest.raises(Invalid, match="unknown voice"):
+        config.speaker_id("nobody")
+    assert config.takes_instructions
+    assert not parse(tiny_config(size="0b6"), tiny_codec()).takes_instructions
