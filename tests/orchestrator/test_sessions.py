@@ -65,11 +65,7 @@ def stand(request: pytest.FixtureRequest, tiny_dir: Path, models: Models, builde
         yield Stand(sync, models, builder)
 
 
-@pytest.fixture(scope="module")
-def here(tiny_dir: Path, models: Models, builder: PromptBuilder) -> Iterator[Stand]:
-    """One host."""
-    with SyncEngine(tiny_dir, EngineConfig()) as sync:
-        yield Stand(sync, models, builder)
+in_one_host = pytest.mark.parametrize("stand", [ONE_HOST], indirect=True, ids=["one"])
 
 
 def voice(seconds: float, seed: int, burst_at: float | None = None) -> Samples:
@@ -88,7 +84,7 @@ def heard(samples: Samples, *more: dict[str, Any]) -> dict[str, Any]:
 
 
 async def speak(s: Session, samples: Samples, rng: random.Random) -> None:
-    """In pieces of 20 ms to 5 s, cut anywhere."""
+    """In pieces of 20 ms to 5 s, cut anywstand."""
     at = 0
     while at < len(samples):
         size = int(INPUT_RATE * 0.02 * 250 ** rng.random())
@@ -177,65 +173,68 @@ def test_turns_remember_the_earlier_ones(stand: Stand) -> None:
     assert all(e.usage.cached_tokens >= WINDOW - BLOCK for e in ends)
 
 
-def test_what_was_read_ahead_for_another_answer_is_read_again(here: Stand) -> None:
+@in_one_host
+def test_what_was_read_ahead_for_another_answer_is_read_again(stand: Stand) -> None:
     """Words were expected, and speech is asked for; then behind other instructions."""
     samples = voice(11.0, 31)
 
     async def talk() -> list[Answer]:
-        async with here.engine.session() as s:
+        async with stand.engine.session() as s:
             s.expect(modalities=("text",))
             await speak(s, samples, random.Random(2))
             await s.commit()
             return [
-                await here.answer(s, remember=False),
-                await here.answer(s, remember=False, instructions="Be brief."),
+                await stand.answer(s, remember=False),
+                await stand.answer(s, remember=False, instructions="Be brief."),
             ]
 
-    plain, told = here.run(talk())
-    same(plain, here.want([heard(samples)]))
-    same(told, here.want([{"role": "system", "content": "Be brief."}, heard(samples)]))
+    plain, told = stand.run(talk())
+    same(plain, stand.want([heard(samples)]))
+    same(told, stand.want([{"role": "system", "content": "Be brief."}, heard(samples)]))
 
 
-def test_an_answer_that_is_closed_leaves_nothing_and_the_next_is_the_same(here: Stand) -> None:
+@in_one_host
+def test_an_answer_that_is_closed_leaves_nothing_and_the_next_is_the_same(stand: Stand) -> None:
     """A guess at the end of the turn, given up when speech goes on; and sound that is forgotten while it is read."""
     samples, more = voice(10.0, 41), voice(3.0, 42)
 
     async def talk() -> Answer:
-        async with here.engine.session() as s:
+        async with stand.engine.session() as s:
             await speak(s, voice(30.0, 43), random.Random(3))
             await s.clear()
             assert s.pending == 0
-            await freed(here.engine)
+            await freed(stand.engine)
             await speak(s, samples, random.Random(4))
             guess = await s.commit()
             async with aclosing(s.respond(params=Params(min_frames=500), remember=False)) as events:
                 async for event in events:
                     if isinstance(event, AudioChunk):
                         break
-            await freed(here.engine)
+            await freed(stand.engine)
             await s.remove(guess.id)
             await s.append(samples)
             await s.append(more)
             await s.commit()
-            got = await here.answer(s)
+            got = await stand.answer(s)
             await speak(s, voice(30.0, 44), random.Random(5))
-        await freed(here.engine)
+        await freed(stand.engine)
         with pytest.raises(Gone):
             await s.append(more)
         return got
 
-    same(here.run(talk()), here.want([heard(np.concatenate([samples, more]))]))
+    same(stand.run(talk()), stand.want([heard(np.concatenate([samples, more]))]))
 
 
-def test_a_restarted_host_is_told_again(here: Stand) -> None:
+@in_one_host
+def test_a_restarted_host_is_told_again(stand: Stand) -> None:
     first, second = voice(17.0, 51), voice(2.0, 52)
 
     async def talk() -> tuple[list[Answer], float]:
-        engine = here.engine
+        engine = stand.engine
         async with engine.session() as s:
             await speak(s, first, random.Random(6))
             await s.commit()
-            got = [await here.answer(s)]
+            got = [await stand.answer(s)]
             pipeline, [pid] = engine._pipelines[0], engine.pids
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
@@ -243,14 +242,14 @@ def test_a_restarted_host_is_told_again(here: Stand) -> None:
                 await asyncio.sleep(0.01)
             await speak(s, second, random.Random(7))
             await s.commit()
-            got.append(await here.answer(s))
+            got.append(await stand.answer(s))
             values = await come_to(engine, lambda v: "stretto_host_idle_seconds_total" in v)
             return got, values['stretto_stage_asked_total{stage="thinker"}']
 
-    (one, two), asked = here.run(talk())
-    same(one, here.want([heard(first)]))
+    (one, two), asked = stand.run(talk())
+    same(one, stand.want([heard(first)]))
     said = {"role": "assistant", "content": one.text}
-    same(two, here.want([heard(first), said, heard(second)]))
+    same(two, stand.want([heard(first), said, heard(second)]))
     assert asked == 3, "three windows were sent before it died"
 
 
