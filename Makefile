@@ -7,7 +7,7 @@ DEMO := demo
 PORT ?= 8000
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo answer test setup setup-test lint types unit ray format clean
+.PHONY: demo answer test setup setup-test lint types unit ray netns format clean
 
 # The embedded model; in a clone without its weights, a tiny one whose words mean nothing.
 FALLBACK := $(if $(wildcard packages/nano/stretto_nano/checkpoint/config.json),,$(DEMO)/tiny)
@@ -45,6 +45,10 @@ unit:
 ray: setup-test
 	@scripts/setup.sh ray
 	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/cluster tests/deploy $(ARGS)
+
+# Hosts at addresses of their own, in network namespaces: as root.
+netns: setup-test
+	STRETTO_NETNS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/orchestrator/test_namespaces.py $(ARGS)
 
 format:
 	$(BIN)/ruff check --fix .

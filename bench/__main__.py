@@ -14,7 +14,7 @@ from bench.harness.results import first_line
 
 PROGRAMS = (
     "serve", "engine", "ablation", "host", "http", "steps", "kernels", "copies", "guided", "connectors", "fullsize",
-    "faults", "soak", "hostile", "fuzz", "realtime_fuzz", "gpu_tests", "report",
+    "plan", "faults", "cluster", "soak", "hostile", "fuzz", "realtime_fuzz", "gpu_tests", "report",
 )  # fmt: skip
 """In the order of the list: speed from the outside in, then what must not break, then the tables."""
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stretto import embedded
 from stretto.control.request import PLAIN, Manner, Params
 from stretto.control.settings import EngineConfig
 from stretto.device import find_device
@@ -75,7 +76,7 @@ class AsyncEngine:
     def __init__(
         self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
     ) -> None:
-        """`model`: a checkpoint directory; without one, a tiny built-in model, to try things. `device`: cpu, cuda,
+        """`model`: a checkpoint directory; without one, the embedded model, to try things. `device`: cpu, cuda,
         cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: PipelineEngine | None = None
@@ -196,7 +197,7 @@ class Engine:
     def __init__(
         self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
     ) -> None:
-        """`model`: a checkpoint directory; without one, a tiny built-in model, to try things. `device`: cpu, cuda,
+        """`model`: a checkpoint directory; without one, the embedded model, to try things. `device`: cpu, cuda,
         cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: SyncEngine | None = None
@@ -304,6 +305,8 @@ def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
 def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
     if model is not None:
         return find_model(model)
+    if (own := embedded.find()) is not None:
+        return own
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-"))) / "tiny"
     write_tiny(directory)
     return directory

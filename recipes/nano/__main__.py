@@ -104,9 +104,15 @@ def _rows(a: argparse.Namespace) -> None:
 
 
 def _score(a: argparse.Namespace) -> None:
-    from recipes.nano import score
+    from recipes.nano import score, sphinx
 
-    score.run(a.work, a.speech, a.recogniser, a.audio, a.wav)
+    score.run(a.work, a.speech, a.recogniser, a.audio, a.wav, sphinx.Sphinx() if a.second_opinion else None)
+
+
+def _card(a: argparse.Namespace) -> None:
+    from recipes.nano import card
+
+    card.write(a.work, a.speech, a.audio, a.out)
 
 
 def main() -> None:
@@ -176,6 +182,11 @@ def main() -> None:
     p.add_argument("--audio", type=Path, help="the teacher's speech, to score it too")
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
+    p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
+    p = step("card", _card, "the model card, with pictures and sounds")
+    p.add_argument("--speech", type=Path, required=True, help="files written by `speak`")
+    p.add_argument("--audio", type=Path, required=True, help="the teacher's speech")
+    p.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     say(a.name, "begins")

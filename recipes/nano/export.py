@@ -1,7 +1,7 @@
 """The trained parts as one checkpoint in the released layout: the same tensor names, one tensor per expert.
 
-What nothing trains (the vision tower, and for now the audio tower and the talker's media projection) gets small random
-weights. Called by `__main__.py`."""
+What nothing trains (the vision tower, and for now the audio tower) gets small random weights. Called by
+`__main__.py`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def collect(work: Path, cool: float = 1.0) -> Tensors:
             sharper = 1 / cool if name.startswith("talker.code_predictor.lm_head.") else 1.0
             found[name] = (trained[name].float() * sharper).to(torch.bfloat16).contiguous()
             continue
-        if not name.startswith(("thinker.visual.", "thinker.audio_tower.", "talker.hidden_projection.")):
+        if not name.startswith(("thinker.visual.", "thinker.audio_tower.")):
             raise SystemExit(f"nothing was trained for {name}")
         mean, std = spread(name, size)
         noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(size, dtype=np.float32)

@@ -32,7 +32,7 @@ def hidden(rows: int, width: int, done: Tensor, device: torch.device) -> Tensor:
 def spans(rows: int, width: int, device: torch.device) -> Tensor:
     """Random numbers that are the same over a span. [rows, width]"""
     count = -(-width // BLOCK)
-    return torch.rand(rows, count, device=device).repeat_interleave(BLOCK, dim=1)[:, :width]
+    return torch.rand(rows, count, 1, device=device).expand(-1, -1, BLOCK).reshape(rows, -1)[:, :width]
 
 
 def elsewhere(before: Tensor, frames: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Said:
 class Example:
     """Rows of one utterance; all of one length."""
 
-    text: Ints  # id whose projected embedding is added
+    text: Ints  # id whose projected embedding is added, or NONE: nothing is
     mark: Ints  # id of the talker's vocabulary that is added, or NONE; where a frame precedes, it is its code 0
     before: Ints  # number of the frame whose codes 1..15 are added, or NONE
     frame: Ints  # number of the frame this row has to give, or NONE

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import wave
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,11 @@ from recipes.nano import codec, corpus
 from recipes.nano.audio import RATE, Floats, resample
 from recipes.nano.grammar import number
 from recipes.nano.report import gate, note, say
+from recipes.nano.shape import CODES, GROUPS
 
 HEARD_RATE = 16000
+CONTROL = 10  # sentences of random codes
+SECOND = 20  # sentences that a second recogniser hears
 _SPELLING = {"favourite": "favorite", "colour": "color", "neighbours": "neighbors", "neighbour": "neighbor",
              "ok": "okay", "grey": "gray", "theatre": "theater", "harbour": "harbor", "goodbye": "good bye",
              "everyone": "every one", "someone": "some one", "travelled": "traveled"}  # fmt: skip
@@ -106,7 +110,7 @@ def error_rate(pairs: list[tuple[str, str]]) -> float:
     return sum(edits(words(a), words(b)) for a, b in pairs) / sum(len(words(a)) for a, _ in pairs)
 
 
-def _write(path: Path, samples: Floats) -> None:
+def write_wav(path: Path, samples: Floats) -> None:
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
@@ -114,10 +118,14 @@ def _write(path: Path, samples: Floats) -> None:
         file.writeframes((np.clip(samples, -1, 1) * 32767).astype(np.int16).tobytes())
 
 
-def _decoded(work: Path, path: Path) -> tuple[list[str], list[Floats]]:
+def decoded(work: Path, path: Path, random: bool = False) -> tuple[list[str], list[Floats]]:
+    """What the codes of a file sound like; or, to know what a recogniser makes of noise, random ones of the lengths."""
     decoder = codec.load_decoder(work, torch.device("cpu"))
     with np.load(path) as file:
         texts, lengths, table = [str(t) for t in file["texts"]], file["lengths"], file["codes"]
+    if random:
+        texts, lengths = texts[:CONTROL], lengths[:CONTROL]
+        table = np.random.default_rng(0).integers(0, CODES, (int(lengths.sum()), GROUPS))
     waves: list[npt.NDArray[np.float32]] = []
     for part in np.split(table, np.cumsum(lengths)[:-1]):
         with torch.no_grad():
@@ -126,20 +134,32 @@ def _decoded(work: Path, path: Path) -> tuple[list[str], list[Floats]]:
     return texts, waves
 
 
-def run(work: Path, speech: Path, recogniser: Path, audio: Path | None, wav: Path | None) -> None:
+class Listener(Protocol):
+    def hear(self, samples: Floats) -> str: ...
+
+
+def run(
+    work: Path, speech: Path, recogniser: Path, audio: Path | None, wav: Path | None, second: Listener | None = None
+) -> None:
+    """`second`: another recogniser, asked about the first sentences of each kind."""
     listener = Recogniser(recogniser)
     sources: list[tuple[str, list[str], list[Floats]]] = []
     if audio is not None:
         taught = [a.astype(np.float32) / 32768 for a in corpus.load(audio, 0)]
         sources.append(("teacher", corpus.chunk_texts(0), taught))
     for path in sorted(speech.glob("codes-of-*.npz")):
-        sources.append((path.stem.removeprefix("codes-of-"), *_decoded(work, path)))
+        sources.append((path.stem.removeprefix("codes-of-"), *decoded(work, path)))
+        if path.stem == "codes-of-codec":
+            sources.append(("control", *decoded(work, path, random=True)))
     rates: dict[str, dict[str, float]] = {}
     for name, texts, waves in sources:
         heard = [listener.hear(w) for w in waves]
         pairs = list(zip(texts, heard, strict=True))
         parts = {"fixed": pairs[:40], "held-out": pairs[40:]} if len(pairs) == 80 else {"all": pairs}
         rates[name] = {part: round(error_rate(p), 4) for part, p in parts.items()}
+        if second is not None:
+            few = [(t, second.hear(w)) for t, w in zip(texts[-SECOND:], waves[-SECOND:], strict=True)]
+            rates[name]["second opinion"] = round(error_rate(few), 4)
         say("score", f"{name}: {rates[name]}")
         for wanted, got in pairs:
             if words(wanted) != words(got):
@@ -148,7 +168,7 @@ def run(work: Path, speech: Path, recogniser: Path, audio: Path | None, wav: Pat
             folder = wav / name
             folder.mkdir(parents=True, exist_ok=True)
             for i, w in enumerate(waves):
-                _write(folder / f"{i:02d}.wav", w)
+                write_wav(folder / f"{i:02d}.wav", w)
     for name, part, limit in (("codec", "fixed", 0.05), ("domain", "all", 0.10), ("sampled", "held-out", 0.20)):
         if name in rates:
             gate(
@@ -156,4 +176,7 @@ def run(work: Path, speech: Path, recogniser: Path, audio: Path | None, wav: Pat
                 f"{name}, {part}: word error rate {rates[name][part]:.3f}, wanted below {limit}",
                 rates[name][part] < limit,
             )
+    if "control" in rates:
+        rate = rates["control"]["all"]
+        gate("score", f"control: word error rate of random codes {rate:.3f}, wanted above 0.9", rate > 0.9)
     note(work, "score", word_error_rate=rates)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -31,6 +32,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 FILE = "talker.safetensors"
 DROPOUT = 0.1
 END_WEIGHT = 3.0
+HEARD = 0.12  # share of questions that are sound: rows of zeros, 13 a second
 RESIDUAL_WEIGHT = 3.0  # of the predictor's cross entropy against that of code 0
 FALL = 0.75  # weight of a code against the one before it
 PHONE_WEIGHT, WHERE_WEIGHT = 0.5, 0.3
@@ -79,20 +81,22 @@ class Talker(nn.Module):
         initialize(self, t.text.num_layers)
         self.text_projection = Projection(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
         self.hidden_projection = Projection(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
+        for p in self.hidden_projection.linear_fc2.parameters():
+            nn.init.zeros_(p)  # the talker is told nothing of what was heard
         self.code_predictor = Predictor(config)
         self.end = t.codec.eos
         self.unseen = t.codec.pad  # stands for a frame that is hidden in training
 
     def inputs(self, embedding: Tensor, text: Tensor, mark: Tensor, before: Tensor) -> Tensor:
         """Input rows [B, T, H]. `before` [B, T, 15]: codes 1..15 of the previous frame, NONE where there is none."""
-        x = self.text_projection(F.embedding(text, embedding))
+        x = self.text_projection(F.embedding(text.clamp_min(0), embedding)) * (text >= 0)[..., None]
         x = x + self.model.codec_embedding(mark.clamp_min(0)) * (mark >= 0)[..., None]
         places = before.clamp_min(0) + torch.arange(GROUPS - 1, device=before.device) * CODES
         residual = F.embedding(places, self.code_predictor.tables()).sum(dim=-2)
         return x + residual * (before[..., :1] >= 0)
 
     def trained(self) -> list[nn.Parameter]:
-        """All but the projection of the media rows: nothing is heard in training."""
+        """All but the projection of the media rows: it gives zeros, which is what training shows."""
         return [p for n, p in self.named_parameters() if not n.startswith("hidden_projection.")]
 
 
@@ -187,10 +191,7 @@ def _residual(model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled
 def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[tuple[layout.Example, int]]:
     """Every utterance `epochs` times, each time asked for in another way."""
     rng = Random(seed)
-    asked: dict[str, list[grammar.Pair]] = {}
-    for pair in grammar.domain():
-        if not pair.held_out:
-            asked.setdefault(pair.answer, []).append(pair)
+    asked = _questions()
     jobs: list[tuple[str, list[str], int]] = []  # answer, questions, utterance
     for number, words in enumerate(spoken.texts):
         for _ in range(epochs * (2 if words in asked else 1)):
@@ -203,9 +204,21 @@ def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[t
     found, starts = [], spoken.starts
     for (_, qs, number), ids, of in zip(jobs, answers, words_, strict=True):
         user = [i for _ in qs for i in text.turn("user", next(questions))]
+        if rng.random() < HEARD:
+            user = text.turn("user", [layout.NONE] * rng.randint(10, 45))
         start, count = starts[number], spoken.frames[number]
         said = layout.Said(of, spoken.labels[start : start + count, 2].astype(np.int64))
         found.append((layout.example(text.config, user, text.opening, ids, count, "nano", said), start))
+    return found
+
+
+@cache
+def _questions() -> dict[str, list[grammar.Pair]]:
+    """The questions of the domain by their answers, without those held out."""
+    found: dict[str, list[grammar.Pair]] = {}
+    for pair in grammar.domain():
+        if not pair.held_out:
+            found.setdefault(pair.answer, []).append(pair)
     return found
 
 

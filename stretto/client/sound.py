@@ -5,6 +5,7 @@ The device calls back on a thread of its own; it and the caller share one buffer
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -26,6 +27,17 @@ class Speaker(Protocol):
         """Stop at once."""
         ...
 
+    @property
+    def pending(self) -> int:
+        """Bytes that were queued and not played yet."""
+        ...
+
+
+class Listening(Protocol):
+    def close(self) -> None:
+        """Give the microphone back."""
+        ...
+
 
 class Recording(Protocol):
     def stop(self) -> bytes:
@@ -37,6 +49,10 @@ class SoundDevice(Protocol):
     def speaker(self, rate: int) -> Speaker: ...
 
     def record(self, rate: int) -> Recording: ...
+
+    def listen(self, rate: int, take: Callable[[bytes], None]) -> Listening:
+        """An open microphone; `take` gets 16-bit samples on the device's thread, and must not wait."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,25 @@ class _Speaker:
         self.stream.abort()
         self.stream.close()
 
+    @property
+    def pending(self) -> int:
+        with self.buffer.lock:
+            return len(self.buffer.pending)
+
+
+class _Listening:
+    def __init__(self, module: Any, rate: int, take: Callable[[bytes], None]) -> None:
+        self.take = take
+        self.stream = module.RawInputStream(samplerate=rate, channels=1, dtype="int16", callback=self._hear)
+        self.stream.start()
+
+    def _hear(self, data: Any, frames: int, time: Any, status: Any) -> None:
+        self.take(bytes(data))
+
+    def close(self) -> None:
+        self.stream.stop()
+        self.stream.close()
+
 
 class _Recording:
     def __init__(self, module: Any, rate: int) -> None:
@@ -118,6 +153,9 @@ class _Device:
 
     def record(self, rate: int) -> Recording:
         return _Recording(self.module, rate)
+
+    def listen(self, rate: int, take: Callable[[bytes], None]) -> Listening:
+        return _Listening(self.module, rate, take)
 
 
 def find_sound() -> SoundDevice | NoSound:

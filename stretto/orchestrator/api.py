@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from stretto.control.request import PLAIN, Manner, Params
 from stretto.family import ModelInfo
-from stretto.prompt.jobs import Conversation, Outlined
+from stretto.prompt.jobs import Conversation, Outlined, Windows
 from stretto.prompt.spool import Spool
 from stretto.types import RequestId
 
@@ -165,6 +165,11 @@ class Engine(Protocol):
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         """Cut a JSON object that is too large for the event loop into its short fields and the `long` ones, in
         another process. The caller closes the file that comes back."""
+        ...
+
+    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+        """Decode a sound file, in another process, and cut it into windows of at most so long. The caller closes the
+        file that comes back."""
         ...
 
     def metrics(self) -> Mapping[str, float]:

@@ -41,7 +41,7 @@ from stretto.orchestrator.reading import check_manner, read_passages, write
 from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
+from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
 from stretto.prompt.passages import Writing, passages
 from stretto.prompt.pool import PromptPool
 from stretto.prompt.spool import Spool
@@ -256,6 +256,9 @@ class PipelineEngine:
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         return await self._prompts.outline(body, long, most, sender)
+
+    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+        return await self._prompts.cut(sound, seconds, sender)
 
     async def run(
         self,

@@ -58,9 +58,15 @@ class Outline(Wire, frozen=True, tag="outline"):
     most: int  # bytes of all short fields
 
 
+class Cut(Wire, frozen=True, tag="cut"):
+    """Decode a sound file and cut it, at quiet places, into windows of at most so many seconds."""
+
+    seconds: float
+
+
 class Job(Wire, frozen=True, tag="job"):
     number: int
-    work: Build | Read | Outline
+    work: Build | Read | Outline | Cut
     apart: bool  # in a process of its own, with limits; else at once, if there is little to do
 
 
@@ -97,6 +103,12 @@ class Outlined(Wire, frozen=True, tag="outlined"):
     references: tuple[str, ...] = ()
 
 
+class Windows(Wire, frozen=True, tag="windows"):
+    """The memory file holds them, one after the other: samples of 16 bits at 16 kHz."""
+
+    windows: tuple[Span, ...]
+
+
 class Apart(Wire, frozen=True, tag="apart"):
     """This takes longer than a moment: ask again, to be done apart."""
 
@@ -115,7 +127,7 @@ class Died(Wire, frozen=True, tag="died"):
     signal: int
 
 
-FromWorker = Built | Outlined | Apart | Failed | Died
+FromWorker = Built | Outlined | Windows | Apart | Failed | Died
 
 
 # -- the worker itself

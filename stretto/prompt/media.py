@@ -79,6 +79,10 @@ COST_PER_KEPT_PIXEL = 9.0e-9  # to RGB and to the size that is kept
 COST_PER_PICTURE_PIXEL = 60.0e-9  # the slowest: a transparent WebP or PNG
 
 
+LONG_SOUND = MediaLimits(audio_seconds=7200.0)
+"""Of sound that is heard window by window: it need not fit into one prompt."""
+
+
 @dataclass(slots=True)
 class Budget:
     """What the media of one request have used of its limits so far."""
@@ -203,6 +207,25 @@ def decode_pcm16(data: bytes, budget: Budget, rate: int = PCM_RATES[0]) -> Array
     if len(data) % 2:
         raise MediaError(f"pcm16 needs two bytes a sample, got {len(data)} bytes")
     return mix(np.frombuffer(data, "<i2"), rate, budget)
+
+
+def cut_sound(samples: Array, seconds: float) -> list[npt.NDArray[np.int16]]:
+    """Samples of 16 bits in windows of at most so many seconds, each ended at the quietest place of its last fifth."""
+    whole = (samples * 32767.0).round().clip(-32768, 32767).astype("<i2")
+    most, step = int(seconds * SAMPLE_RATE), SAMPLE_RATE // 10
+    parts, at = [], 0
+    while len(whole) - at > most:
+        tail = at + most - most // 5
+        frames = whole[tail : at + most][: most // 5 // step * step].reshape(-1, step).astype(np.float32)
+        quiet = int(np.square(frames).mean(1).argmin())
+        stop = tail + quiet * step + step // 2
+        parts.append(whole[at:stop])
+        at = stop
+    if len(parts) and len(whole) - at < SAMPLE_RATE // 10:  # too short to be heard
+        parts[-1] = whole[at - len(parts[-1]) :]
+    else:
+        parts.append(whole[at:])
+    return parts
 
 
 def mix(samples: npt.NDArray[np.generic], rate: int, budget: Budget) -> Array:

@@ -32,6 +32,7 @@ from stretto.prompt.jobs import (
     Built,
     BuiltPrompt,
     Conversation,
+    Cut,
     Died,
     Failed,
     FromWorker,
@@ -42,6 +43,7 @@ from stretto.prompt.jobs import (
     Ready,
     Stop,
     ToWorker,
+    Windows,
     decode_from_worker,
     decode_head,
     encode,
@@ -59,7 +61,7 @@ ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
 YOUNG_S = 10.0
 
-Work = Build | Read | Outline
+Work = Build | Read | Outline | Cut
 
 
 @dataclass(slots=True, eq=False)
@@ -209,6 +211,13 @@ class PromptPool:
         answer, file = await self._do(Outline(long, most), [body], sender)
         if not isinstance(answer, Outlined) or file is None:
             raise errors.Bug(f"an outline was answered with {type(answer).__name__}")
+        return answer, file
+
+    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+        """Cut a sound file into windows; the caller closes the file that comes back."""
+        answer, file = await self._do(Cut(seconds), [sound], sender)
+        if not isinstance(answer, Windows) or file is None:
+            raise errors.Bug(f"a sound was answered with {type(answer).__name__}")
         return answer, file
 
     def metrics(self) -> Mapping[str, float]:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from stretto.prompt import work
-from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined
+from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
 from stretto.prompt.packed import pack
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
-from stretto.prompt.worker import do_outline
+from stretto.prompt.worker import do_cut, do_outline
 
 
 class Prompts(Protocol):
@@ -32,6 +32,10 @@ class Prompts(Protocol):
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         """Cut a large JSON object into its short fields and the `long` ones; the caller closes the file."""
+        ...
+
+    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+        """Cut a sound file into windows; the caller closes the file that comes back."""
         ...
 
     def metrics(self) -> Mapping[str, float]: ...
@@ -54,6 +58,9 @@ class InThreads:
             return BuiltPrompt(pack(work.build_conversation(self._builder, *given)))
 
         return await asyncio.to_thread(run)
+
+    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+        return await asyncio.to_thread(do_cut, sound.view(), seconds)
 
     async def build_local(self, *given: Any, allow_paths: bool) -> BuiltPrompt:
         """Of messages that a caller of this process gave: they may hold arrays and, if allowed, name files."""

@@ -33,6 +33,7 @@ from stretto.prompt.jobs import (
     Apart,
     Build,
     Built,
+    Cut,
     Died,
     Failed,
     FromWorker,
@@ -44,10 +45,12 @@ from stretto.prompt.jobs import (
     Ready,
     Span,
     Stop,
+    Windows,
     decode_to_worker,
     encode,
     references,
 )
+from stretto.prompt.media import LONG_SOUND, Budget, cut_sound, decode_audio
 from stretto.prompt.packed import lay_out
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
@@ -169,7 +172,7 @@ def limit(limits: Limits) -> None:
 
 
 def do(
-    builder: Builder, job: Build | Read | Outline, files: list[Spool], *, only_text: bool
+    builder: Builder, job: Build | Read | Outline | Cut, files: list[Spool], *, only_text: bool
 ) -> tuple[FromWorker, Spool | None]:
     data = files[0].view()
     match job:
@@ -185,6 +188,10 @@ def do(
             return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
         case Outline():
             return do_outline(data, job.long, job.most)
+        case Cut():
+            if only_text:
+                return Apart(), None
+            return do_cut(data, job.seconds)
 
 
 def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
@@ -203,6 +210,12 @@ def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outl
         at += len(value)
     ids = tuple({i: None for value in found.values() for i in references(value)})
     return Outlined(len(short), spans, ids), _sealed(short, *found.values())
+
+
+def do_cut(data: memoryview, seconds: float) -> tuple[Windows, Spool]:
+    parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
+    ends = np.cumsum([len(p) for p in parts]).tolist()
+    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), _sealed(*parts)
 
 
 def _sealed(*parts: Any) -> Spool:

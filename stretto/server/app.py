@@ -31,16 +31,18 @@ from stretto.server.exchange import VISIT, Visit
 from stretto.server.failures import Refused, respond
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.openapi import document
+from stretto.server.origins import FORMS
 from stretto.server.pages import WEB, Pages
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.realtime.connection import Realtime
 from stretto.server.schema import Health, ModelCard, ModelList, Version, VoiceDeleted
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
+from stretto.server.transcribe import answer_sound, reader
 from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
-POSTS = ("/v1/chat/completions", "/v1/audio/speech", "/v1/audio/voices")
-VOICES = POSTS[2]
+VOICES = "/v1/audio/voices"
+POSTS = ("/v1/chat/completions", "/v1/audio/speech", VOICES, *FORMS)
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
     **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
@@ -86,7 +88,11 @@ class Routes:
         chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
         speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
         voices = Endpoint(self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice)
-        posts: list[ASGIApp] = [chat, speech, voices]
+        hears = [
+            Endpoint(self.service, route, largest, reader(translate), answer_sound)
+            for route, translate in (("transcriptions", False), ("translations", True))
+        ]
+        posts: list[ASGIApp] = [chat, speech, voices, *hears]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),

@@ -79,7 +79,8 @@ class Door:
             session = headers.get("x-session-id", "")
             visit.session = f"{visit.owner}/{session}" if _FINE_ID.fullmatch(session) else None
             if scope["method"] == "POST":
-                check_json(headers)
+                visit.content_type = headers.get("content-type", "")
+                check_json(headers, scope["path"].removeprefix(scope.get("root_path", "")))
         return self.app
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -43,6 +43,7 @@ class Visit:
     owner: str = ""  # which API key, never the key
     session: str | None = None  # X-Session-Id: its requests go where the one before went, as long as that is up
     sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
+    content_type: str = ""  # of a body
     status: int = 0
     ended: str = ""
     queued: float | None = None  # seconds in the queue; None: its turn has not come

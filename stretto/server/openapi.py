@@ -19,6 +19,11 @@ from stretto.server.schema import (
     SpeechDelta,
     SpeechDone,
     SpeechRequest,
+    Transcript,
+    TranscriptDelta,
+    TranscriptDone,
+    TranscriptionRequest,
+    VerboseTranscript,
     Version,
     VoiceCard,
     VoiceDeleted,
@@ -46,11 +51,13 @@ _ERRORS = {
 def document() -> dict[str, Any]:
     types = [ChatRequest, Tool, ChatResponse, ChatChunk, SpeechRequest, SpeechDelta, SpeechDone, ModelCard, ModelList]
     types += [VoiceRequest, VoiceCard, VoiceList, VoiceDeleted]
+    types += [TranscriptionRequest, Transcript, VerboseTranscript, TranscriptDelta, TranscriptDone]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
     parts["ChatRequest"]["required"] = ["messages"]
     parts["VoiceRequest"]["properties"]["audio"] = {"type": "string", "contentEncoding": "base64"}
     parts["VoiceRequest"]["required"] = ["name", "audio"]
+    parts["TranscriptionForm"] = _form(parts.pop("TranscriptionRequest"))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Stretto", "version": __version__},
@@ -67,6 +74,14 @@ def _paths() -> dict[str, Any]:
     audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg")}
     speech = {**audio, "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")}}
     chat = {**_as_json("ChatResponse"), "text/event-stream": {"schema": _event("ChatChunk", "Failure")}}
+    either = {"anyOf": [{"$ref": _REF.format(name=n)} for n in ("Transcript", "VerboseTranscript")]}
+    heard = {
+        "application/json": {"schema": either},
+        "text/plain": {"schema": {"type": "string"}},
+        "text/event-stream": {"schema": _event("TranscriptDelta", "TranscriptDone", "Failure")},
+    }
+    schema = {"$ref": _REF.format(name="TranscriptionForm")}
+    form = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     voice = {**name, "name": "name"}
     plain = {"text/plain": {"schema": {"type": "string"}}}
@@ -80,6 +95,8 @@ def _paths() -> dict[str, Any]:
         "/v1/audio/voices/{name}": {
             "delete": {**_get("Forget one", _as_json("VoiceDeleted"), 401, 403, 404, 421), "parameters": [voice]}
         },
+        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", heard, *_ERRORS), "requestBody": form}},
+        "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS), "requestBody": form}},
         "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
         "/v1/models/{model}": {
             "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503), "parameters": [name]}
@@ -123,9 +140,21 @@ def _undecoded() -> dict[str, Any]:
     return {
         "messages": messages,
         "tools": {"anyOf": [tools, nothing]},
-        "tool_choice": {"enum": ["none", "auto", None]},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _named_tool()]},
+        "chat_template_kwargs": {"anyOf": [{"type": "object", "maxProperties": 16}, nothing]},
         "metadata": {"anyOf": [{"type": "object"}, nothing]},
     }
+
+
+def _named_tool() -> dict[str, Any]:
+    name = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+    return {"type": "object", "required": ["function"], "properties": {"type": {"const": "function"}, "function": name}}
+
+
+def _form(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a transcription and its file."""
+    sound = {"type": "string", "format": "binary"}
+    return {**fields, "properties": {**fields["properties"], "file": sound}, "required": ["file"]}
 
 
 def _messages() -> dict[str, Any]:

@@ -150,6 +150,22 @@ class VoiceRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     model: Name | None = None
 
 
+class TranscriptionRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of a form, beside its `file`."""
+
+    model: Name | None = None
+    language: Annotated[str, Meta(max_length=8)] | None = None
+    prompt: Annotated[str, Meta(max_length=4096)] | None = None  # what the sound is about, names that are in it
+    response_format: Literal["json", "text", "verbose_json"] | None = None  # None: json
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # None: greedy
+    stream: bool | None = None
+    timestamp_granularities: Literal["segment"] | None = None  # of verbose_json: a segment is a window
+
+    # Ours.
+    seed: Seed | None = None
+    max_tokens: Length | None = None  # of each window
+
+
 # ---- answers
 
 
@@ -308,6 +324,32 @@ class VoiceDeleted(Struct, frozen=True):
     name: str
     deleted: bool = True
     object: Literal["voice.deleted"] = "voice.deleted"
+
+
+class Transcript(Struct, frozen=True):
+    text: str
+
+
+class Segment(Struct, frozen=True):
+    id: int
+    start: float
+    end: float
+    text: str
+
+
+class VerboseTranscript(Struct, frozen=True):
+    text: str
+    language: str
+    duration: float
+    segments: list[Segment]
+
+
+class TranscriptDelta(Struct, frozen=True, tag="transcript.text.delta"):
+    delta: str
+
+
+class TranscriptDone(Struct, frozen=True, tag="transcript.text.done"):
+    text: str
 
 
 class ModelCard(Struct, frozen=True):

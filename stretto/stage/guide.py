@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import CheckpointError, Invalid, StrettoError
+from stretto.errors import Invalid, StrettoError
+from stretto.prompt.template import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -112,10 +113,11 @@ class PenaltyGuide:
 class Grammars:
     """Makes guides. Its tokenizer is made in its thread too, while the weights load: a large one takes two seconds."""
 
-    def __init__(self, tokenizer: Path, vocab: int, end: int) -> None:
+    def __init__(self, directory: Path, vocab: int, end: int) -> None:
+        """`directory`: the checkpoint, for its tokenizer."""
         self._vocab, self._end = vocab, end
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._tokenizer: Future[LLTokenizer] = self._thread.submit(_tokenizer, str(tokenizer), vocab, end)
+        self._tokenizer: Future[LLTokenizer] = self._thread.submit(_tokenizer, directory, vocab, end)
 
     def compile(self, grammar: str, then: Callable[[], None]) -> Future[GrammarGuide]:
         """A guide for a grammar in llguidance's form of Lark. `then` is called on the thread when it is there, or has
@@ -134,12 +136,11 @@ class Grammars:
         return GrammarGuide(matcher, self._vocab, self._end)
 
 
-def _tokenizer(path: str, vocab: int, end: int) -> LLTokenizer:
+def _tokenizer(directory: Path, vocab: int, end: int) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    if not Path(path).is_file():  # or it would be taken for a name on the hub
-        raise CheckpointError(f"{path}: no such file")
-    return LLTokenizer(path, n_vocab=vocab, eos_token=end)
+    # As text: a checkpoint may have its vocabulary in other files than tokenizer.json, which llguidance does not read.
+    return LLTokenizer(Tokenizer.open(directory).plain.to_str(), n_vocab=vocab, eos_token=end)
 
 
 def _words(matcher: LLMatcher) -> str:

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from stretto.errors import Bug, StrettoError
-from stretto.stage.guide import Guide
 from stretto.types import RequestId, SamplingParams, Span
+
+if TYPE_CHECKING:
+    from stretto.stage.guide import Guide
 
 RowId = NewType("RowId", int)
 """A request's slot in the runner's device state, held from admission until it ends or is preempted."""

@@ -341,8 +341,8 @@ def test_the_page_names_what_is_there() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text()
     for path in re.findall(r"deploy/[\w./-]+", page):
         assert (ROOT / path).exists(), path
-    flags = set(re.findall(r"--[a-z][a-z-]+", page))
+    flags = set(re.findall(r"--[a-z][a-z0-9-]+", page))
     from tests.server.test_settings import options
 
     others = {"--head", "--address", "--from-literal", "--profile"}
-    assert flags - others <= options("serve")
+    assert flags - others <= options("serve") | options("plan")

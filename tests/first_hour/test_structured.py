@@ -112,7 +112,7 @@ def test_what_cannot_be_followed_is_a_400(real: Running, body: dict[str, Any], s
 def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(real: Running, tiny_dir: Path) -> None:
     """With two steps in flight, beside requests without a grammar."""
     config = OmniConfig.read(tiny_dir)
-    text, vocab = Grammars(tiny_dir / "tokenizer.json", config.thinker.text.vocab_size, config.tokens.im_end), []
+    text, vocab = Grammars(tiny_dir, config.thinker.text.vocab_size, config.tokens.im_end), []
     tokenizer = text._tokenizer.result()
     for id in range(config.thinker.text.vocab_size):
         letters = tokenizer.decode_bytes([id])
@@ -266,7 +266,7 @@ def random_instance(schema: dict[str, Any], rng: random.Random) -> Any:
 @pytest.fixture(scope="module")
 def grammars(tiny_dir: Path) -> Iterator[tuple[Grammars, int]]:
     config = OmniConfig.read(tiny_dir)
-    made = Grammars(tiny_dir / "tokenizer.json", config.thinker.text.vocab_size, config.tokens.im_end)
+    made = Grammars(tiny_dir, config.thinker.text.vocab_size, config.tokens.im_end)
     yield made, config.tokens.im_end
     made._thread.shutdown()
 

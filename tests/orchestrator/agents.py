@@ -49,6 +49,7 @@ class ProcessStarter:
     failures: list[Exception] = field(default_factory=list)
     wrong: Mapping[int, tuple[bytes, str | None]] = field(default_factory=dict)
     address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()  # of the agents' command
     agents: list[ProcessAgent] = field(default_factory=list)
 
     async def start(self, invitation: Invitation, number: int) -> ProcessAgent:
@@ -57,7 +58,7 @@ class ProcessStarter:
         secret, version = self.wrong.get(number, (SECRET, None))
         told = msgspec.json.encode([invitation, secret.hex(), self.address, version])
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.orchestrator.agents", stdin=asyncio.subprocess.PIPE,
+            *self.prefix, sys.executable, "-m", "tests.orchestrator.agents", stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, env=dict(os.environ),
         )  # fmt: skip
         assert process.stdin is not None

@@ -7,7 +7,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.admission import Ask, fitted
-from stretto.orchestrator.api import AudioChunk
+from stretto.orchestrator.api import AudioChunk, Event
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.session import INPUT_RATE, Session, oldest_turn
 from stretto.orchestrator.sync import SyncEngine
@@ -262,6 +262,45 @@ def alone(tiny_dir: Path, work: Callable[[Session], Coroutine[Any, Any, None]], 
             await work(s)
 
     run(go())
+
+
+def test_an_answer_waits_for_what_is_being_read(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All came at once, and the answer is wanted at once: it does not do the same work beside it."""
+    order: list[str] = []
+    sent: list[int] = []
+
+    async def work(s: Session) -> None:
+        go, asked = asyncio.Event(), asyncio.Event()
+
+        async def requests(build: Callable[[], Any], ask: Ask) -> AsyncIterator[Event]:
+            if ask.ahead:
+                sent.append(sum(p.offset is not None for p in (await build()).packed.meta.pieces()))
+                await go.wait()
+                order.append("read")
+            else:
+                asked.set()
+                sent.append(sum(p.offset is not None for p in (await build()).packed.meta.pieces()))
+                order.append("answered")
+            return
+            yield
+
+        monkeypatch.setattr(s._engine, "run", requests)
+        await s.append(voice(17.0, 35, burst_at=0.0))
+        await s.commit()
+        answer = asyncio.create_task(collect_nothing(s.respond()))
+        await asked.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not order
+        go.set()
+        await answer
+
+    async def collect_nothing(events: AsyncIterator[Event]) -> None:
+        assert not [e async for e in events]
+
+    alone(tiny_dir, work)
+    assert order == ["read", "answered"]
+    assert sent == [2, 1], "each window is sent once"
 
 
 def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.nano import codes, corpus, grammar, score, spectra, thinker
+from recipes.nano import card, codes, corpus, grammar, score, spectra, thinker
 from recipes.nano.audio import resample
 from recipes.nano.decoder import Router
 from recipes.nano.graph import Schedule, Trainer
@@ -139,3 +140,33 @@ def test_word_error_rate_counts_edits_in_normal_spelling() -> None:
     assert score.error_rate([("Two plus three is five.", "2 plus 3 is 5")]) == 0.0
     assert score.error_rate([("My favorite color.", "my favourite colour")]) == 0.0
     assert score.error_rate([("one two three four", "one too three")]) == 0.5
+
+
+def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
+    reports = {
+        "score": {"word_error_rate": {"teacher": {"fixed": 0.01, "held-out": 0.05}, "domain": {"all": 0.125}}},
+        "talker": {"minutes": 6.5, "best": {"seen": 1.25}},
+        "export": {"bytes": 59_819_362, "parameters": 29_785_761},
+    }
+    for step, values in reports.items():
+        (tmp_path / f"report-{step}.json").write_text(json.dumps(values))
+    text = card.text(tmp_path, "no pictures")
+    for part in (
+        "29.8 M",
+        "60 MB",
+        "| teacher | 1.0% | 5.0% |  |",
+        "| domain |  |  | 12.5% |",
+        "seen 1.25",
+        "no pictures",
+    ):
+        assert part in text
+
+
+def test_a_picture_shows_where_the_sound_is(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    low = 0.5 * np.sin(2 * np.pi * 500 * np.arange(24000) / 24000).astype(np.float32)
+    card.picture([low, low, np.zeros_like(low)], tmp_path / "a.png")
+    shown = np.asarray(image.open(tmp_path / "a.png"))
+    panel = shown[:160].mean(axis=1)
+    assert 160 * (1 - 500 / 8000) - 12 < panel.argmin() < 160 * (1 - 500 / 8000) + 12
+    assert shown[350:500].min() == 255  # silence

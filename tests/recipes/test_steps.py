@@ -205,3 +205,13 @@ def test_speech_that_is_made_meanwhile_is_taken_in(work: Path, made: Made, tmp_p
     back = codes.read(work)
     assert (back.codes == np.concatenate((table, table))).all()
     assert back.texts == corpus.chunk_texts(500) + corpus.chunk_texts(501)
+
+
+def test_sound_in_a_question_is_rows_of_zeros(made: Made) -> None:
+    text = made.text
+    model, embedding = talker.load(made.work, text, CPU), torch.randn(text.config.thinker.text.vocab_size, 256)
+    ids = torch.tensor([[5, layout.NONE, 7]])
+    none = torch.full((1, 3), layout.NONE)
+    rows = model.inputs(embedding, ids, none, none[..., None].expand(-1, -1, GROUPS - 1))
+    assert (rows[0].abs().sum(-1) == 0).tolist() == [False, True, False]
+    assert not talker.Talker(text.config).hidden_projection(torch.randn(2, 256)).any()

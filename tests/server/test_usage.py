@@ -98,7 +98,7 @@ def spoken(frames: int) -> dict[str, Any]:
 
 
 def test_each_number_goes_where_it_belongs() -> None:
-    usage = chat_usage(Usage(1000, 200, 30, 7, cached_tokens=16, audio_prompt_tokens=300, image_prompt_tokens=4))
+    usage = chat_usage([Usage(1000, 200, 30, 7, cached_tokens=16, audio_prompt_tokens=300, image_prompt_tokens=4)])
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (1000, 230, 1230)
     assert usage.prompt_tokens_details == PromptDetails(696, 300, 4, 16)
     assert usage.completion_tokens_details == CompletionDetails(200, 30)

@@ -49,7 +49,7 @@ FAILED = Ending("failed", INTERNAL, "the server failed")
 
 
 class Realtime:
-    """The endpoint. `loop_time` is the clock of idle and expired sessions."""
+    """The endpoint."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -65,7 +65,10 @@ class Realtime:
                 outbox = Outbox(self.service.config.send_timeout)
                 session = RealtimeSession.open(self.service, engine, outbox, visit.owner, model)
                 connection = Connection(self.service, session, outbox, receive, send)
-                await connection.run(SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None)
+                try:
+                    await connection.run(SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None)
+                finally:
+                    await session.close()  # the client may have left before it was accepted
                 visit.ended = connection.ending.reason
         except StrettoError as e:
             visit.ended = type(e).__name__

@@ -49,7 +49,7 @@ class Speech:
     complete: bool  # that was all of it
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     item: Item
     engine_id: str | None = None  # in the engine's session

@@ -130,7 +130,8 @@ class Response:
         finally:
             self.sounded.set()
 
-    async def _generate(self) -> Finished:
+    async def _generate(self) -> Finished | None:
+        """How it ended; None if it was ended here."""
         end: Finished | None = None
         async with aclosing(self.start()) as events:
             async for event in events:
@@ -140,11 +141,22 @@ class Response:
                 elif self._released.is_set():
                     await self._pace(event)
                     self._write(event)
+                    if self._called(event):
+                        return None
                 else:
                     await self._hold(event)
         if end is None:
             raise unfinished()
         return end
+
+    def _called(self, event: Event) -> bool:
+        """Functions were called and the text is over: the rest would be the sound of the calls, which nobody hears.
+        The end token comes without text, and speech has no more frames than text has tokens before the text ends."""
+        if self.parser is None or self.parser.inside or not self.parser.num_calls:
+            return False
+        if isinstance(event, TextDelta):
+            return not event.text
+        return self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND > self._tokens + 1
 
     def _note(self, event: Event) -> None:
         now = clock() - self.begun
@@ -204,14 +216,15 @@ class Response:
 
     # -- its end
 
-    async def _end(self, end: Finished) -> None:
-        reason = finish_reason(end)
+    async def _end(self, end: Finished | None) -> None:
+        reason = finish_reason(end) if end is not None else "stop"
         if self.parser is not None:
             self._words(self.parser.finish())
         self.writer.close(reason == "stop")
         await self._remember()
         self.over = True
-        usage, timings = told_usage(end.usage), self._timings(end)
+        usage = told_usage(end.usage) if end is not None else self._usage_so_far()
+        timings = self._timings(end)
         self.status = "completed" if reason == "stop" else "incomplete"
         self.writer.finish(self.status, usage, timings, reason="max_output_tokens" if reason == "length" else None)
 

@@ -74,6 +74,7 @@ class RealtimeSession:
     _guess: Guess | None = None
     _item_id: str = ""  # of the turn that is being spoken
     _committed: SpeechEnd | None = None  # when the client ended a turn that was not answered yet
+    _closed: bool = False
     _answer_next: bool = False  # a turn ended while an answer was running
     _idle_from: int | None = None  # position in the sound at which waiting for the user began
     _side: set[Response] = field(default_factory=set)
@@ -100,7 +101,10 @@ class RealtimeSession:
         self.outbox.put(s.SessionCreated(session=self.state.told()))
 
     async def close(self) -> None:
-        """End all that runs. The engine's session goes too."""
+        """End all that runs. The engine's session goes too. Once is enough, twice does no harm."""
+        if self._closed:
+            return
+        self._closed, self._answer_next = True, False
         guessed = [self._guess.response] if self._guess is not None else []
         running = [self.active] if self.active is not None else []
         for response in (*guessed, *running, *self._side):
@@ -171,6 +175,12 @@ class RealtimeSession:
         if self.spoken:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
         self.state = state
+        answers = state.answers
+        self.talk.expect(  # so that sound is read ahead behind the same words as the answer's prompt begins with
+            modalities=("text", "audio") if answers.spoken else ("text",),
+            instructions=answers.instructions or None,
+            tools=answers.chat_tools(),
+        )
         self.listener.configure(state.turns, state.input_format)
         self.outbox.put(s.SessionUpdated(session=state.told()))
 

@@ -6,6 +6,7 @@ import { joinFloats } from "./audio.js";
 import { Connection } from "./connection.js";
 import { Conversation } from "./conversation.js";
 import { writeFigures } from "./figures.js";
+import { Live } from "./live.js";
 import { Microphone } from "./microphone.js";
 import { Notice } from "./notice.js";
 import { Player } from "./player.js";
@@ -37,6 +38,12 @@ const timeline = new Timeline({ canvas: $("timeline"), lanes: $("lanes"), source
 const conversation = new Conversation($("history"), { onReplay: replay, onShow: (entry) => showTurn(entry.turn) });
 const attachments = new Attachments((title) => notice.show({ about: "image", title, advice: "Use a PNG, JPEG or WebP image." }));
 const connection = new Connection(onConnection, apiKey);
+const live = new Live({
+  conversation, player, onLevel: showLiveLevel, onEnd: liveEnded,
+  onPlay: ({ turn, stream }) => { playing = { turn, stream, replay: false }; showTurn(turn); showState(); },
+  onHush: () => { playing = null; refresh(); showState(); },
+  onChange: () => { refresh(); showState(); },
+});
 
 // --- settings --------------------------------------------------------------------------------------------------------
 
@@ -136,7 +143,7 @@ function showModel(model) {
 
 function showState() {
   let state = server.state;
-  if (microphone.recording) state = "listening";
+  if (microphone.recording || (live.open && (live.speaking || !playing))) state = "listening";
   else if (playing) state = "speaking";
   else if (current) state = "thinking";
   else if (notice.about === "busy") state = "busy";
@@ -166,6 +173,7 @@ function ask(question) {
 /** Have an entry's question answered; also used to try again. */
 async function answer(entry) {
   stop();
+  live.stop(); // a question in writing ends it
   notice.hide();
   const speak = $("speak").checked;
   const rate = server.model?.rate ?? 24000;
@@ -279,6 +287,7 @@ function stop() {
   notice.hide("busy");
   current?.abort.abort();
   current = null;
+  if (live.open && playing) live.quiet();
   if (playing) {
     player.stop();
     if (!playing.replay) playing.turn.hush();
@@ -291,6 +300,7 @@ function stop() {
 // --- listening to the answer -----------------------------------------------------------------------------------------
 
 function hear(report) {
+  live.heard(report);
   if (!playing || report.stream !== playing.stream) return;
   if (!playing.replay) playing.turn.hear(report, player.latency);
   if (report.event === "started") notice.hide("sound");
@@ -354,6 +364,7 @@ let leaving = null; // the microphone's release, if one is under way
 
 async function beginRecording() {
   stop();
+  live.stop();
   notice.hide("microphone");
   await leaving;
   try {
@@ -399,6 +410,50 @@ function showLevel(level, seconds) {
 
 const talk = new TalkButton($("mic"), { begin: beginRecording, finish: finishRecording });
 
+// --- open microphone -------------------------------------------------------------------------------------------------
+
+async function toggleLive() {
+  if (live.open) return live.stop();
+  stop();
+  notice.hide();
+  $("welcome").hidden = true;
+  const url = new URL("v1/realtime", document.baseURI);
+  url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
+  const voice = $("voice").disabled ? undefined : $("voice").value;
+  const tokens = Number($("longest").value);
+  const session = {
+    type: "realtime", instructions: $("instructions").value.trim(), timeline: true,
+    ...(tokens ? { max_output_tokens: tokens, max_audio_frames: limits().max_audio_frames } : {}),
+    audio: { input: { transcription: {}, turn_detection: { type: "server_vad" } }, output: { voice } },
+  };
+  try {
+    await live.start({ url, key: apiKey(), session, history: conversation.items(), leadMs: Number($("lead").value) });
+  } catch (error) {
+    notice.show({ about: "microphone", title: error.message, advice: error.advice ?? "" });
+  }
+  showLive();
+}
+
+/** The conversation is over, or (`goesOn`) something in it went wrong. */
+function liveEnded(message, goesOn = false) {
+  if (message) notice.show({ about: "failed", title: goesOn ? "That did not work." : "The conversation has ended.", text: message });
+  showLive();
+  if (message && !goesOn) connection.check();
+}
+
+function showLive() {
+  $("live").setAttribute("aria-pressed", String(live.open));
+  $("recording").hidden = !live.open;
+  $("composer").classList.toggle("listening", live.open);
+  if (live.open) $("recording-text").textContent = "Listening; speak when you like";
+  $("recording-hint").hidden = live.open;
+  showState();
+}
+
+function showLiveLevel(level) {
+  $("level").value = level;
+}
+
 // --- wiring ----------------------------------------------------------------------------------------------------------
 
 /** Let the question grow with its text, up to the limit of the style. */
@@ -411,6 +466,7 @@ function fit() {
 
 function newConversation() {
   stop();
+  live.stop();
   notice.hide();
   conversation.clear();
   attachments.take();
@@ -437,6 +493,7 @@ $("question").onkeydown = (e) => {
   submit($("question").value);
 };
 $("stop").onclick = stop;
+$("live").onclick = toggleLive;
 $("new").onclick = newConversation;
 $("theme").onclick = cycleTheme;
 $("open-settings").onclick = () => $("settings").showModal();
@@ -460,6 +517,7 @@ $("ideas").onclick = (e) => e.target.matches(".idea") && submit(e.target.textCon
 addEventListener("keydown", (e) => {
   if (e.key !== "Escape" || $("settings").open) return;
   if (microphone.recording) dropRecording();
+  else if (live.open) live.stop();
   else stop();
 });
 
@@ -470,6 +528,7 @@ window.strettoStats = () => ({
   answering: current !== null,
   playing: playing !== null,
   recording: microphone.recording,
+  live: live.open,
   notice: notice.about,
   lanes: timeline.shown,
   turns: conversation.entries.map((entry) => entry.turn?.figures() ?? null),

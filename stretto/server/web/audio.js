@@ -23,6 +23,27 @@ export function floatsFromPcm16(bytes) {
   return samples;
 }
 
+/** The other way round. */
+export function pcm16(samples) {
+  const view = new DataView(new ArrayBuffer(2 * samples.length));
+  for (let i = 0; i < samples.length; i++) {
+    view.setInt16(2 * i, Math.round(Math.max(-1, Math.min(1, samples[i])) * 32767), true);
+  }
+  return new Uint8Array(view.buffer);
+}
+
+/** By straight lines between samples: for a microphone that has no other rate. */
+export function resample(samples, from, to) {
+  const out = new Float32Array(Math.floor((samples.length * to) / from));
+  for (let i = 0; i < out.length; i++) {
+    const at = (i * from) / to;
+    const left = Math.floor(at);
+    const right = Math.min(left + 1, samples.length - 1);
+    out[i] = samples[left] + (samples[right] - samples[left]) * (at - left);
+  }
+  return out;
+}
+
 export function joinFloats(parts) {
   const all = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
   let at = 0;

@@ -63,6 +63,24 @@ export class Conversation {
     return button;
   }
 
+  /** What was asked aloud, in words, as far as they are known. */
+  hear(entry, text) {
+    entry.question.text = text;
+    entry.heard ??= entry.asked.appendChild(make("p"));
+    entry.heard.dataset.testid = "heard";
+    entry.heard.textContent = text;
+    this.scroll(false);
+  }
+
+  /** The conversation so far as items of a realtime session. */
+  items() {
+    const message = (role, type, text) => ({ type: "message", role, content: [{ type, text }] });
+    return this.entries.flatMap(({ question, turn }) => [
+      ...(question.text ? [message("user", "input_text", question.text)] : []),
+      ...(turn?.text ? [message("assistant", "output_text", turn.text)] : []),
+    ]);
+  }
+
   /** Begin (or begin again) the answer to an entry. */
   begin(entry, turn) {
     entry.turn = turn;
@@ -116,7 +134,7 @@ export class Conversation {
     const told = instructions.trim() ? [{ role: "system", content: instructions.trim() }] : [];
     for (const one of this.entries) {
       if (one !== entry && !one.turn?.text) continue; // never answered: it may have been what the server refused
-      told.push({ role: "user", content: content(one.question) });
+      told.push({ role: "user", content: content(one.question) || "(spoken)" });
       if (one === entry) break;
       told.push({ role: "assistant", content: one.turn.text });
     }

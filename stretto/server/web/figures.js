@@ -2,6 +2,7 @@
 
 import { duration } from "./turn.js";
 
+const PARTS = { pause: "pause", making: "answer", network: "network", buffer: "buffer" };
 const $ = (id) => document.getElementById(id);
 const number = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
 
@@ -20,6 +21,11 @@ export function writeFigures(turn, live) {
     "fig-total": duration(f.total ?? (live ? turn.clock() : null)),
   };
   for (const [id, word] of Object.entries(words)) if ($(id).textContent !== word) $(id).textContent = word;
+  $("live-figure").hidden = !f.live;
+  $("fig-speech").textContent = duration(f.speechToSound);
+  $("fig-parts").textContent = f.parts
+    ? Object.entries(PARTS).map(([name, label]) => `${label} ${duration(f.parts[name])}`).join(" · ")
+    : "";
   for (const id of ["fig-first-text", "fig-first-audio"]) $(id).classList.toggle("blank", words[id] === "–");
   $("fig-underruns").classList.toggle("alarm", f.underruns > 0);
   $("summary-figures").textContent = turn ? `${words["fig-first-text"]} · ${words["fig-first-audio"]}` : "";

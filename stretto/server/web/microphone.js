@@ -1,5 +1,5 @@
-// Records one utterance at a time. The microphone is opened for a recording and given back after it, so that the
-// browser's "in use" sign tells the truth.
+// Records one utterance at a time, or hands over pieces as they come (`onPiece`). The microphone is opened for that and
+// given back after it, so that the browser's "in use" sign tells the truth.
 
 import { joinFloats } from "./audio.js";
 
@@ -34,6 +34,7 @@ function explain(error) {
 export class Microphone {
   constructor(onLevel) {
     this.onLevel = onLevel; // (level 0..1, seconds so far)
+    this.onPiece = null; // (samples, rate): then nothing is kept
     this.reset();
   }
 
@@ -83,7 +84,8 @@ export class Microphone {
   }
 
   take({ samples, level, last }) {
-    this.pieces.push(samples);
+    if (this.onPiece) this.onPiece(samples, this.context.sampleRate);
+    else this.pieces.push(samples);
     this.length += samples.length;
     this.onLevel(Math.min(1, level * 4), this.length / this.context.sampleRate);
     if (last) this.onLast?.();

@@ -19,6 +19,9 @@ export class Turn {
     this.usage = null;
     this.spans = null; // the server's timeline
     this.outcome = null; // "done", "stopped", "failed"
+    this.live = false; // of a conversation with an open microphone: times are from when the turn was found to be over
+    this.pause = null; // seconds of silence before that
+    this.making = null; // seconds from then to the first sound, at the server
   }
 
   /** The question leaves only now. */
@@ -32,12 +35,18 @@ export class Turn {
 
   /** Take one event of the stream. Returns {text, samples}: what is new to show and to play. */
   take(event) {
-    const t = this.clock();
     if (event.usage) this.usage = event.usage;
     if (event.stretto?.timeline?.length) this.spans = readSpans(event.stretto.timeline);
     const delta = event.choices?.[0]?.delta ?? {};
     const text = delta.content || delta.audio?.transcript || "";
     const samples = delta.audio?.data ? floatsFromPcm16(fromBase64(delta.audio.data)) : null;
+    this.add(text, samples);
+    return { text, samples };
+  }
+
+  /** More of the answer. */
+  add(text, samples) {
+    const t = this.clock();
     if (text) {
       this.text += text;
       this.words.push({ t, length: text.length });
@@ -46,7 +55,24 @@ export class Turn {
       this.packets.push({ t, start: this.samples, samples: samples.length });
       this.sound.push(samples);
     }
-    return { text, samples };
+  }
+
+  /** What the server says about a live answer. */
+  measure({ vad_wait_s = null, speech_to_audio_s = null, timeline = [] }) {
+    this.pause = vad_wait_s;
+    if (speech_to_audio_s !== null) this.making = Math.max(0, speech_to_audio_s - (vad_wait_s ?? 0));
+    if (timeline.length) this.spans = readSpans(timeline);
+  }
+
+  /** From the end of speech to the first sound, and what that consists of. Null where it is not known. */
+  get speechToSound() {
+    return this.live && this.firstSound !== null && this.pause !== null ? this.firstSound + this.pause : null;
+  }
+
+  get parts() {
+    if (this.speechToSound === null || this.making === null) return null;
+    const { pause, making, firstAudio, firstSound } = this;
+    return { pause, making, network: Math.max(0, firstAudio - making), buffer: firstSound - firstAudio };
   }
 
   /** A report of the player's. */
@@ -113,7 +139,7 @@ export class Turn {
     return {
       firstText, firstAudio, firstSound, underruns, starved, buffered, rtf, tokenRate, audioSeconds,
       total: this.endedAt, outcome: this.outcome, packets: this.packets.length, text: this.text,
-      measured: this.spans !== null,
+      measured: this.spans !== null, live: this.live, speechToSound: this.speechToSound, parts: this.parts,
     };
   }
 }

@@ -105,7 +105,6 @@ class Holdings:
         dropped = request.blocks[keep:]
         del request.blocks[keep:]
         request.published = min(request.published, keep)
-        request.refresh_limit()
         self._release(request, dropped)
 
     def drop(self, request: StageRequest) -> None:

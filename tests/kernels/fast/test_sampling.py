@@ -144,6 +144,22 @@ def test_text_is_the_references(device: torch.device, dtype: torch.dtype) -> Non
         check_text(case(mixed(rng, size, 3), logits, seed, device))
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_masked_text_is_the_references(device: torch.device) -> None:
+    """Most blocks have no token that may be picked: as a grammar leaves it."""
+    rng = np.random.default_rng(4)
+    for seed in range(2 * MANY):
+        size = [600, 1024][seed % 2]
+        c = case(mixed(rng, size, 3), random_logits(3, size, seed, torch.bfloat16), seed, device)
+        c.floor[:] = 0
+        allowed = torch.zeros(3, size, dtype=torch.bool, device=device)
+        for row in range(3):
+            allowed[row, torch.from_numpy(rng.choice(size, [1, 5, 40][row], replace=False)).to(device)] = True
+        c.logits.masked_fill_(~allowed, float("-inf"))
+        got = check_text(c)
+        assert all(allowed[i, t] for i, t in enumerate(got))
+
+
 def test_text_at_the_shipped_block_size(device: torch.device) -> None:
     rng = np.random.default_rng(2)
     size = 10_000  # three blocks

@@ -86,6 +86,7 @@ class ScriptedSession:
     closed: bool = False
     log: list[str] = field(default_factory=list)
     _items: list[Item] = field(default_factory=list)
+    expected: dict[str, Any] = field(default_factory=dict)  # of the next answer
     _open: list[Float] = field(default_factory=list)
 
     @property
@@ -120,6 +121,16 @@ class ScriptedSession:
         place = 0 if after is None else len(self._items) if after == END else self._find(after) + 1
         self._items.insert(place, item)
         return item
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        return ()
+
+    async def read(self) -> None:
+        pass
+
+    def expect(self, **given: Any) -> None:
+        self.expected = given
 
     async def remove(self, id: str) -> None:
         self._check()

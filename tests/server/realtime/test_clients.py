@@ -24,7 +24,9 @@ CLIENTS = {
     "livekit_agent.py": ("livekit.plugins.openai", "http://127.0.0.1:{port}/v1"),
     "pipecat_bot.py": ("pipecat", "ws://127.0.0.1:{port}/v1/realtime"),
 }
+DRIVERS = {"agents_sdk.py": "agents", "livekit_plugin.py": "livekit.plugins.openai", "pipecat_pipeline.py": "pipecat"}
 PATIENCE_S = 120
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 
 
 def python_with(module: str) -> str:
@@ -59,3 +61,31 @@ def test_an_example_hears_and_is_heard(name: str, running: Running, engine: Talk
     asked = [a for a in engine.asks if "Write down" not in a.texts[0]]
     assert asked[-1].texts[0] == "system: You are a friendly assistant. Be brief."
     assert "[" in asked[-1].texts[1]
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_a_framework_in_a_whole_conversation(name: str, running: Running, engine: TalkEngine, tmp_path: Path) -> None:
+    """A turn, one that calls a function, one that is interrupted, and another."""
+    python = python_with(DRIVERS[name])
+
+    def script(ask: Ask) -> list:  # type: ignore[type-arg]
+        if "Write down" in ask.texts[0]:
+            return say("what was said", 0)
+        if ask.messages[-1]["role"] == "tool":
+            return say("It is sunny.", 1.0)
+        spoken = sum(m["role"] == "user" for m in ask.messages)
+        return {2: say(CALL, 0.5), 3: say("word " * 60, 60.0, 60)}.get(spoken) or say("Good day to you.", 1.0)
+
+    engine.script = script
+    sound = tmp_path / "turn.pcm"
+    sound.write_bytes(pcm(silence(0.2), speech(0.6), silence(1.2)))
+    command = [python, str(Path(__file__).parent / "drivers" / name), f"{running.url}/v1", str(sound)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fine" in done.stdout
+    last = [a for a in engine.asks if "Write down" not in a.texts[0]][-1]
+    roles = [t.partition(":")[0] for t in last.texts]
+    assert (roles[0], roles[-1], roles.count("user"), roles.count("tool")) == ("system", "user", 4, 1)
+    assert roles.index("tool") > roles.index("assistant")
+    text = running.ask("/metrics").body.decode()
+    assert 'stretto_barge_in_total{by="speech"} 1.0' in text

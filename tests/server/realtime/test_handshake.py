@@ -90,12 +90,17 @@ def test_so_many_sessions_and_no_more(guarded: Running) -> None:
 
 
 def test_a_key_is_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), talk(guarded, f"/v1/realtime?api-key={KEY}"):
-        pass
-    guarded.do(asyncio.wait_for(guarded.server.service.sessions.idle.wait(), 30))
-    ours = [r.getMessage() for r in caplog.records if r.name.startswith("stretto")]
-    assert any("/v1/realtime" in line and "status=101" in line for line in ours)
-    assert KEY not in "".join(ours)
+    def ours() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name.startswith("stretto")]
+
+    with caplog.at_level("INFO"):
+        with talk(guarded, f"/v1/realtime?api-key={KEY}"):
+            pass
+        deadline = time.monotonic() + 60
+        while not any("/v1/realtime" in line and "status=101" in line for line in ours()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert KEY not in "".join(ours())
 
 
 # ---- the end of a session
@@ -208,16 +213,16 @@ def test_a_session_holds_so_much_and_no_more() -> None:
 
 
 def test_sound_is_sent_no_further_ahead_than_allowed(engine: TalkEngine) -> None:
-    engine.script = lambda ask: say("word", 60.0, 60)
-    with talking(engine, realtime_lead=3.0) as running, talk(running) as c:
+    engine.script = lambda ask: say("word", 60.0, 300)
+    with talking(engine, realtime_lead=0.5) as running, talk(running) as c:
         c.manual(instructions="x")
         began = time.monotonic()
         c.send("response.create")
         got = 0
-        while got < 4 * 48_000:
+        while got < 2 * 48_000:
             got += len(c.until("response.output_audio.delta")["delta"]) * 3 // 4
             ahead = got / 48_000 - (time.monotonic() - began)
-            assert ahead <= 3.0 + 1.0 + 0.01  # and the second that was just sent
+            assert ahead <= 0.5 + 0.2 + 0.01  # and the piece that was just sent
         c.send("response.cancel")
         assert c.until("response.done")["response"]["status"] == "cancelled"
 

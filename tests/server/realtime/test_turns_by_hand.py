@@ -102,6 +102,8 @@ def test_memory_of_two_turns(running: Running, engine: TalkEngine) -> None:
         "system: Be brief.", "user: [1.00 s]", "assistant: I know 2 messages so far.", "user: [0.50 s]",
     ]  # fmt: skip
     assert not engine.ledger.running
+    given = engine.asks[0].given  # sound was read ahead behind the same words
+    assert engine.sessions[-1].expected == {k: given[k] for k in ("modalities", "instructions", "tools")}
 
 
 def test_text_alone(running: Running, engine: TalkEngine) -> None:
@@ -328,6 +330,20 @@ def test_a_call_alone_says_nothing(running: Running, engine: TalkEngine) -> None
         events = answer(c)
     assert [o["type"] for o in events[-1]["response"]["output"]] == ["function_call"]
     assert "response.output_audio.delta" not in types(events)
+
+
+@pytest.mark.parametrize("end_token", [True, False])
+def test_nobody_waits_for_the_sound_of_a_call(running: Running, engine: TalkEngine, end_token: bool) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    end = [TextDelta((9,), "")] if end_token else []
+    engine.script = lambda ask: [*say(call, 0), *end, *say("", 60.0, 60)[1:]]
+    with talk(running) as c:
+        c.manual(tools=[{"type": "function", "name": "f"}])
+        hold(running, engine, 30)  # for good: most of the sound never comes
+        add_text(c, "Do it")
+        done = answer(c)[-1]["response"]
+    assert (done["status"], [o["type"] for o in done["output"]]) == ("completed", ["function_call"])
+    assert not engine.ledger.running
 
 
 def test_timeline_if_asked_for(running: Running, engine: TalkEngine) -> None:

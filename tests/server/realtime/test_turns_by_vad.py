@@ -362,6 +362,20 @@ def test_transcription(running: Running, engine: TalkEngine) -> None:
     assert asked.given["params"].priority > 0
 
 
+def test_a_transcription_waits_for_the_answer_s_first_sound(running: Running, engine: TalkEngine) -> None:
+    with talk(running) as c:
+        c.update(audio={"input": {"transcription": {}}})
+        go_on = hold(running, engine, 0)
+        c.append(TURN)
+        c.until("response.created")
+        c.sync()
+        assert len(engine.asks) == 1
+        engine.gate = None
+        go_on()
+        c.until("conversation.item.input_audio_transcription.completed")
+    assert len(engine.asks) == 2
+
+
 def test_a_transcription_that_fails(running: Running, engine: TalkEngine) -> None:
     from stretto.errors import Busy
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.server.realtime import vad as module
 from stretto.server.realtime.vad import WINDOW, Batcher, Float, Silero, SpeechModel, VadState
 from tests.server.realtime.scripted import LoudnessVad
 from tests.server.realtime.sounds import silence, speech
@@ -102,8 +104,6 @@ def test_long_sounds_do_not_keep_short_ones_waiting() -> None:
             started.wait(30)
             return super().run(windows, states)
 
-    import threading
-
     started = threading.Event()
 
     async def main() -> None:
@@ -124,6 +124,33 @@ def test_long_sounds_do_not_keep_short_ones_waiting() -> None:
 
     asyncio.run(main())
     assert order == ["short", "long"]
+
+
+def test_turns_are_taken_when_there_are_more_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BATCH", 2)
+    order: list[str] = []
+    go = threading.Event()
+
+    class Slow(LoudnessVad):
+        def run(self, windows: Float, states: Sequence[VadState]) -> Float:
+            go.wait(30)
+            return super().run(windows, states)
+
+    async def main() -> None:
+        batcher = Batcher(Slow)
+
+        async def one(name: str, count: int) -> None:
+            await batcher.run(VadState(), np.zeros((count, WINDOW), np.float32))
+            order.append(name)
+
+        work = [asyncio.create_task(one(n, c)) for n, c in (("long", 500), ("long", 500), ("short", 2), ("short", 2))]
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(*work)
+        batcher.close()
+
+    asyncio.run(main())
+    assert order == ["short", "short", "long", "long"]
 
 
 def test_what_fails_is_told_and_the_thread_goes_on() -> None:

@@ -95,8 +95,8 @@ class ThinkerNode:
         self.outlets = (self.outlet,)
         self.tellings: dict[RequestId, Telling] = {}
         self.compiling: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}  # until its grammar is there
-        text, tokenizer = self.config.thinker.text, Path(context.model) / "tokenizer.json"
-        self.grammars, self.ring = Grammars(tokenizer, text.vocab_size, self.config.tokens.im_end), context.ring
+        vocab, end = self.config.thinker.text.vocab_size, self.config.tokens.im_end
+        self.grammars, self.ring = Grammars(Path(context.model), vocab, end), context.ring
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self._encode_ns = 0  # not before this is the next part of media encoded
         self.stage = stage(self._emit)

@@ -1,0 +1,374 @@
+"""On a Ray cluster of this machine: what dies, what callers see and when it is up again; what the ingress adds.
+
+    python -m bench cluster --out bench/results/cluster.json
+
+Needs the extra `stretto[ray]`. Parts:
+    deaths     hosts, workers and raylets of a two-host pipeline are killed by turns, seeded, while somebody listens
+    replicas   one of two Serve replicas is killed while others ask
+    ingress    32 streams of packets through Serve's HAProxy and from plain uvicorn, by turns in one run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.harness.results import arguments, parser, write
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "1000",
+}
+KINDS = ("host", "worker", "raylet")
+STREAMS, PACKETS, EVERY_S, BYTES = 32, 48, 1 / 12, 4096
+
+
+@contextmanager
+def cluster() -> Iterator[Any]:
+    os.environ.update(ENVIRONMENT)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    it = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "resources": {"head": 1}})
+    try:
+        it.named = {name: it.add_node(num_cpus=3, num_gpus=2, resources={name: 1}) for name in ("a", "b")}
+        it.wait_for_nodes()
+        ray.init(address=it.address, namespace="stretto", log_to_driver=False)
+        yield it
+    finally:
+        ray.shutdown()
+        it.shutdown()
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        name: ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+        for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+    } | {"min": ordered[0]}
+
+
+# ---- deaths
+
+
+async def deaths(it: Any, model: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Each kill in the middle of an answer; the next answer must equal the first."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    from stretto.cluster.secret import read_secret
+    from stretto.cluster.starter import RayStarter
+    from stretto.control.cluster import ClusterConfig
+    from stretto.control.request import Params
+    from stretto.control.settings import EngineConfig
+    from stretto.errors import StageDead
+    from stretto.orchestrator.api import AudioChunk, CodeFrames
+    from stretto.orchestrator.engine import PipelineEngine
+    from stretto.orchestrator.remote import RemoteLauncher
+
+    secret = model.parent / "secret"
+    secret.write_text(secrets.token_hex(32))
+    config = ClusterConfig("ray", str(secret), insecure_cluster=True)
+    hosts = [{"CPU": 1.0, "GPU": 1.0, node: 0.01} for node in ("a", "b")]
+    group = placement_group([{"CPU": 0.5, "head": 0.01}, *hosts], strategy="SPREAD")
+    await group.ready()
+    launcher = RemoteLauncher(
+        RayStarter(group, str(model), config), read_secret(str(secret)), ray.util.get_node_ip_address()
+    )
+    engine = PipelineEngine(model, EngineConfig(placement="two", connector="tcp"), launcher)
+    started = time.monotonic()
+    await engine.start()
+    found: dict[str, Any] = {"start_s": time.monotonic() - started, "kills": []}
+    ask: list[dict[str, Any]] = [{"role": "user", "content": "Hello, what is the weather like?"}]
+    short = Params(max_text_tokens=8, max_frames=10, greedy_speech=True, want_codes=True, seed=5)
+    long = Params(max_text_tokens=900, max_frames=3000, min_frames=3000, ignore_eos=True, seed=5)
+
+    async def codes() -> list[Any]:
+        found: list[Any] = []
+        async for e in engine.generate(ask, params=short):
+            if isinstance(e, CodeFrames):
+                found += e.codes.tolist()
+        return found
+
+    want = await codes()
+    rng = random.Random(seed)
+    pipeline = engine._pipelines[0]
+    for number in range(kills):
+        kind, which = KINDS[number % len(KINDS)], rng.randrange(2)
+        agent = pipeline._hosts[which].pid
+        assert agent is not None
+        events = engine.generate(ask, params=long)
+        async for e in events:
+            if isinstance(e, AudioChunk) and rng.random() < 0.3:
+                break
+        node = ("a", "b")[which]
+        begun = time.monotonic()
+        if kind == "host":
+            os.kill(children(agent)[0], signal.SIGKILL)
+        elif kind == "worker":
+            os.kill(agent, signal.SIGKILL)
+        else:
+            os.kill(it.named[node].all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        told = None
+        try:
+            async for _ in events:
+                pass
+        except StageDead as e:
+            told = str(e)
+        seen_s = time.monotonic() - begun
+        if kind == "raylet":
+            it.remove_node(it.named[node], allow_graceful=False)  # what is left of it
+            it.named[node] = it.add_node(num_cpus=3, num_gpus=2, resources={node: 1})
+        joined = time.monotonic()
+        while not pipeline.ready(engine.model.pipeline.names):
+            await asyncio.sleep(0.01)
+        up_s = time.monotonic() - (joined if kind == "raylet" else begun)
+        exact = await codes() == want
+        found["kills"].append(
+            {"kind": kind, "host": which, "seen_s": seen_s, "up_s": up_s, "told": told, "exact": exact}
+        )
+        print(kind, which, f"seen {seen_s:.3f} s, up {up_s:.2f} s, exact {exact}: {told}", flush=True)
+    pids = [pid for h in pipeline._hosts if h.pid for pid in (h.pid, *children(h.pid))]
+    await engine.close()
+    await asyncio.sleep(2.0)
+    found["left"] = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    for kind in KINDS:
+        some = [k for k in found["kills"] if k["kind"] == kind]
+        if some:
+            found[kind] = {name: quantiles([k[name] for k in some]) for name in ("seen_s", "up_s")}
+    return found
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+# ---- replicas
+
+
+def replicas(model: Path, port: int) -> dict[str, Any]:
+    """Kill one of two replicas while it speaks and others ask."""
+    from ray import serve
+    from ray.util.state import list_actors
+
+    from stretto.cluster.app import build
+
+    secret = model.parent / "secret"
+    secret.write_text(secrets.token_hex(32))
+    args = {"model": str(model), "cluster-secret-file": str(secret), "host-gpus": 0.0, "min-pace": 0.0, "replicas": 2}
+    begun = time.monotonic()
+    serve.run(build(args), name="stretto", route_prefix="/")
+    base, found = f"http://127.0.0.1:{port}", {"start_s": time.monotonic() - begun}
+    while httpx.get(f"{base}/health", timeout=60).status_code != 200:
+        time.sleep(0.2)
+    ask = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    long = {**ask, "modalities": ["text", "audio"], "stream": True, "audio": {"format": "pcm16"}, "ignore_eos": True}
+    long |= {"min_audio_frames": 2000, "max_audio_frames": 2000, "max_tokens": 900}
+    ends: list[tuple[float, str]] = []
+
+    def listen() -> None:
+        try:
+            with httpx.stream("POST", f"{base}/v1/chat/completions", json=long, timeout=120) as answer:
+                for _ in answer.iter_lines():
+                    if stop.is_set():
+                        return
+            ends.append((time.monotonic(), "ended"))
+        except httpx.HTTPError as e:
+            ends.append((time.monotonic(), type(e).__name__))
+
+    stop = threading.Event()
+    threads = [threading.Thread(target=listen) for _ in range(4)]
+    for t in threads:
+        t.start()
+    time.sleep(2.0)
+    victim = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if "ServeReplica" in a.class_name)
+    hosts = [a.pid for a in list_actors(filters=[("state", "=", "ALIVE")]) if a.class_name == "HostAgent"]
+    killed = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
+    statuses: list[int] = []
+    while time.monotonic() - killed < 15.0:
+        try:
+            statuses.append(httpx.post(f"{base}/v1/chat/completions", json=ask, timeout=60).status_code)
+        except httpx.HTTPError:
+            statuses.append(0)
+        time.sleep(0.1)
+
+    def up() -> int:
+        states = serve.status().applications["stretto"].deployments["Replica"].replica_states
+        return sum(n for state, n in states.items() if str(getattr(state, "value", state)) == "RUNNING")
+
+    while up() < 2:
+        time.sleep(0.1)
+    found["up_s"] = time.monotonic() - killed
+    stop.set()
+    for t in threads:
+        t.join()
+    found["cut"] = [{"after_s": at - killed, "how": how} for at, how in ends if at - killed < 10]
+    found["new"] = {
+        "asked": len(statuses),
+        "refused": sum(s != 200 for s in statuses),
+        "statuses": sorted(set(statuses)),
+    }
+    found["agents_before"] = len(hosts)
+    found["agents_left"] = sum(Path(f"/proc/{pid}").exists() for pid in hosts)
+    serve.delete("stretto")
+    return found
+
+
+# ---- ingress
+
+
+def stream_app() -> Any:
+    """Packets with the time at which each was given away."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import StreamingResponse
+    from starlette.routing import Route
+
+    async def packets() -> AsyncIterator[bytes]:
+        for _ in range(PACKETS):
+            line = json.dumps({"at": time.monotonic()})
+            yield f"data: {line}{' ' * (BYTES - len(line))}\n\n".encode()
+            await asyncio.sleep(EVERY_S)
+
+    async def answer(request: Request) -> StreamingResponse:
+        return StreamingResponse(packets(), media_type="text/event-stream")
+
+    return Starlette(routes=[Route("/stream", answer)])
+
+
+async def hear(base: str) -> tuple[list[float], list[float]]:
+    """First bytes, and each packet's delay, of all streams."""
+    firsts: list[float] = []
+    delays: list[float] = []
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        await asyncio.sleep(random.Random(number).random())
+        asked = time.monotonic()
+        async with client.stream("GET", f"{base}/stream") as answer:
+            first = True
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    now = time.monotonic()
+                    if first:
+                        firsts.append(now - asked)
+                        first = False
+                    delays.append(now - json.loads(line[6:])["at"])
+
+    limits = httpx.Limits(max_connections=STREAMS)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        await asyncio.gather(*(one(client, i) for i in range(STREAMS)))
+    return firsts, delays
+
+
+def until_answered(base: str) -> None:
+    while True:
+        try:
+            if httpx.get(f"{base}/stream", timeout=60).status_code == 200:
+                return
+        except httpx.ConnectError:
+            pass
+        time.sleep(0.2)
+
+
+def ingress(port: int, rounds: int) -> dict[str, Any]:
+    import uvicorn
+    from ray import serve
+
+    @serve.deployment(max_ongoing_requests=200, ray_actor_options={"num_cpus": 0.5})
+    @serve.ingress(stream_app)
+    class Stream:
+        pass
+
+    serve.run(Stream.bind(), name="stream", route_prefix="/")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        plain = s.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(stream_app(), port=plain, log_level="warning", access_log=False))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    ways = {"uvicorn": f"http://127.0.0.1:{plain}", "haproxy": f"http://127.0.0.1:{port}"}
+    for base in ways.values():
+        until_answered(base)
+    heard: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
+    for _ in range(rounds):
+        for name, base in ways.items():
+            firsts, delays = asyncio.run(hear(base))
+            heard[name][0].extend(firsts)
+            heard[name][1].extend(delays)
+    server.should_exit = True
+    thread.join()
+    serve.delete("stream")
+    found = {
+        name: {"first_byte_ms": quantiles([1e3 * v for v in first]), "packet_ms": quantiles([1e3 * v for v in each])}
+        | {"packets": len(each)}
+        for name, (first, each) in heard.items()
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def main(given: Sequence[str]) -> int:
+    p = parser("cluster", __doc__)
+    p.add_argument("--parts", default="deaths,replicas,ingress")
+    p.add_argument("--kills", type=int, default=100)
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args(given)
+    from stretto.cluster.extra import require_ray
+    from stretto.registry import write_tiny
+
+    require_ray()
+    parts: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
+        "deaths": lambda it, model, port: asyncio.run(deaths(it, model, args.kills, args.seed)),
+        "replicas": lambda it, model, port: replicas(model, port),
+        "ingress": lambda it, model, port: ingress(port, args.rounds),
+    }
+    found: dict[str, Any] = {"arguments": arguments(args)}
+    with tempfile.TemporaryDirectory() as folder, cluster() as it:
+        model = Path(folder) / "tiny"
+        write_tiny(model)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        if args.parts != "deaths":
+            from ray import serve
+            from ray.serve.config import HTTPOptions
+
+            serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="0.0.0.0", port=port))
+        for name in args.parts.split(","):
+            found[name] = parts[name](it, model, port)
+            write(args.out, found)
+        if args.parts != "deaths":
+            serve.shutdown()
+    return 0

@@ -1,0 +1,177 @@
+"""Step times for `stretto plan`, from what was measured on a card, and how far its replay is from the measured runs.
+
+    python -m bench plan --gpu h200 --out bench/results/plan_h200.json     # the table
+    python -m bench plan --gpu h200 --fit 300 --out ...                    # fit what is not measured alone anew
+
+Reads bench/results/{steps,together,prefill,code2wav}_GPU.json and GPU.json, the results of the programs `steps`,
+`kernels` and `serve` on that card. What a step takes alone is measured. How much slower it is beside other stages in
+service, and what server and host add, is fitted to the runs of `serve` (closed loops of 1 to 32 listeners, and 64 to
+128 listeners who come within two seconds): FITTED. The replay's error is its difference from those same runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.harness.results import RESULTS, parser, read
+from stretto.planner.plan import quantile
+from stretto.planner.replay import Asked, Card, Heard, replay, replay_closed
+from stretto.planner.table import StageTimes, Table, Together
+
+MODEL = "Qwen3-Omni-30B-A3B"
+STAGES = {"text": ("thinker step", "thinker"), "frames": ("talker frame", "talker")}
+ASKED = {"text-100": Asked(108, 64, 125), "long-60s": Asked(108, 300, 750)}
+FRAME_S, OPENING_S = 0.08, 0.08 - 1365 / 24000
+GIB = 1 << 30
+
+FITTED: dict[str, dict[str, float]] = {
+    "h200": {
+        "text_4_ms": 3.9804,
+        "text_64_ms": 21.5149,
+        "text_96_ms": 28.739,
+        "text_128_ms": 36.5755,
+        "frames_64_ms": 6.0,
+        "frames_128_ms": 10.1186,
+        "mixed": 0.25,
+        "beside_1": 0.66,
+        "beside_4": 0.4407,
+        "beside_8": 0.7109,
+        "beside_16": 0.93,
+        "beside_32": 1.0,
+        "beside_prompt": 0.506,
+        "beside_frames": 0.7201,
+        "beside_vocoder": 0.45,
+        "vocoder_beside": 0.85,
+        "overhead_ms": 3.7131,
+        "serial_ms": 1.4428,
+        "host_us": 161.372,
+    }
+}
+
+
+def measured(gpu: str) -> dict[str, Any]:
+    """The curves of steps alone."""
+    steps = read(RESULTS / f"steps_{gpu}.json")["steps"]
+    beside = [r for r in read(RESULTS / f"together_{gpu}.json")["runs"] if r["how"] == "service priorities"]
+    passes = read(RESULTS / f"prefill_{gpu}.json")["times_us"]
+    vocoder = read(RESULTS / f"code2wav_{gpu}.json")["runs"]
+    found: dict[str, Any] = {"vocoder": [(r["slots"], r["frames"], r["median_ms"]) for r in vocoder if r["graph"]]}
+    per = read(RESULTS / f"together_{gpu}.json")["steps"]
+    for stage, (what, name) in STAGES.items():
+        times = {s["batch"]: sum(s["p50_ms"]) / len(s["p50_ms"]) for s in steps if s["what"] == what}
+        for r in beside:
+            times.setdefault(r["batch"], r[f"{name}_alone_ms"] / per[name])
+        prefix = f"{name} pass graph rows="
+        rows = {int(k.removeprefix(prefix)): us / 1e3 for k, us in passes.items() if k.startswith(prefix)}
+        found[stage] = {"decode": sorted(times.items()), "prompt": sorted(rows.items())}
+    return found
+
+
+def table_of(gpu: str, found: Mapping[str, Any], k: Mapping[str, float], runs: Mapping[str, Any]) -> Table:
+    """`k`: what is fitted."""
+    host = runs["parts"]["host"]["found"][0]
+    memory = runs["env"]["gpu"]["memory_gib"]
+    text = dict(found["text"]["decode"]) | {4: k["text_4_ms"], 64: k["text_64_ms"], 96: k["text_96_ms"]}
+    text[128] = k["text_128_ms"]
+    frames = dict(found["frames"]["decode"]) | {64: k["frames_64_ms"], 128: k["frames_128_ms"]}
+    kept = {name: host["memory"][stage] for name, (_, stage) in STAGES.items()}
+    weights = 66.0  # of all stages, as the plan of a host says
+    pools = max(0.0, sum(kept.values()) / GIB - weights)
+    tokens = int(pools * GIB / (KV_BYTES["text"] + KV_BYTES["frames"]))
+    return Table(
+        gpu=gpu, model=MODEL, memory_gib=memory, weights_gib=weights, max_rows=int(runs["arguments"]["max_rows"]),
+        text=StageTimes(sorted(text.items()), found["text"]["prompt"], k["mixed"], tokens),
+        frames=StageTimes(sorted(frames.items()), found["frames"]["prompt"], 0.0, tokens),
+        vocoder=found["vocoder"],
+        together=Together(
+            text=[(n, k[f"beside_{n}"]) for n in (1, 4, 8, 16, 32)], prompt=k["beside_prompt"],
+            frames=k["beside_frames"], vocoder=k["beside_vocoder"], beside_vocoder=k["vocoder_beside"],
+        ),
+        frame_s=FRAME_S, opening_s=OPENING_S, overhead_ms=k["overhead_ms"], serial_ms=k["serial_ms"],
+        host_us=k["host_us"], made_by=f"python -m bench plan --gpu {gpu}",
+    )  # fmt: skip
+
+
+KV_BYTES = {"text": 2 * 48 * 4 * 128 * 2, "frames": 2 * 20 * 2 * 128 * 2}
+"""Of one token in each pool, at the released size."""
+
+
+def replayed(table: Table, run: Mapping[str, Any]) -> list[Heard]:
+    card, asked = Card(table), ASKED[run["workload"]]
+    if run["workload"] == "text-100":
+        return replay_closed(card, asked, run["streams"], run["answers"])
+    return replay(card, iter(sorted((s["sent"], asked) for s in run["samples"])), math.inf)
+
+
+def errors(table: Table, runs: Mapping[str, Any]) -> list[dict[str, float]]:
+    """By run: how far the replay is from what was measured, as shares of that."""
+    found = []
+    for run in runs["parts"]["latency"]["found"] + runs["parts"]["realtime"]["found"]:
+        heard, told = replayed(table, run), run["summary"]
+        first = [h.first_audio for h in heard if h.first_audio is not None]
+        found.append(
+            {
+                "streams": run["streams"],
+                "first_audio_p50": quantile(first, 0.5) / told["first_audio_s"]["p50"] - 1,
+                "first_audio_p99": quantile(first, 0.99) / told["first_audio_s"]["p99"] - 1,
+                "rtf_p50": quantile([h.rtf for h in heard], 0.5) / told["rtf"]["p50"] - 1,
+            }
+        )
+    return found
+
+
+def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = [name for name in found[0] if name != "streams"]
+    return {name: round(sum(abs(e[name]) for e in found) / len(found), 3) for name in names}
+
+
+def fit(gpu: str, found: Mapping[str, Any], runs: Mapping[str, Any], seconds: float, seed: int) -> dict[str, float]:
+    """Change a few numbers at a time, and keep what is better."""
+    best = dict(FITTED[gpu])
+
+    def loss(k: Mapping[str, float]) -> float:
+        return sum(
+            abs(v) ** 1.5 for e in errors(table_of(gpu, found, k, runs), runs) for n, v in e.items() if n != "streams"
+        )
+
+    least, rng, end = loss(best), random.Random(seed), time.monotonic() + seconds
+    while time.monotonic() < end:
+        k = dict(best)
+        for name in rng.sample(sorted(k), rng.choice((1, 2, 3))):
+            k[name] *= math.exp(rng.gauss(0, 0.1))
+            if name.startswith(("beside", "vocoder")):
+                k[name] = min(k[name], 1.0)
+        if (new := loss(k)) < least:
+            least, best = new, k
+            print(f"{least:.4f}", json.dumps({n: round(v, 4) for n, v in best.items()}), flush=True)
+    return best
+
+
+def main(given: Sequence[str]) -> int:
+    p = parser("plan", __doc__)
+    p.add_argument("--gpu", default="h200")
+    p.add_argument("--fit", type=float, default=0.0, metavar="SECONDS")
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args(given)
+    found, runs = measured(args.gpu), read(RESULTS / f"{args.gpu}.json")
+    k = fit(args.gpu, found, runs, args.fit, args.seed) if args.fit else FITTED[args.gpu]
+    table = table_of(args.gpu, found, k, runs)
+    by_run = errors(table, runs)
+    for e in by_run:
+        print(
+            f"{e['streams']:4.0f} streams  "
+            + "  ".join(f"{n} {100 * v:+.0f} %" for n, v in e.items() if n != "streams")
+        )
+    table = msgspec.structs.replace(table, error=means(by_run))
+    print("mean", table.error)
+    if args.out is not None:
+        Path(args.out).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+    return 0

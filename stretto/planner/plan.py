@@ -1,0 +1,113 @@
+"""The search: how many sessions one card carries within the goal, and so how many cards it takes. Deterministic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from stretto.errors import Invalid
+from stretto.planner.replay import Asked, Card, Heard, replay
+from stretto.planner.table import Table
+
+WARM_S, LOOKED_S = 10.0, 25.0
+"""Of each replay: until it is as busy as it gets, and what is looked at."""
+MOST_PER_CARD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sessions that ask, listen to the answer, pause and ask again."""
+
+    sessions: int
+    asked: Asked
+    pause_s: float
+
+    def rate(self, table: Table) -> float:
+        """Requests a second, of one session."""
+        return 1.0 / (self.asked.frames * table.frame_s + self.pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    first_audio_p99_s: float
+    stutters: float = 0.01  # share of answers in which a player who starts at once may ever wait
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What listeners of one card met."""
+
+    sessions: int
+    first_audio_p50_s: float
+    first_audio_p99_s: float
+    rtf_p99: float
+    stutters: float
+    streams: float  # being made at once, on average
+
+    def meets(self, goal: Goal) -> bool:
+        return self.first_audio_p99_s <= goal.first_audio_p99_s and self.stutters <= goal.stutters and self.rtf_p99 < 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    cards: int
+    seen: Seen  # with the sessions spread evenly over the cards
+    most: int  # sessions that one card would carry
+    speech_hours_per_hour: float
+
+    def cost(self, price: float) -> float:
+        """Of an hour of speech, where a card costs so much an hour."""
+        return self.cards * price / self.speech_hours_per_hour
+
+
+def poisson(rate: float, asked: Asked, seed: int) -> Iterator[tuple[float, Asked]]:
+    random, now = Random(seed), 0.0
+    while True:
+        now += random.expovariate(rate)
+        yield now, asked
+
+
+def look(table: Table, load: Load, sessions: int, seed: int = 0) -> Seen:
+    """Replay so many sessions on one card."""
+    rate = sessions * load.rate(table)
+    heard = replay(Card(table, seed=seed), poisson(rate, load.asked, seed), WARM_S + LOOKED_S)
+    seen = [h for h in heard if h.arrived >= WARM_S] or heard
+    if not seen:  # nobody came: then one who comes alone
+        seen = replay(Card(table, seed=seed), iter([(0.0, load.asked)]), 1.0)
+    first, rtf = ([f(h) for h in seen] for f in (_first, _rtf))
+    making = sum((h.end or 0.0) - h.arrived for h in seen) / LOOKED_S
+    late = sum(h.waited > 0 for h in seen) / len(seen)
+    return Seen(sessions, quantile(first, 0.5), quantile(first, 0.99), quantile(rtf, 0.99), late, making)
+
+
+def make_plan(table: Table, load: Load, goal: Goal) -> Plan:
+    """The most sessions that a card carries within the goal, by halving; then the cards, and what they then carry."""
+    if not look(table, load, 1).meets(goal):
+        raise Invalid(f"not even one session on {table.gpu} meets the goal", "first_audio_p99")
+    low, high = 1, 2
+    while high < min(load.sessions + 1, MOST_PER_CARD) and look(table, load, high).meets(goal):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 20):
+        middle = (low + high) // 2
+        if look(table, load, middle).meets(goal):
+            low = middle
+        else:
+            high = middle
+    cards = math.ceil(load.sessions / low)
+    spoken = load.sessions * load.rate(table) * load.asked.frames * table.frame_s
+    return Plan(cards, look(table, load, math.ceil(load.sessions / cards)), low, spoken)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def _first(heard: Heard) -> float:
+    assert heard.first_audio is not None
+    return heard.first_audio
+
+
+def _rtf(heard: Heard) -> float:
+    return heard.rtf

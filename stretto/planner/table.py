@@ -1,0 +1,92 @@
+"""Step times of one model on one kind of card, as `python -m bench plan` collects them from measurements. No torch.
+
+A pipeline is, to the planner, a stage that writes text, a stage that makes frames of it and a vocoder, all on one card.
+A table says what their steps take alone, by size, and how much slower they are beside each other."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from stretto.errors import Invalid
+
+Curve = list[tuple[float, float]]
+"""Sizes and milliseconds, by size."""
+
+
+class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    decode: Curve  # rows: a step in which each row is one request's next token
+    prompt: Curve  # rows of a step that holds prompts
+    mixed: float  # of a step with both: what the quicker part adds to the slower one
+    tokens: int  # that its KV pool holds
+
+
+class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast steps run beside others, of what they run alone."""
+
+    text: Curve  # of the text stage beside the frames stage, by rows
+    prompt: float  # of a step of it that holds prompts
+    frames: float  # of the frames stage beside the text stage
+    vocoder: float  # beside any of them
+    beside_vocoder: float  # of any of them
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    gpu: str
+    model: str
+    memory_gib: float  # of the card
+    weights_gib: float
+    max_rows: int
+    text: StageTimes
+    frames: StageTimes
+    vocoder: list[tuple[float, float, float]]  # streams, frames of each, milliseconds
+    together: Together
+    frame_s: float
+    opening_s: float  # of the first frame that is not sounded
+    overhead_ms: float  # from a request's arrival to its announcement, and back to the client
+    serial_ms: float  # of that, what the server does for one request after the other
+    host_us: float  # of the host's thread, for each row of a step
+    made_by: str
+    error: dict[str, float] = {}  # of the replay against the measured runs, as shares
+
+
+def read_table(path: Path) -> Table:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Table)
+    except (OSError, msgspec.MsgspecError) as e:
+        raise Invalid(f"{path}: no table of step times ({e})", "table") from None
+
+
+def find_table(gpu: str) -> Path:
+    """Of the tables that come with the package (in a checkout: under bench/results)."""
+    here = Path(__file__).parent
+    folders = (here / "tables", here.parent.parent / "bench" / "results")
+    known = {p.stem.removeprefix("plan_"): p for folder in folders for p in sorted(folder.glob("plan_*.json"))}
+    if gpu not in known:
+        raise Invalid(f"no step times of {gpu!r} are known, only of {', '.join(sorted(known)) or 'none'}", "gpu")
+    return known[gpu]
+
+
+def at(curve: Sequence[tuple[float, float]], size: float) -> float:
+    """The curve at a size: straight between its points, and beyond the last as between the last two."""
+    sizes = [s for s, _ in curve]
+    if size <= sizes[0]:
+        return curve[0][1]
+    i = min(bisect_left(sizes, size), len(curve) - 1)
+    (a, low), (b, high) = curve[i - 1], curve[i]
+    return low + (high - low) * (size - a) / (b - a)
+
+
+def share_at(curve: Sequence[tuple[float, float]], size: float) -> float:
+    """The same for shares, which beyond the last point stay as they are."""
+    return at(curve, min(size, curve[-1][0]))
+
+
+def vocoder_ms(table: Table, streams: int, frames: int) -> float:
+    """Of one call, between its measured neighbours in frames."""
+    widths = sorted({w for _, w, _ in table.vocoder})
+    curve = [(w, at([(n, ms) for n, x, ms in table.vocoder if x == w], streams)) for w in widths]
+    return at(curve, frames)

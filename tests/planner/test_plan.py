@@ -1,0 +1,161 @@
+"""The planner: its replay uses the real scheduler and takes the table's times, its search finds the least cards, and
+the shipped table is as near to the measured runs as it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.cli import main
+from stretto.errors import Invalid
+from stretto.planner import plan
+from stretto.planner.command import seconds
+from stretto.planner.plan import Goal, Load, look, make_plan
+from stretto.planner.replay import Asked, Card, Heard, replay, replay_closed
+from stretto.planner.table import StageTimes, Table, Together, at, find_table, read_table, share_at, vocoder_ms
+
+ALONE = Together(text=[(1, 1.0)], prompt=1.0, frames=1.0, vocoder=1.0, beside_vocoder=1.0)
+TABLE = Table(
+    gpu="toy", model="toy", memory_gib=1.0, weights_gib=0.5, max_rows=8,
+    text=StageTimes([(1, 2.0), (8, 4.0)], [(16, 10.0), (1000, 20.0)], 0.0, 100_000),
+    frames=StageTimes([(1, 5.0), (8, 10.0)], [(16, 3.0), (1000, 4.0)], 0.0, 100_000),
+    vocoder=[(1, 1, 1.0), (8, 1, 2.0), (1, 8, 2.0), (8, 8, 4.0)],
+    together=ALONE, frame_s=0.08, opening_s=0.02, overhead_ms=0.0, serial_ms=0.0, host_us=0.0, made_by="hand",
+)  # fmt: skip
+ASKED = Asked(16, 10, 20)
+
+
+def test_curves() -> None:
+    curve = [(1.0, 2.0), (8.0, 4.0), (16.0, 4.0)]
+    assert [at(curve, n) for n in (0, 1, 4.5, 8, 16, 32)] == [2, 2, 3, 4, 4, 4]
+    assert at(curve[:2], 15) == 6.0, "beyond the last, as between the last two"
+    assert share_at(curve[:2], 15) == 4.0, "a share stays"
+    assert vocoder_ms(TABLE, 1, 1) == 1.0
+    assert vocoder_ms(TABLE, 8, 8) == 4.0
+    assert 1.0 < vocoder_ms(TABLE, 4, 4) < 4.0
+
+
+def test_one_request_takes_what_its_steps_take() -> None:
+    """A prompt of 10 ms, whose last row writes the first token; the frames stage reads its own prompt, then makes a
+    frame every 5 ms, since text comes faster; the vocoder adds one call."""
+    [heard] = replay(Card(TABLE), iter([(1.0, ASKED)]), 10.0)
+    assert heard.first_text == pytest.approx(0.010)
+    assert heard.first_audio == pytest.approx(0.010 + 0.003 + 0.005 + 0.001, abs=0.006)
+    assert heard.end is not None
+    assert heard.end - 1.0 == pytest.approx(0.010 + 20 * 0.005 + 0.008, abs=0.02)
+    assert sum(s for _, s in heard.packets) == pytest.approx(20 * 0.08 - 0.02)
+    assert heard.waited == 0.0
+    assert heard.rtf == pytest.approx((heard.end - 1.0) / 1.58)
+
+
+def test_stages_beside_each_other_are_slower() -> None:
+    slow = Together(text=[(1, 0.5)], prompt=0.5, frames=0.5, vocoder=0.5, beside_vocoder=0.5)
+    [fast], [slowed] = (replay(Card(t), iter([(0.0, ASKED)]), 1.0) for t in (TABLE, with_(together=slow)))
+    assert fast.end is not None
+    assert slowed.end is not None
+    assert slowed.end > fast.end
+    assert slowed.first_text == fast.first_text, "nothing ran beside its prompt"
+
+
+def with_(**changed: Any) -> Table:
+    return msgspec.structs.replace(TABLE, **changed)
+
+
+def test_the_server_takes_requests_one_after_the_other() -> None:
+    table = with_(overhead_ms=5.0, serial_ms=10.0)
+    heard = replay(Card(table), iter([(0.0, ASKED)] * 4), 1.0)
+    firsts = sorted(h.first_text or 0.0 for h in heard)
+    assert firsts[0] == pytest.approx(0.025, abs=0.003)
+    assert firsts[3] - firsts[0] >= 0.020
+    assert [h.arrived for h in heard] == [0.0] * 4
+
+
+def test_more_than_there_are_rows_wait_for_one() -> None:
+    heard = replay(Card(with_(max_rows=2)), iter([(0.0, ASKED)] * 6), 1.0)
+    firsts = sorted(h.first_audio or 0.0 for h in heard)
+    assert firsts[2] > 2 * firsts[1]
+    assert all(h.end is not None for h in heard)
+
+
+def test_a_closed_loop_makes_all_requests_and_no_more_at_once() -> None:
+    heard = replay_closed(Card(TABLE), ASKED, streams=3, requests=10)
+    assert len(heard) == 10
+    for h in heard:
+        assert sum(o.arrived <= h.arrived < (o.end or 0.0) for o in heard) <= 3
+
+
+def test_a_listener_who_runs_dry_waits() -> None:
+    heard = Heard(0.0, ASKED, 0.1, [(0.2, 0.1), (0.5, 0.3), (0.6, 0.1)], 0.6)
+    assert heard.waited == pytest.approx(0.2)
+    assert heard.first_audio == 0.2
+
+
+def test_the_same_seed_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "WARM_S", 0.5)
+    monkeypatch.setattr(plan, "LOOKED_S", 1.5)
+    load, goal = Load(60, ASKED, 0.4), Goal(0.060)
+    one, again = make_plan(TABLE, load, goal), make_plan(TABLE, load, goal)
+    assert one == again
+    assert one.cards * one.most >= 60 > (one.cards - 1) * one.most
+    assert look(TABLE, load, one.most).meets(goal)
+    assert not look(TABLE, load, 2 * one.most + 2).meets(goal)
+    tighter = make_plan(TABLE, load, Goal(0.030))
+    assert tighter.cards >= one.cards
+    assert one.speech_hours_per_hour == pytest.approx(60 * 1.6 / 2.0)
+    assert one.cost(2.0) == pytest.approx(one.cards * 2.0 / 48)
+    with pytest.raises(Invalid, match="not even one session"):
+        make_plan(TABLE, load, Goal(0.001))
+
+
+# ---- the command, and the table that comes with it
+
+
+def test_times_are_parsed() -> None:
+    assert [seconds(t, "x") for t in ("200ms", "1.5s", "2 min")] == [0.2, 1.5, 120.0]
+    for wrong in ("200", "s", "-1s", "1h", "", "99999999s"):
+        with pytest.raises(Invalid, match="such as 200ms"):
+            seconds(wrong, "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "moon"], "no step times of 'moon' are known, only of h200"),
+        (["--table", "/nowhere.json"], "no table of step times"),
+        (["--model", "other"], "not of other"),
+        (["--first-audio-p99", "soon"], "such as 200ms"),
+        (["--speech", "0.5h"], "such as 200ms"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words: list[str], said: str, capsys: Any) -> None:
+    assert main(["plan", "--sessions", "5", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_answers(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "WARM_S", 0.5)
+    monkeypatch.setattr(plan, "LOOKED_S", 2.0)
+    path = tmp_path / "toy.json"
+    path.write_bytes(msgspec.json.encode(with_(error={"rtf": 0.05})))
+    words = ["plan", "--table", str(path), "--sessions", "30", "--speech", "1.6s", "--pause", "0.4s"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cards"] >= 1
+    assert told["error"] == {"rtf": 0.05}
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{told['cards']} x toy for 30 sessions of toy")
+    assert "rtf 5 %" in text
+
+
+def test_the_shipped_table_says_how_far_it_is_off() -> None:
+    table = read_table(find_table("h200"))
+    assert set(table.error) == {"first_audio_p50", "first_audio_p99", "rtf_p50"}
+    [alone] = replay(Card(table), iter([(0.0, Asked(108, 64, 125))]), 1.0)
+    assert alone.first_audio is not None
+    assert alone.first_audio == pytest.approx(0.0209, rel=0.25), "as one listener of the measured server"
+    assert alone.rtf == pytest.approx(0.0327, rel=0.15)

@@ -1,0 +1,67 @@
+"""Run by test_clients.py in an interpreter that has the Agents SDK: turns, a function, an interruption."""
+
+import asyncio
+import sys
+
+from agents import function_tool, set_tracing_disabled
+from agents.realtime import RealtimeAgent, RealtimeRunner, RealtimeSession
+
+RATE, PIECE = 24_000, 1920
+called: list[str] = []
+
+
+@function_tool
+def weather(city: str) -> str:
+    """How the weather is in a city."""
+    called.append(city)
+    return f"It is sunny in {city}."
+
+
+async def main(url: str, sound: bytes) -> None:
+    set_tracing_disabled(True)
+    runner = RealtimeRunner(RealtimeAgent(name="Helper", instructions="Be brief.", tools=[weather]))
+    session = await runner.run(model_config={"url": url, "api_key": "none"})
+    async with session, asyncio.timeout(30):
+        await say(session, sound)
+        assert await ends(session) > 20_000
+        await say(session, sound)
+        assert await ends(session) > 20_000
+        assert called == ["Bonn"], called
+        await say(session, sound)
+        await until(session, "audio")
+        await say(session, sound)
+        await until(session, "audio_interrupted")
+        while await ends(session) < 20_000:  # of the one that was stopped
+            pass
+        roles = [i.role for i in session._history if i.type == "message"]  # type: ignore[union-attr]
+        assert roles.count("user") == 4, roles
+    sys.stdout.write("fine")
+
+
+async def say(session: RealtimeSession, sound: bytes) -> None:
+    for i in range(0, len(sound), PIECE):
+        await session.send_audio(sound[i : i + PIECE])
+
+
+async def ends(session: RealtimeSession) -> int:
+    """Bytes of sound until an answer with sound is over."""
+    size = 0
+    async for event in session:
+        assert event.type != "error", event
+        if event.type == "audio":
+            size += len(event.audio.data)
+        elif event.type == "audio_end":
+            return size
+    raise AssertionError("the session ended")
+
+
+async def until(session: RealtimeSession, kind: str) -> None:
+    async for event in session:
+        assert event.type != "error", event
+        if event.type == kind:
+            return
+
+
+if __name__ == "__main__":
+    with open(sys.argv[2], "rb") as file:
+        asyncio.run(main(sys.argv[1].replace("http", "ws") + "/realtime", file.read()))

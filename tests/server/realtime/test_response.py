@@ -1,0 +1,88 @@
+"""A response by itself: held back, released, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from stretto.control.request import Params
+from stretto.server.access import Admission
+from stretto.server.realtime.items import Conversation
+from stretto.server.realtime.options import Options
+from stretto.server.realtime.outbox import Outbox
+from stretto.server.realtime.response import Response
+from stretto.server.realtime.writer import Writer
+from tests.server.realtime.scripted import TalkEngine
+
+Json = dict[str, Any]
+
+
+def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]]) -> None:
+    """Runs `work` with a response that has begun and that nobody was told of yet."""
+
+    async def main() -> None:
+        engine = TalkEngine()
+        session = engine.session()
+        await session.add({"role": "user", "content": "Hello"})
+        told: list[Json] = []
+        conversation = Conversation(session)  # type: ignore[arg-type]
+        options = Options("Ethan")
+        writer = Writer(
+            options, engine.info, lambda e: told.append(json.loads(msgspec.json.encode(e))), conversation, "conv"
+        )
+
+        def start() -> Any:
+            return session.respond(modalities=("text", "audio"), params=Params())
+
+        response = Response(writer, start, Outbox(5.0), Admission(8, 0), "me", lead=10.0)
+        response.task = asyncio.create_task(response.run())
+        await work(response, told, engine)
+        if not response.task.done():
+            response.task.cancel()
+            await asyncio.wait([response.task])
+        assert not engine.ledger.running
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_nobody_hears_of_it_before_it_is_released() -> None:
+    async def work(response: Response, told: list[Json], engine: TalkEngine) -> None:
+        await engine.ledger.idle.wait()  # all of it was made
+        assert told == []
+        response.release()
+        assert told[0]["type"] == "response.created"
+        assert any(e["type"] == "response.output_audio.delta" for e in told)  # what waited is there at once
+        await response.ended()
+        assert told[-1]["response"]["status"] == "completed"
+
+    respond(work)
+
+
+def test_a_cancel_is_the_end_and_there_is_one_end() -> None:
+    async def work(response: Response, told: list[Json], engine: TalkEngine) -> None:
+        response.release()
+        while not any(e["type"] == "response.output_audio.delta" for e in told):
+            await asyncio.sleep(0)
+        assert response.cancel("client_cancelled")
+        count = len(told)
+        assert told[-1]["response"]["status_details"]["reason"] == "client_cancelled"
+        assert not response.cancel("turn_detected")
+        await response.ended()
+        assert len(told) == count
+
+    respond(work)
+
+
+def test_what_is_dropped_was_never_there() -> None:
+    async def work(response: Response, told: list[Json], engine: TalkEngine) -> None:
+        await asyncio.sleep(0)
+        assert response.cancel("turn_detected")
+        await response.ended()
+        response.release()
+        assert told == []
+
+    respond(work)

@@ -1,0 +1,64 @@
+"""The page with an open microphone, against the real server with a scripted engine: turns, transcript, interruption."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.server.realtime.conftest import talking
+from tests.server.realtime.scripted import Ask, TalkEngine, say
+from tests.server.realtime.sounds import silence, speech
+from tests.server.web.tab import Browser, find_chromium
+from tests.server.web.test_page import READY
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser at whose microphone somebody speaks, pauses, and speaks again."""
+    if find_chromium() is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+    path = tmp_path_factory.mktemp("talker") / "microphone.wav"
+    sound = np.concatenate([silence(1.2, 48_000), speech(0.8, 48_000), silence(1.5, 48_000)])
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(48_000)
+        file.writeframes((sound * 32767).astype("<i2").tobytes())
+    with Browser(path) as browser:
+        yield browser
+
+
+def test_a_live_conversation(talker: Browser) -> None:
+    def script(ask: Ask) -> list:  # type: ignore[type-arg]
+        if "Write down" in ask.texts[0]:
+            return say("what was said", 0)
+        spoken = sum(m["role"] == "user" for m in ask.messages)
+        return say("Good day to you.", 0.5) if spoken != 2 else say("word " * 60, 60.0, 60)
+
+    engine = TalkEngine(script=script)
+    with talking(engine) as server:
+        tab = talker.open(server.url)
+        tab.until(READY)
+        tab.click("live")
+        tab.until("strettoStats().live && strettoStats().turns[0]?.outcome === 'done'")
+        tab.until("strettoStats().turns[0].speechToSound !== null")
+        first = tab.stats()["turns"][0]
+        assert first["text"].startswith("Good day")
+        assert first["speechToSound"] > first["parts"]["pause"] > 0.4
+        assert sum(first["parts"].values()) == pytest.approx(first["speechToSound"], abs=0.01)
+        tab.until("document.querySelector('[data-testid=heard]')?.textContent === 'what was said'")
+        tab.until("document.querySelector('[data-testid=parts]').textContent.includes('pause')")
+        tab.until("strettoStats().turns[1]?.outcome === 'stopped'")  # somebody spoke again
+        tab.until("strettoStats().turns[2]?.outcome === 'done'")
+        tab.click("live")
+        tab.until("!strettoStats().live")
+        assert tab.complained() == []
+        tab.close()
+        text = server.ask("/metrics").body.decode()
+    assert 'stretto_barge_in_total{by="speech"} ' in text
+    third = next(a for a in engine.asks if sum(m["role"] == "user" for m in a.messages) == 3)
+    said = [t for t in third.texts if t.startswith("assistant: word")]
+    assert all(len(t.split()) < 60 for t in said), "only what was heard is remembered"
