@@ -145,6 +145,7 @@ class SoloEngine:
         params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: RequestId | None = None,
+        session: str | None = None,
         owner: str = "",
     ) -> AsyncIterator[Event]:
         from stretto.models.qwen3_omni.solo import Solo

@@ -45,6 +45,11 @@ def speech(it: Served, text: str = "Hello, how are you?", key: int = 1, **more: 
     return np.frombuffer(it.post(SPEECH, key, input=text, **body).body, np.int16)
 
 
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Samples that came in other packets may be rounded the other way."""
+    return a.shape == b.shape and int(np.abs(a.astype(np.int32) - b).max()) <= 1
+
+
 def refused(it: Served, path: str, body: Any, key: int = 1, method: str | None = None) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {KEYS[key - 1]}"}
     reply = it.running.ask(path, body, method=method, headers=headers)
@@ -65,12 +70,12 @@ def sound(seconds: float = 1.2, rate: int = 16000, hz: float = 0.0, **how: Any) 
 def test_voices_languages_and_instructions_change_what_is_heard(custom: Served) -> None:
     plain = speech(custom, voice="ryan")
     assert len(plain) == 3 * 1920
-    assert np.array_equal(plain, speech(custom, voice="RYAN"))
-    assert np.array_equal(plain, speech(custom)), "the default"
-    assert np.array_equal(speech(custom, voice="serena"), speech(custom, voice="alloy")), "as OpenAI calls it"
+    assert same(plain, speech(custom, voice="RYAN"))
+    assert same(plain, speech(custom)), "the default"
+    assert same(speech(custom, voice="serena"), speech(custom, voice="alloy")), "as OpenAI calls it"
     others = [{"voice": "vivian"}, {"language": "German"}, {"instructions": "Speak slowly."}]
     for other in others:
-        assert not np.array_equal(plain, speech(custom, **{"voice": "ryan", **other}))
+        assert not same(plain, speech(custom, **{"voice": "ryan", **other}))
     card = custom.running.ask("/v1/models", headers={"authorization": "Bearer one"}).json["data"][0]
     assert card["output_modalities"] == ["audio"]
     assert "vivian" in card["voices"]
@@ -84,7 +89,7 @@ def test_formats(custom: Served, format: str) -> None:
     heard, _ = read_open(custom.post(SPEECH, 1, input="Hello, how are you?", response_format=format,
                                      greedy_speech=True, min_audio_frames=3, max_audio_frames=3).body)  # fmt: skip
     if format == "wav":
-        assert np.array_equal(heard, whole)
+        assert same(heard, whole)
     assert len(heard)
 
 
@@ -92,12 +97,13 @@ def test_a_long_text_is_spoken_in_one_piece(custom: Served) -> None:
     """Each passage as if it were asked for alone, one behind the other."""
     sentences = [f"{'The rain in the garden is quiet this morning, ' * 20}and number {i} ends." for i in range(3)]
     alone = [speech(custom, s) for s in sentences]
-    assert np.array_equal(np.concatenate(alone), speech(custom, " ".join(sentences)))
+    assert same(np.concatenate(alone), speech(custom, " ".join(sentences)))
     reply = custom.post(SPEECH, 1, input=" ".join(sentences), stream_format="sse", response_format="pcm",
                         greedy_speech=True, min_audio_frames=3, max_audio_frames=3)  # fmt: skip
     *deltas, done = reply.events
     assert done["usage"]["output_tokens"] == 9
-    assert b"".join(base64.b64decode(d["audio"]) for d in deltas) == np.concatenate(alone).tobytes()
+    heard = np.frombuffer(b"".join(base64.b64decode(d["audio"]) for d in deltas), np.int16)
+    assert same(heard, np.concatenate(alone))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +129,11 @@ def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
     base.post(VOICES, 1, name="closer", audio=sound(rate=24000, format="FLAC"), text="hello there", format="flac")
     one, other = speech(base, voice="granny"), speech(base, voice="closer")
     assert len(one) == len(other) == 3 * 1920
-    assert not np.array_equal(one, other)
-    assert np.array_equal(other, speech(base, voice="closer")), "the second time, from what was kept of the first"
+    assert not same(one, other)
+    assert same(other, speech(base, voice="closer")), "the second time, from what was kept of the first"
     assert refused(base, SPEECH, {"input": "Hello", "voice": "granny"}, key=2)["param"] == "voice"
     base.post(VOICES, 2, name="granny", audio=sound(2.0, hz=200.0))
-    assert not np.array_equal(one, speech(base, key=2, voice="granny"))
+    assert not same(one, speech(base, key=2, voice="granny"))
 
     def listed(key: int) -> list[str]:
         reply = base.running.ask(VOICES, headers={"authorization": f"Bearer {KEYS[key - 1]}"})
