@@ -192,7 +192,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     # -- networks, the receiver
     (
         "tcp: nothing is encrypted, at either end",
-        ZMQ,
+        "stretto/connector/curve.py",
         "    if listens:\n        socket.curve_server = True\n",
         "    if not listens or listens:\n        return\n    if listens:\n        socket.curve_server = True\n",
         [

@@ -58,7 +58,7 @@ OWNERS = [
         [NAMELESS],
     ),
     ("the engine does not pass the owner on", ENGINE, "session=session, owner=owner)", "session=session)", [GUESS]),
-    ("nor of what is read aloud", ENGINE, "defaults, request_id, owner=owner)", "defaults, request_id)", [GUESS_ALOUD]),
+    ("nor of what is read aloud", ENGINE, "manner=manner, owner=owner)", "manner=manner)", [GUESS_ALOUD]),
     (
         "the engine's setting has no effect",
         ENGINE,
