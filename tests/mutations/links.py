@@ -202,7 +202,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     ),
     (
         "tcp: the key does not come from the secret",
-        ZMQ,
+        "stretto/connector/curve.py",
         'hmac.digest(secret, f"stretto curve',
         'hmac.digest(b"", f"stretto curve',
         [
@@ -397,7 +397,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     (
         "host: the secret is not handed on",
         ENDS,
-        "            secret=secret,\n",
+        "            secret=m.secret,\n",
         "",
         [_ENDS + "both_ends_get_the_secret_and_the_generation_that_they_were_told"],
     ),

@@ -31,14 +31,19 @@ def by_hand(state: str) -> list[str]:
 
 
 ENGINE, ADMISSION, TICKET = (f"stretto/orchestrator/{f}.py" for f in ("engine", "admission", "ticket"))
-THINKER, TALKER, CODE2WAV, PREFIX = (
-    f"stretto/models/qwen3_omni/nodes/{f}.py" for f in ("thinker", "talker", "code2wav", "prefix")
-)
+THINKER, PREFIX = (f"stretto/models/qwen3_omni/nodes/{f}.py" for f in ("thinker", "prefix"))
+TALKER, CODE2WAV = (f"stretto/models/speech/{f}_node.py" for f in ("talker", "vocoder"))
 CHAT = "stretto/server/chat.py"
 
 OWNERS = [
     ("no owner in the thinker's cache", THINKER, "            cache_root=a.cache_root,\n", "", [ROOTS]),
-    ("no owner in the talker's cache", TALKER, "rows, a.cache_root, salts", 'rows, b"", salts', [ROOTS]),
+    (
+        "no owner in the talker's cache",
+        "stretto/models/qwen3_omni/nodes/talker.py",
+        "rows, a.cache_root, salts",
+        'rows, b"", salts',
+        [ROOTS],
+    ),
     ("no voice in the talker's cache", PREFIX, "SPEAKER_ID + given.prompt.speaker", "SPEAKER_ID", [VOICES]),
     (
         "a chain of keys without its root",
@@ -168,7 +173,13 @@ LEAVING = [
         "        self.stage.cancel(id)\n",
         by_hand("announced"),
     ),
-    ("the talker keeps its inbox", TALKER, "        self.inlet.close(id, purge)\n", "", by_hand("announced")),
+    (
+        "the talker keeps its inbox",
+        TALKER,
+        "            inlet.close(id, purge)\n",
+        "            pass\n",
+        by_hand("announced"),
+    ),
     ("the talker keeps its outbox", TALKER, "        self.outlet.close(id, purge)\n", "", by_hand("decode")),
     ("the vocoder goes on", CODE2WAV, "        self.stage.cancel(id)\n", "", by_hand("last packet")),
     ("the vocoder keeps its inbox", CODE2WAV, "        self.inlet.close(id, purge)\n", "", by_hand("decode")),
@@ -177,7 +188,7 @@ LEAVING = [
 
 FLOOR = "stretto/stage/runner/rows.py", "early = positions + 1 < self.floor[rows]"
 MIN_NEW = "stretto/models/qwen3_omni/lanes/thinker.py", "request.cursor.prompt + given.min_new)"
-MIN_FRAMES = "stretto/models/qwen3_omni/lanes/talker.py", "len(given.prompt) + given.min_frames\n"
+MIN_FRAMES = "stretto/models/speech/lane.py", "len(given.prompt) + given.min_frames\n"
 HOLDINGS, UPTO = "stretto/stage/scheduler/holdings.py", "islice(request.keys, (cursor.known - 1) // size)"
 FOUND = f"""chain_keys(request, cursor.known - 1, size)
         # Rows that were confirmed before need no payload: it has been published.
