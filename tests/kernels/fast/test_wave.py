@@ -14,7 +14,7 @@ from stretto.kernels.moe import swiglu
 from stretto.kernels.norm import rms_norm
 from stretto.layers import streaming
 from stretto.layers.capture import capture_graphs
-from stretto.layers.streaming import TailLayout
+from stretto.layers.streaming import Push, TailLayout
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.speech import vocoder as vocoding
@@ -27,6 +27,7 @@ kernels = pytest.importorskip("stretto.kernels.fast.wave")
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 EPS = 1e-5
+NOTHING = Push((), ())  # of the convolutions behind the transformer
 CONFIG = VocoderConfig(
     codebook_size=16,
     num_quantizers=3,
@@ -327,11 +328,11 @@ def test_one_frame_of_one_stream(device: torch.device, monkeypatch: pytest.Monke
     ours, reference = (at_frames(model, [30], 1, 3) for _ in range(2))
     for i in range(2):
         codes, lengths = codes_of(1, 3, 1, seed=i).to(device), torch.ones(1, dtype=torch.int64, device=device)
-        wanted = model._transform(reference, codes, lengths)
+        wanted = model._transform(reference, codes, lengths, NOTHING)
         with monkeypatch.context() as m:
             m.setattr(kernels.F, "linear", None)
             m.setattr(vocoding, "usable", lambda x: True)
-            close(model._transform(ours, codes, lengths), wanted)
+            close(model._transform(ours, codes, lengths, NOTHING), wanted)
         close(ours.window[:, :, 1:], reference.window[:, :, 1:])
         for state in (ours, reference):
             state.frames.add_(lengths)
@@ -373,7 +374,7 @@ def test_what_no_tile_holds_goes_the_plain_way(device: torch.device, monkeypatch
     lengths = torch.tensor([2, 1], device=device)
     wanted = model.step(model.state(2, 2), codes, lengths)
     monkeypatch.setattr(vocoding, "usable", lambda x: True)
-    monkeypatch.setattr(Code2Wav, "timing", spied := Spy(model._timing))
+    monkeypatch.setattr(Code2Wav, "timing", spied := Spy(model.timing))
     torch.testing.assert_close(model.step(model.state(2, 2), codes, lengths), wanted, rtol=0, atol=1e-5)
     assert spied.calls == 1
 
@@ -407,9 +408,9 @@ def test_real_sizes(
         lengths = torch.tensor([rng.choice((0, frames, frames)) for _ in range(slots)], device=device)
         codes = codes_of(slots, 16, frames, seed=i, most=2048).to(device)
         with monkeypatch.context() as m:
-            wanted = model._transform(reference, codes, lengths)
+            wanted = model._transform(reference, codes, lengths, NOTHING)
             m.setattr(vocoding, "usable", lambda x: True)
-            found = model._transform(ours, codes, lengths)
+            found = model._transform(ours, codes, lengths, NOTHING)
         real = torch.arange(frames, device=device) < lengths[:, None]
         assert torch.isfinite(found).all()
         if dtype == torch.float32:
