@@ -28,9 +28,9 @@ from bench.harness.checkpoint import add_model_arguments, checkpoint, device_her
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
 from bench.harness.workload import WORKLOADS, Workload
-from stretto.client.bench import Bench, Closed, Level, Limits, Load, Open, Send, SystemClock
+from stretto.client.bench import Bench, Closed, Level, Load, Open, Send, SystemClock, Targets
 from stretto.client.report import record, table
-from stretto.client.wire import Ended, Piece, RequestFailed, Sound, Used, Words
+from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.control.request import Manner
 from stretto.control.settings import EngineConfig, HostSettings, parse_placement
 from stretto.errors import StrettoError
@@ -84,7 +84,7 @@ def pieces(event: Event) -> list[Piece]:
             return [Heard("", len(samples) / SAMPLE_RATE_OUT)]
         case Finished(usage=usage, text=text, audio=audio):
             used = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.text_tokens}
-            return [Used(used), Ended(audio or text)]
+            return [Used(used), StreamEnd(audio or text)]
     return []
 
 
@@ -149,7 +149,7 @@ async def reader(engine: PipelineEngine) -> Manner:
 
 
 async def run_levels(
-    args: argparse.Namespace, workloads: list[Workload], loads: list[tuple[Load, Limits]]
+    args: argparse.Namespace, workloads: list[Workload], loads: list[tuple[Load, Targets]]
 ) -> dict[str, Any]:
     """Every workload at every load on one engine; prints a table for each and returns the whole record."""
     config, clock, runs = engine_config(args), SystemClock(), []
@@ -194,15 +194,15 @@ def failures(found: dict[str, Any]) -> int:
     return 0 if all(any(s["error"] is None for s in level["samples"]) for level in found["levels"]) else 1
 
 
-def levels(args: argparse.Namespace) -> list[tuple[Load, Limits]]:
+def levels(args: argparse.Namespace) -> list[tuple[Load, Targets]]:
     if args.rate is None:
         given = [
             (n, args.requests or max(16, 4 * n), n if args.warmup is None else args.warmup) for n in args.concurrency
         ]
-        return [(Closed(n), Limits(requests=requests, warmup=warmup)) for n, requests, warmup in given]
+        return [(Closed(n), Targets(requests=requests, warmup=warmup)) for n, requests, warmup in given]
     warmup = 4 if args.warmup is None else args.warmup
     counts = [(rate, args.requests or max(1, round(rate * args.duration))) for rate in args.rate]
-    return [(Open(rate, args.seed), Limits(requests=requests, warmup=warmup)) for rate, requests in counts]
+    return [(Open(rate, args.seed), Targets(requests=requests, warmup=warmup)) for rate, requests in counts]
 
 
 def main(given: Sequence[str]) -> int:

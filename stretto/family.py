@@ -20,7 +20,7 @@ Capability = Literal["text", "speech", "reading", "enrolment", "text_ahead", "sp
 """What a request can want: an answer in words, an answer in words and speech, a given text read aloud, or a voice made
 of a clip. Or nothing but that the beginning of a prompt is read ahead of its end, so that the caches have it: for an
 answer in words, or in words and speech."""
-Output = Literal["text", "audio"]
+OutputKind = Literal["text", "audio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class StageSpec:
 
     name: str
     encodes_media: bool = False  # it is given the features of a prompt's media
-    decides: Output | None = None  # its end is the end of the request's text, or of its audio
+    decides: OutputKind | None = None  # its end is the end of the request's text, or of its audio
     first: str = "prompt"  # what its first output is called in a timeline, and the others
     each: str = "token"
 
@@ -74,7 +74,7 @@ class PipelineSpec:
         """Those that join two of these stages."""
         return [link for link in self.links if link.sender in stages and link.receiver in stages]
 
-    def deciding(self, output: Output) -> str | None:
+    def deciding(self, output: OutputKind) -> str | None:
         return next((s.name for s in self.stages if s.decides == output), None)
 
 
@@ -106,7 +106,7 @@ class ModelInfo:
     sample_rate: int
     max_positions: int
     input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
-    output_modalities: tuple[Output, ...] = ("text", "audio")
+    output_modalities: tuple[OutputKind, ...] = ("text", "audio")
     ear: Ear | None = None  # None: sound is taken whole, when it is over
     ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
     listening: Listening | None = None  # None: it does not write down speech

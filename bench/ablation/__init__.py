@@ -37,7 +37,7 @@ from bench.harness.host import Asker, OneHost
 from bench.harness.results import arguments, parser, write
 from bench.harness.rounds import turns
 from bench.harness.workload import WORKLOADS, Workload, words
-from stretto.client.bench import Bench, Closed, Level, Limits, Sample, Send, SystemClock
+from stretto.client.bench import Bench, Closed, Level, Sample, Send, SystemClock, Targets
 from stretto.client.stats import percentile
 from stretto.client.wire import Piece, RequestFailed
 from stretto.control.request import ChunkSizes
@@ -138,7 +138,7 @@ class Stand:
 
     async def round(self, bench: Bench) -> list[Sample]:
         level = Level(Closed(self.streams))
-        await bench.closed(level, self.streams, Limits(requests=self.streams))
+        await bench.closed(level, self.streams, Targets(requests=self.streams))
         bad = next((s for s in level.samples if s.error is not None), None)
         if bad is not None:
             raise RequestFailed(bad.error or "", bad.message or "")

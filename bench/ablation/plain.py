@@ -20,9 +20,9 @@ from stretto.models.qwen3_omni.bridge import TalkerPrompt
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.qwen3_omni.solo import Audio, Event, Frame, Options, Solo, TalkerVoice, TextToken, ThinkerVoice
 from stretto.prompt.prompt import Prompt
 from stretto.types import SamplingParams
+from tests.solo import Audio, Event, Frame, Options, Solo, TalkerVoice, TextToken, ThinkerVoice
 
 
 class FixedSolo(Solo):

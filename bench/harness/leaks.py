@@ -132,9 +132,9 @@ def _prepare(model: Path, params: Params, lengths: list[tuple[int, int]], silent
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.load import Models, Source
     from stretto.models.qwen3_omni.prompts import PromptBuilder
-    from stretto.models.qwen3_omni.solo import Audio, Done, Frame, Options, Solo, TextToken
     from stretto.models.qwen3_omni.tiny import write_tiny
     from stretto.types import SamplingParams
+    from tests.solo import Audio, Done, Frame, Options, Solo, TextToken
 
     write_tiny(model)
     builder = PromptBuilder.open(model, OmniConfig.read(model))

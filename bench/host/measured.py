@@ -21,7 +21,7 @@ from bench.harness.results import quantile
 from stretto.control.messages import FromHost, Pcm
 from stretto.control.settings import HostSettings
 from stretto.errors import StageDead
-from stretto.stage.runner.lane import Captured
+from stretto.stage.runner.lane import SideRows
 from stretto.stage.runner.step import Step
 from stretto.stage.stage import StageStats
 from stretto.types import RequestId
@@ -240,7 +240,7 @@ def stub_runner(runner: Any) -> None:
     def launch(batch: Any, find: Any) -> Step:
         sampling = [i for i, span in enumerate(batch.spans) if span.samples]
         tokens = torch.ones(len(sampling), runner.lane.columns, dtype=torch.int32)
-        return Step(batch, sampling, tokens, tokens, None, Captured(), None)
+        return Step(batch, sampling, tokens, tokens, None, SideRows(), None)
 
     runner.launch = launch
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from stretto.kernels.fast.tuning import Asked
+from stretto.kernels.fast.tuning import TuningQuestion
 
 Tuned = dict[str, int]
 Table = dict[str, Tuned]
@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 class Step(Protocol):
-    def asked(self, changes: Table) -> dict[str, Asked]:
+    def asked(self, changes: Table) -> dict[str, TuningQuestion]:
         """The parameters that a step asks for, in its order."""
         ...
 
@@ -78,7 +78,7 @@ def chosen(found: Sequence[Tuned], current: Tuned, most: int) -> list[Tuned]:
 @dataclass(slots=True)
 class Descent:
     step: Step
-    candidates: Callable[[Asked], list[Tuned]]
+    candidates: Callable[[TuningQuestion], list[Tuned]]
     wanted: Callable[[str], bool]  # names
     late: Callable[[], bool]  # no time for another measurement
     changes: Table = field(default_factory=dict)  # what was found to be better
@@ -103,7 +103,7 @@ class Descent:
             after(name, rows)
         return self.changes != before
 
-    def tune(self, name: str, asked: Asked) -> list[dict[str, Any]]:
+    def tune(self, name: str, asked: TuningQuestion) -> list[dict[str, Any]]:
         others = [c for c in self.candidates(asked) if asked.default | c != asked.found]
         if not others:
             return []

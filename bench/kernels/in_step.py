@@ -141,7 +141,7 @@ class WholeStep:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def asked(self, changes: Table) -> dict[str, tuning.Asked]:
+    def asked(self, changes: Table) -> dict[str, tuning.TuningQuestion]:
         with tuning.instead(changes) as asked, self.on_stream(), shallow(self.model):
             self.restore(0)
             self.run()
@@ -333,7 +333,7 @@ class Candidates:
         for case in alone.cases(["vector", "matrix", "split", "float8"], batches):
             self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)
 
-    def __call__(self, asked: tuning.Asked) -> list[Tuned]:
+    def __call__(self, asked: tuning.TuningQuestion) -> list[Tuned]:
         case = self.cases.get(tuning.name_of(asked.kernel, asked.key))
         if case is not None:
             found = list(case.candidates)

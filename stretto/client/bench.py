@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from stretto.client.player import Packet, play
-from stretto.client.wire import Ended, Piece, RequestFailed, Sound, Used, Words
+from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.client.workload import poisson
 
 
-class Clock(Protocol):
+class LoadClock(Protocol):
     def now(self) -> float: ...
     async def sleep_until(self, at: float) -> None: ...
 
@@ -55,7 +55,7 @@ Load = Closed | Open
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Targets:
     """When a level ends: after this many requests, or when no more are begun after this many seconds."""
 
     requests: int | None = None
@@ -111,7 +111,7 @@ class Sample:
                 details = usage.get("completion_tokens_details") or {}
                 self.prompt_tokens = usage.get("prompt_tokens")
                 self.text_tokens = details.get("text_tokens") or usage.get("completion_tokens")
-            case Ended(reason=reason):
+            case StreamEnd(reason=reason):
                 self.finish = reason
 
 
@@ -155,18 +155,18 @@ Send = Callable[[int], AsyncIterator[tuple[float, Piece]]]
 @dataclass(slots=True)
 class Bench:
     send: Send
-    clock: Clock
+    clock: LoadClock
     want_audio: bool = True  # an answer without speech counts as an error
     on_sample: Callable[[Sample], None] = lambda sample: None
     numbers: Iterator[int] = field(default_factory=itertools.count)  # no two requests of a run are the same
 
-    async def run(self, load: Load, limits: Limits) -> Level:
+    async def run(self, load: Load, limits: Targets) -> Level:
         """One level. If the task is cancelled (Ctrl-C) it gives what it has, marked as interrupted."""
         level = Level(load)
         try:
             if limits.warmup:
                 streams = min(limits.warmup, load.streams if isinstance(load, Closed) else limits.warmup)
-                await self.closed(Level(load), streams, Limits(requests=limits.warmup), quiet=True)
+                await self.closed(Level(load), streams, Targets(requests=limits.warmup), quiet=True)
             start = self.clock.now()
             try:
                 match load:
@@ -184,7 +184,7 @@ class Bench:
         level.samples.sort(key=lambda s: s.sent)
         return level
 
-    async def closed(self, level: Level, streams: int, limits: Limits, quiet: bool = False) -> None:
+    async def closed(self, level: Level, streams: int, limits: Targets, quiet: bool = False) -> None:
         start, begun = self.clock.now(), itertools.count()
 
         async def listener() -> None:
@@ -195,7 +195,7 @@ class Bench:
             for _ in range(streams):
                 group.create_task(listener())
 
-    async def open(self, level: Level, load: Open, limits: Limits) -> None:
+    async def open(self, level: Level, load: Open, limits: Targets) -> None:
         start = self.clock.now()
         async with asyncio.TaskGroup() as group:
             for number, at in enumerate(poisson(load.rate, load.seed)):
@@ -205,7 +205,7 @@ class Bench:
                 group.create_task(self.measure(level, start))
 
     @staticmethod
-    def over(limits: Limits, begun: int, elapsed: float) -> bool:
+    def over(limits: Targets, begun: int, elapsed: float) -> bool:
         enough = limits.requests is not None and begun >= limits.requests
         return enough or (limits.seconds is not None and elapsed >= limits.seconds)
 

@@ -17,8 +17,8 @@ from stretto.errors import Invalid
 if TYPE_CHECKING:  # `stretto --help` should not wait for an HTTP client to be imported
     import httpx
 
-    from stretto.client.bench import Level, Limits, Load, Sample
-    from stretto.client.http import Model
+    from stretto.client.bench import Level, Load, Sample, Targets
+    from stretto.client.http import ListedModel
     from stretto.client.wire import Piece
     from stretto.client.workload import Workload
 
@@ -146,16 +146,16 @@ def tick(bar: Any, _: Sample) -> None:
     bar.update()
 
 
-async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[Model, dict[str, Any]]:
+async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedModel, dict[str, Any]]:
     """The model to ask for, and what the server says of itself; ours also tells its version."""
-    from stretto.client.http import Model, failures, read_models
+    from stretto.client.http import ListedModel, failures, read_models
 
     with failures():
         listed = await client.get("models")
         told = await client.get(
             client.base_url.copy_with(path=client.base_url.path.rstrip("/").removesuffix("/v1") + "/version")
         )
-    model = Model(wanted) if wanted else read_models(listed.status_code, listed.content)
+    model = ListedModel(wanted) if wanted else read_models(listed.status_code, listed.content)
     server: dict[str, Any] = {"url": str(client.base_url), "model": model.name}
     if told.is_success:
         server["version"] = told.text[:200]
@@ -207,15 +207,15 @@ def read_loads(args: argparse.Namespace) -> list[Load]:
     return loads or [Closed(1)]
 
 
-def read_limits(args: argparse.Namespace, load: Load) -> Limits:
-    from stretto.client.bench import Closed, Limits
+def read_limits(args: argparse.Namespace, load: Load) -> Targets:
+    from stretto.client.bench import Closed, Targets
 
     requests, warmup = args.requests, args.warmup
     if requests is None and args.duration is None:
         requests = max(16, 4 * load.streams) if isinstance(load, Closed) else 32
     if warmup is None:
         warmup = load.streams if isinstance(load, Closed) else 2
-    return Limits(requests, args.duration, warmup)
+    return Targets(requests, args.duration, warmup)
 
 
 def check(fine: bool, otherwise: str) -> None:
@@ -261,7 +261,7 @@ def add_talk_parser(jobs: Any) -> None:
 def run_talk(args: argparse.Namespace) -> int:
     import httpx
 
-    from stretto.client.http import Model, answers_now, api_root, failures, headers, read_models, timeouts
+    from stretto.client.http import ListedModel, answers_now, api_root, failures, headers, read_models, timeouts
     from stretto.client.sound import find_sound
     from stretto.client.talk import Talk
 
@@ -270,7 +270,7 @@ def run_talk(args: argparse.Namespace) -> int:
         with failures():
             listed = client.get("models")
         listing = read_models(listed.status_code, listed.content)
-        model = listing if args.model is None else Model(args.model, listing.voices, listing.sample_rate)
+        model = listing if args.model is None else ListedModel(args.model, listing.voices, listing.sample_rate)
         if args.live:
             return run_live(args, str(client.base_url), model.name)
         talk = Talk(

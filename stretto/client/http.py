@@ -14,7 +14,7 @@ from stretto.errors import Invalid
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ListedModel:
     """A model as the server lists it; other servers than ours tell only its name."""
 
     name: str
@@ -70,12 +70,12 @@ def raise_for(status: int, body: bytes) -> None:
     raise RequestFailed(f"http {status}", error_message(said, f"the server answered {status}"))
 
 
-def read_models(status: int, body: bytes) -> Model:
+def read_models(status: int, body: bytes) -> ListedModel:
     """The first model of the answer to GET /models."""
     raise_for(status, body)
     try:
         first = httpx.Response(status, content=body).json()["data"][0]
-        return Model(first["id"], tuple(first.get("voices") or ()), int(first.get("sample_rate") or 24000))
+        return ListedModel(first["id"], tuple(first.get("voices") or ()), int(first.get("sample_rate") or 24000))
     except (ValueError, KeyError, IndexError, TypeError):
         raise RequestFailed("bad answer", "the server's list of models cannot be read") from None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from stretto.client.http import Model
+from stretto.client.http import ListedModel
 from stretto.client.sound import MICROPHONE_RATE, NoSound, SoundDevice, Speaker
 from stretto.client.wire import PCM_RATE, Piece, RequestFailed, Sound, Words, wav_file
 from stretto.client.workload import read_sound
@@ -27,7 +27,7 @@ HELP = """Type a question, or press Enter on an empty line to speak one.
 @dataclass(slots=True)
 class Talk:
     ask: Callable[[Mapping[str, Any]], Iterator[Piece]]
-    model: Model
+    model: ListedModel
     out: TextIO
     read: Callable[[str], str]  # a prompt in, a line out; EOFError at the end
     sound: SoundDevice | NoSound

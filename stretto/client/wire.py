@@ -64,11 +64,11 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class StreamEnd:
     reason: str
 
 
-Piece = Words | Sound | Used | Ended
+Piece = Words | Sound | Used | StreamEnd
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ def read_event(data: bytes) -> list[Piece]:
     for choice in _objects(event.get("choices")):
         pieces += _read_delta(_object(choice.get("delta")), event.get("modality") == "audio")
         if choice.get("finish_reason"):
-            pieces.append(Ended(str(choice["finish_reason"])))
+            pieces.append(StreamEnd(str(choice["finish_reason"])))
     if usage := _object(event.get("usage")):
         pieces.append(Used(usage))
     return pieces

@@ -37,8 +37,8 @@ whole, never a partial one. Nothing stays behind: no segment, file, descriptor o
 
 **Refusal.** A chunk that arrives corrupted or in another version is dropped by `take`, which returns its credit and
 raises `Corrupt` or `VersionMismatch` (with the request, if the header could be read). The sender is told. It knows the
-request of each chunk in flight, and `refusals()` returns a `Refused` that names it. The link goes on. A chunk that can
-never be sent (larger than a slot) is a `PutFailed`, at once.
+request of each chunk in flight, and `refusals()` returns a `ChunkRefused` that names it. The link goes on. A chunk that
+can never be sent (larger than a slot) is a `PutFailed`, at once.
 
 **Authentication.** A link has a secret (`options.secret`), fresh for every generation, without which neither end opens
 (`Invalid`). A peer that does not prove that it holds the secret gets no further: nothing that it sends is kept, its
@@ -120,7 +120,7 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """The part of a CUDA event that connectors use. Recorded after some copies."""
 
     def query(self) -> bool: ...
@@ -211,7 +211,7 @@ class VersionMismatch(OnLink, WireError):
     """A chunk in a wire version that this end does not support."""
 
 
-class Refused(OnLink, WireError):
+class ChunkRefused(OnLink, WireError):
     """The receiver refused a chunk that this end had put."""
 
 
@@ -249,7 +249,7 @@ class Sender(Protocol):
         """Chunks that could be put now without waiting."""
         ...
 
-    def refusals(self) -> list[Refused]:
+    def refusals(self) -> list[ChunkRefused]:
         """What the receiver refused since the last call."""
         ...
 

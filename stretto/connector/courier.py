@@ -21,13 +21,13 @@ import torch
 from stretto.connector import wire
 from stretto.connector.contract import (
     Chunk,
+    ChunkRefused,
     Fences,
     LinkClosed,
     OnLink,
     PeerDead,
     PutFailed,
     Receiver,
-    Refused,
     Sender,
 )
 from stretto.connector.handoff import Faults, Handoff
@@ -233,7 +233,7 @@ class Outgoing:
         """Read credits and refusals. Not with every chunk: each of these may be a system call."""
         self.metrics.credits = self._sender.credits()
         for refused in self._sender.refusals():
-            self._faults.add(Refused(refused.message, link=self.metrics.link, request=refused.request))
+            self._faults.add(ChunkRefused(refused.message, link=self.metrics.link, request=refused.request))
 
     def _end(self, error: OnLink) -> None:
         """The link is over: report a fault for each request that had a chunk in flight (or one fault without a

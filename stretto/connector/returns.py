@@ -30,7 +30,7 @@ _RELEASE, _REFUSE = int(Kind.RELEASE), int(Kind.REFUSE)
 
 _NONE = memoryview(b"").cast("Q")
 
-Flight = dict[int, tuple[int, RequestId]]
+ChunksOut = dict[int, tuple[int, RequestId]]
 """Slot -> the sequence number and request of the chunk that the receiver has there."""
 
 
@@ -42,7 +42,7 @@ class Returns:
 
     def __init__(self, memory: mmap.mmap, slots: int, generation: int) -> None:
         self.words = memoryview(memory).cast("Q")
-        self.flight: Flight = {}
+        self.flight: ChunksOut = {}
         self._flag = slots
         self._generation = generation
 

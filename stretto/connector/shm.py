@@ -60,14 +60,14 @@ from stretto.connector.notesocket import (
 )
 from stretto.connector.pinned import map_shared
 from stretto.connector.returns import ORDERED, RECHECK_S, Returns
-from stretto.connector.slots import LARGE, Pending, SlotLease, SlotReceiver, SlotSender, State
+from stretto.connector.slots import LARGE, EndState, Pending, SlotLease, SlotReceiver, SlotSender
 from stretto.connector.spinwait import read_spin_s
 from stretto.types import RequestId
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 _CHUNK, _WAKE = int(Kind.CHUNK), int(Kind.WAKE)
-_OPEN = State.OPEN
+_OPEN = EndState.OPEN
 _HELLO_S = 5.0  # for a connection to send its hello. It does so right after connecting, but a busy machine may pause it
 _MAX_UNREAD = 8  # wake flags after which the socket is read, well before their notes fill it
 _WORDS_BYTES = stride_of(8 * (MAX_SLOTS + 1))  # of `Returns`
@@ -175,7 +175,7 @@ class ShmSender(SlotSender):
                 self._awaited = -1
                 self._handle(notes)
         except Hangup as hangup:
-            self._finish(State.DEAD, str(hangup))
+            self._finish(EndState.DEAD, str(hangup))
 
     def _pump(self, timeout: float) -> bool:
         came = super()._pump(timeout)
@@ -228,9 +228,9 @@ class ShmReceiver(SlotReceiver):
             self._refuse(seq, error)
             raise
         except Hangup as hangup:
-            self._finish(State.DEAD, str(hangup))
+            self._finish(EndState.DEAD, str(hangup))
         except OSError as error:
-            self._finish(State.DEAD, str(broken(error)))
+            self._finish(EndState.DEAD, str(broken(error)))
         finally:
             self._mutex.release()
         return super().take(0.0)  # raises the reason

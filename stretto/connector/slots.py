@@ -25,15 +25,15 @@ import msgspec
 from stretto.connector import wire
 from stretto.connector.contract import (
     Chunk,
+    ChunkRefused,
+    CopyEvent,
     Corrupt,
     Endpoint,
-    Event,
     Fences,
     LinkClosed,
     LinkOptions,
     PeerDead,
     PutFailed,
-    Refused,
     VersionMismatch,
 )
 from stretto.connector.notes import Hangup, Kind, Note, ReceiveTransport, SendTransport
@@ -50,14 +50,14 @@ _NOTHING_SENT = (-1, RequestId(""))
 _device_copies = wire.DeviceCopies()
 
 
-class State(Enum):
+class EndState(Enum):
     OPEN = "open"
     CLOSED_HERE = "this end was closed"
     CLOSED_THERE = "the other end was closed"
     DEAD = "the other end died"
 
 
-_OPEN = State.OPEN  # looking a member up in its enum costs more than comparing it
+_OPEN = EndState.OPEN  # looking a member up in its enum costs more than comparing it
 
 
 class _End:
@@ -66,10 +66,10 @@ class _End:
     def __init__(self, link: str) -> None:
         self.link = link
         self._mutex = threading.Lock()
-        self._state = State.OPEN
+        self._state = EndState.OPEN
         self._why = ""
 
-    def _finish(self, state: State, why: str = "") -> None:
+    def _finish(self, state: EndState, why: str = "") -> None:
         if self._state is _OPEN:
             self._why, self._state = why, state
 
@@ -77,7 +77,7 @@ class _End:
         if self._state is _OPEN:
             return
         message = f"{self._state.value}: {self._why}" if self._why else self._state.value
-        if self._state is State.DEAD:
+        if self._state is EndState.DEAD:
             raise PeerDead(message, link=self.link, request=request)
         raise LinkClosed(message, link=self.link, request=request)
 
@@ -89,7 +89,7 @@ class Pending:
     slot: int
     page: wire.Page
     chunk: Chunk
-    copied: Event | None
+    copied: CopyEvent | None
 
 
 class SlotSender(_End):
@@ -118,7 +118,7 @@ class SlotSender(_End):
         self._free = list(range(endpoint.slots - 1, -1, -1))
         self._pending: deque[Pending] = deque()
         self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> seq and request of its chunk
-        self._refused: deque[Refused] = deque()
+        self._refused: deque[ChunkRefused] = deque()
         self._fences = Fences()
         self._over = self._fences.over
         self._seq = 0
@@ -210,7 +210,7 @@ class SlotSender(_End):
                     self._announce(first.slot, size, header.request)
             except PutFailed as failed:
                 # Its put has returned, and another's may be running: report it like a refusal.
-                self._refused.append(Refused(failed.message, link=self.link, request=header.request))
+                self._refused.append(ChunkRefused(failed.message, link=self.link, request=header.request))
             finally:
                 first.chunk.release()
 
@@ -247,7 +247,7 @@ class SlotSender(_End):
             notes = self._notes(timeout)
             self._handle(notes)
         except Hangup as hangup:
-            self._finish(State.DEAD, str(hangup))
+            self._finish(EndState.DEAD, str(hangup))
             return False
         return bool(notes)
 
@@ -268,7 +268,7 @@ class SlotSender(_End):
     def _hung_up(self, hangup: Hangup) -> None:
         # A CLOSE note may still be unread before the hang-up: read it, or a close would look like a death.
         self._pump_all()
-        self._finish(State.DEAD, str(hangup))
+        self._finish(EndState.DEAD, str(hangup))
 
     def _handle_other(self, note: Note, sent: int, request: RequestId) -> None:
         """Any note but the release of the chunk in its slot, whose sequence number and request are given."""
@@ -276,12 +276,12 @@ class SlotSender(_End):
         if generation != self._generation:
             raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
         if kind == _CLOSE:
-            self._finish(State.CLOSED_THERE)
+            self._finish(EndState.CLOSED_THERE)
             return
         if kind != _REFUSE or sent != seq:
             raise Hangup(f"the peer gave back slot {slot} seq {seq}, which it does not have")
         self._free.append(slot)
-        self._refused.append(Refused("the receiver refused a chunk", link=self.link, request=request))
+        self._refused.append(ChunkRefused("the receiver refused a chunk", link=self.link, request=request))
 
     def _pump_all(self) -> None:
         while self._state is _OPEN and self._pump(0.0):
@@ -298,7 +298,7 @@ class SlotSender(_End):
         self._poll()
         return len(self._free)
 
-    def refusals(self) -> list[Refused]:
+    def refusals(self) -> list[ChunkRefused]:
         self._poll()
         return [self._refused.popleft() for _ in range(len(self._refused))]
 
@@ -390,7 +390,7 @@ class SlotReceiver(_End):
         try:
             self._accept(self._transport.arrivals(timeout))
         except Hangup as hangup:
-            self._finish(State.DEAD, str(hangup))
+            self._finish(EndState.DEAD, str(hangup))
 
     def _accept(self, arrivals: Sequence[tuple[Note, wire.Page]]) -> None:
         held = self._held
@@ -409,7 +409,7 @@ class SlotReceiver(_End):
         if generation != self._generation:
             raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
         if kind == _CLOSE:
-            self._finish(State.CLOSED_THERE)
+            self._finish(EndState.CLOSED_THERE)
         elif kind == _CHUNK and len(self._held) >= self._slots:
             raise Hangup("the peer sent more chunks than it has credits")
         else:
@@ -451,9 +451,9 @@ def _close(
 ) -> None:
     """Wake the courier, wait until it has left, then free the memory. Once."""
     with _closing:
-        if end._state is State.CLOSED_HERE:
+        if end._state is EndState.CLOSED_HERE:
             return
-        end._state, end._why = State.CLOSED_HERE, ""
+        end._state, end._why = EndState.CLOSED_HERE, ""
     transport.wake()
     with end._mutex:
         try:

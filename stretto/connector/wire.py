@@ -31,10 +31,10 @@ from stretto.connector.contract import (
     WIRE_VERSION,
     Chunk,
     ChunkHeader,
+    CopyEvent,
     Corrupt,
     Count,
     Dtype,
-    Event,
     Lease,
     Name,
     PutFailed,
@@ -320,7 +320,7 @@ def encode_into(
 class Copies(Protocol):
     """Starts copies from a device to a slot. Tests without a device replace `DeviceCopies`."""
 
-    def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> Event:
+    def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> CopyEvent:
         """Begin to copy each second tensor to the first, behind `after`. The event fires when all are there."""
         ...
 
@@ -328,7 +328,7 @@ class Copies(Protocol):
 class DeviceCopies:
     """Copies on the caller's current stream, at full speed if the slot is page-locked."""
 
-    def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> Event:
+    def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> CopyEvent:
         stream = torch.cuda.current_stream(pairs[0][1].device)
         if after is not None:
             stream.wait_event(after)
@@ -347,7 +347,7 @@ class DeviceCopies:
 _device_copies = DeviceCopies()
 
 
-def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Event | None:
+def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> CopyEvent | None:
     """The first half of encoding: all but prefix and header. Device tensors are still being copied when this returns an
     event: neither the page nor the chunk may change until it has fired."""
     header = chunk.header

@@ -42,7 +42,7 @@ class Histogram:
         return self.longest_s
 
 
-Span = tuple[str, str, int, int]
+TraceSpan = tuple[str, str, int, int]
 """Lane (a stage, or an end of a link), name, start and stop in nanoseconds of the monotonic clock."""
 
 
@@ -52,7 +52,7 @@ class Recorder:
         self.trace = trace
         self._numbers: dict[str, Callable[[], float]] = {}
         self._histograms: dict[str, tuple[Histogram, list[str]]] = {}
-        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._spans: deque[TraceSpan] = deque(maxlen=MAX_SPANS)
 
     def number(self, name: str, read: Callable[[], float], **labels: str) -> None:
         """A counter (its name ends in `_total`) or a gauge, read whenever all are asked for. A name that is there
@@ -87,7 +87,7 @@ class Recorder:
             values[names[-2]], values[names[-1]] = histogram.total_s, histogram.count
         return values
 
-    def take_spans(self, most: int) -> list[Span]:
+    def take_spans(self, most: int) -> list[TraceSpan]:
         """The oldest spans, which are then the caller's."""
         return [self._spans.popleft() for _ in range(min(most, len(self._spans)))]
 

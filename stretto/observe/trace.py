@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from stretto.observe.recorder import Span
+from stretto.observe.recorder import TraceSpan
 
 MAX_BYTES = 256 << 20  # of one file; after that, spans are counted and not written
 
@@ -24,7 +24,7 @@ class TraceEvents:
         self._lanes: dict[tuple[str, str], tuple[int, int]] = {}
         self._processes: dict[str, int] = {}
 
-    def of(self, process: str, spans: Iterable[Span]) -> list[dict[str, Any]]:
+    def of(self, process: str, spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for lane, name, start, stop in spans:
             pid, tid = self._place(process, lane, events)
@@ -52,7 +52,7 @@ class TraceWriter:
         self._size = 1
         self._events = TraceEvents()
 
-    def write(self, process: str, spans: Iterable[Span]) -> None:
+    def write(self, process: str, spans: Iterable[TraceSpan]) -> None:
         """Spans of one host (or of the server)."""
         events = self._events.of(process, spans)
         text = "".join(json.dumps(event) + ",\n" for event in events)

@@ -15,7 +15,7 @@ from stretto.control.messages import PREFIX, FromHost, Ping, Stats, ToHost, deco
 from stretto.errors import StageDead, StrettoError
 from stretto.prompt.packed import Bytes
 
-State = Literal["starting", "ready", "dead"]
+HostState = Literal["starting", "ready", "dead"]
 ENDED = "it ended"
 LOOPBACK = "127.0.0.1"
 
@@ -30,7 +30,7 @@ class Host(ABC):
     def __init__(self, name: str, on_message: OnMessage, on_death: OnDeath, device: str = "cpu") -> None:
         self.name, self.device = name, device  # as the host itself calls it
         self.address = LOOPBACK  # at which other hosts reach it
-        self.state: State = "starting"
+        self.state: HostState = "starting"
         self.reason = ENDED  # why it died, as far as we were told
         self.stats: Mapping[str, float] = {}  # as it said last
         self.asked: float | None = None  # when it was asked for a sign of life, if none has come since

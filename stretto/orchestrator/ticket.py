@@ -16,7 +16,7 @@ import numpy.typing as npt
 from stretto.control.messages import Cancel, Ended, Finish, Throttle
 from stretto.control.request import Params
 from stretto.errors import Bug, StrettoError
-from stretto.family import Model, Output
+from stretto.family import Model, OutputKind
 from stretto.orchestrator.api import AudioChunk, Event, Finished, FinishReason, TextDelta, Usage
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.timeline import timeline
@@ -25,7 +25,7 @@ from stretto.prompt.prompt import Piece
 from stretto.prompt.template import TextStream
 from stretto.types import RequestId
 
-OUTPUTS: tuple[Output, Output] = ("text", "audio")
+OUTPUTS: tuple[OutputKind, OutputKind] = ("text", "audio")
 SETTLED_S = 1.0  # of a stream, before its pace says anything: the first packets are small, and wait for one another
 
 

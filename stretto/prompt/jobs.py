@@ -23,7 +23,7 @@ MAX_WORDS = 4096  # characters of an error's message
 AUDIO_ID = re.compile(rb"audio_[0-9a-f]{32}")  # how the server names spoken answers
 MAX_REFERENCES = 1024  # they fit into a datagram
 
-Span = tuple[int, int]
+ByteRange = tuple[int, int]
 """Bytes of a memory file: from, to."""
 
 
@@ -38,8 +38,8 @@ class Build(Wire, frozen=True, tag="build"):
     """Make a prompt of messages and tools, both JSON. A second file, if there is one, holds the texts of earlier
     answers by their ids, as JSON."""
 
-    messages: Span
-    tools: Span | None = None
+    messages: ByteRange
+    tools: ByteRange | None = None
     audio_in_video: bool = False
     variables: dict[str, bool | int | float | str | None] = {}  # of the chat template
 
@@ -47,8 +47,8 @@ class Build(Wire, frozen=True, tag="build"):
 class Read(Wire, frozen=True, tag="read"):
     """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands behind it."""
 
-    text: Span
-    instructions: Span | None = None
+    text: ByteRange
+    instructions: ByteRange | None = None
 
 
 class Outline(Wire, frozen=True, tag="outline"):
@@ -99,21 +99,21 @@ class Outlined(Wire, frozen=True, tag="outlined"):
     other. `references`: ids of earlier answers that may be in them."""
 
     short: int
-    long: dict[str, Span]
+    long: dict[str, ByteRange]
     references: tuple[str, ...] = ()
 
 
 class Windows(Wire, frozen=True, tag="windows"):
     """The memory file holds them, one after the other: samples of 16 bits at 16 kHz."""
 
-    windows: tuple[Span, ...]
+    windows: tuple[ByteRange, ...]
 
 
 class Apart(Wire, frozen=True, tag="apart"):
     """This takes longer than a moment: ask again, to be done apart."""
 
 
-class Failed(Wire, frozen=True, tag="failed"):
+class JobFailed(Wire, frozen=True, tag="failed"):
     """`kind` names the error's class."""
 
     kind: str
@@ -127,13 +127,13 @@ class Died(Wire, frozen=True, tag="died"):
     signal: int
 
 
-FromWorker = Built | Outlined | Windows | Apart | Failed | Died
+FromWorker = Built | Outlined | Windows | Apart | JobFailed | Died
 
 
 # -- the worker itself
 
 
-class Ready(Wire, frozen=True, tag="ready"):
+class WorkerReady(Wire, frozen=True, tag="ready"):
     pass
 
 
@@ -146,8 +146,8 @@ class Conversation:
     when that is built."""
 
     body: bytes | Spool
-    messages: Span
-    tools: Span | None = None
+    messages: ByteRange
+    tools: ByteRange | None = None
     recalled: dict[str, str] = field(default_factory=dict)  # texts of earlier answers, by the id they are referred to
     sender: str = ""  # whose turn it is when many ask at once
     close: Callable[[], None] = lambda: None  # gives the body's memory back

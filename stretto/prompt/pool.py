@@ -25,6 +25,7 @@ import msgspec
 
 from stretto import errors
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
+from stretto.prompt.fairqueue import FairQueue
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
     Apart,
@@ -34,21 +35,20 @@ from stretto.prompt.jobs import (
     Conversation,
     Cut,
     Died,
-    Failed,
     FromWorker,
     Job,
+    JobFailed,
     Outline,
     Outlined,
     Read,
-    Ready,
     Stop,
     ToWorker,
     Windows,
+    WorkerReady,
     decode_from_worker,
     decode_head,
     encode,
 )
-from stretto.prompt.lane import Lane
 from stretto.prompt.packed import Packed
 from stretto.prompt.settings import PoolSettings
 from stretto.prompt.spool import Spool, Stored
@@ -82,7 +82,7 @@ class PromptPool:
     def __init__(self, model: Path, builder: str, settings: PoolSettings) -> None:
         """`builder`: the function that opens the model's prompt builder, as "module:function"."""
         self.model, self.builder, self.settings = model, builder, settings
-        self.lane = Lane(settings.workers)
+        self.lane = FairQueue(settings.workers)
         self._control: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ready = asyncio.Event()
@@ -163,8 +163,8 @@ class PromptPool:
             asyncio.get_running_loop().remove_reader(self._control)
             self._ready.clear()
             return
-        message = msgspec.msgpack.decode(data, type=Ready | Failed)
-        if isinstance(message, Failed):
+        message = msgspec.msgpack.decode(data, type=WorkerReady | JobFailed)
+        if isinstance(message, JobFailed):
             self._broken = CheckpointError(message.message)
         self._ready.set()
 
@@ -335,7 +335,7 @@ class PromptPool:
         except (msgspec.MsgspecError, StrettoError) as e:
             if file is not None:
                 file.close()
-            return Failed("Bug", f"a prompt cannot be understood: {e}"), None
+            return JobFailed("Bug", f"a prompt cannot be understood: {e}"), None
 
     def _end_call(self, call: _Call) -> None:
         """Nothing of it runs any more."""
@@ -349,7 +349,7 @@ class PromptPool:
     def _checked(self, answer: FromWorker) -> FromWorker:
         """The answer, unless it is an error."""
         match answer:
-            case Failed(kind=kind, message=message, param=param):
+            case JobFailed(kind=kind, message=message, param=param):
                 raise _error(kind, message, param)
             case Died(signal=number) if number in (signal.SIGXCPU, signal.SIGKILL, signal.SIGXFSZ):
                 self._counts["over_limit"] += 1

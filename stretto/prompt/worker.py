@@ -33,19 +33,19 @@ from stretto.prompt.jobs import (
     Apart,
     Build,
     Built,
+    ByteRange,
     Cut,
     Died,
-    Failed,
     FromWorker,
     Head,
     Job,
+    JobFailed,
     Outline,
     Outlined,
     Read,
-    Ready,
-    Span,
     Stop,
     Windows,
+    WorkerReady,
     decode_to_worker,
     encode,
     references,
@@ -61,7 +61,7 @@ MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """Of one job that runs apart."""
 
     cpu_s: int
@@ -72,14 +72,14 @@ class Limits:
 class Worker:
     control: socket.socket
     builder: Builder
-    limits: Limits
+    limits: WorkerLimits
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     children: dict[int, tuple[int, int, socket.socket]] = field(default_factory=dict)  # by job: pid, pidfd, answer
 
     def serve(self) -> None:
         """Until the server goes."""
         self.selector.register(self.control, selectors.EVENT_READ, None)
-        self.control.send(encode(Ready()))
+        self.control.send(encode(WorkerReady()))
         while True:
             for key, _ in self.selector.select():
                 if key.data is not None:
@@ -141,7 +141,7 @@ class Worker:
                 result = failed(e), None
             except MemoryError:
                 message = f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be prepared"
-                result = Failed("MediaError", message, "messages"), None
+                result = JobFailed("MediaError", message, "messages"), None
             say(answer, *result)
             code = 0
         finally:
@@ -157,7 +157,7 @@ class Worker:
                 say(answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None)
 
 
-def limit(limits: Limits) -> None:
+def limit(limits: WorkerLimits) -> None:
     """Of this process, from now on."""
     os.nice(NICE)
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
@@ -224,7 +224,7 @@ def _sealed(*parts: Any) -> Spool:
     return spool
 
 
-def _part(data: memoryview, span: Span) -> memoryview:
+def _part(data: memoryview, span: ByteRange) -> memoryview:
     return data[span[0] : span[1]]
 
 
@@ -235,9 +235,9 @@ def _text(data: memoryview) -> str:
         raise Invalid(f"the text is not UTF-8 ({e.reason})", "input") from None
 
 
-def failed(error: StrettoError) -> Failed:
+def failed(error: StrettoError) -> JobFailed:
     param = error.param if isinstance(error, Invalid) else None
-    return Failed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
+    return JobFailed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
 
 
 def say(answer: socket.socket, message: FromWorker, file: Spool | None) -> None:
@@ -266,7 +266,7 @@ def main() -> None:
         import av  # noqa: F401  # once, here, rather than in every child that meets a video
     gc.collect()
     gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
-    Worker(control, builder, Limits(args.cpu_s, args.memory_mb)).serve()
+    Worker(control, builder, WorkerLimits(args.cpu_s, args.memory_mb)).serve()
 
 
 if __name__ == "__main__":

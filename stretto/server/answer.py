@@ -1,7 +1,7 @@
 """What chat and speech share: a request is decoded, admitted, answered and, whatever happens, accounted for.
 
-`Endpoint` is an ASGI app; a route gives it a coroutine that turns a decoded request into an answer. All of it runs
-on the event loop; only compressing audio goes to worker threads."""
+`GeneratingRoute` is an ASGI app; a route gives it a coroutine that turns a decoded request into an answer. All of it
+runs on the event loop; only compressing audio goes to worker threads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stretto.errors import Bug, Gone
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.server.body import Body
 from stretto.server.exchange import Exchange, Left, Visit
-from stretto.server.schema import Report, Span
+from stretto.server.schema import Report, TimelineEntry
 from stretto.server.service import Service
 
 R = TypeVar("R")
 MAX_PIECE = 6 << 16  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
 
 
-class Endpoint(Generic[R]):
+class GeneratingRoute(Generic[R]):
     """One POST route that generates: `decode` makes a request of a body, `work` answers it."""
 
     def __init__(
@@ -122,7 +122,7 @@ def report(end: Finished, visit: Visit, timeline: bool) -> Report:
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 6)
 
-    spans = [Span(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline]
+    spans = [TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline]
     return Report(
         seed=end.seed,
         total_s=round(visit.elapsed(), 6),

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from stretto import __version__
 from stretto.orchestrator.api import Engine
-from stretto.server.answer import Endpoint
+from stretto.server.answer import GeneratingRoute
 from stretto.server.body import ON_THE_LOOP
 from stretto.server.chat import answer_chat, read_chat
 from stretto.server.config import ServerConfig
@@ -85,11 +85,11 @@ class Routes:
 
     def table(self) -> list[BaseRoute]:
         largest = self.service.config.max_body_bytes
-        chat = Endpoint(self.service, "chat", largest, read_chat, answer_chat)
-        speech = Endpoint(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
-        voices = Endpoint(self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice)
+        chat = GeneratingRoute(self.service, "chat", largest, read_chat, answer_chat)
+        speech = GeneratingRoute(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
+        voices = GeneratingRoute(self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice)
         hears = [
-            Endpoint(self.service, route, largest, reader(translate), answer_sound)
+            GeneratingRoute(self.service, route, largest, reader(translate), answer_sound)
             for route, translate in (("transcriptions", False), ("translations", True))
         ]
         posts: list[ASGIApp] = [chat, speech, voices, *hears]

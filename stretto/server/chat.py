@@ -58,7 +58,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One answer in the making: what it is called, and what of it is known."""
 
     request: ChatRequest
@@ -93,7 +93,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatAsk:
     """A request: its short fields, and its messages and tools as they came."""
 
     request: ChatRequest
@@ -101,7 +101,7 @@ class Asked:
     grammar: str = ""  # that the answer must follow
 
 
-async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
+async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
     """Cuts a body into its fields: on the event loop if it is small, else in another process."""
     if body.spool is None:
         request = decode(body.data, _decoder)
@@ -113,7 +113,7 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
         grammar = grammar_of(request, used)
         more = {"recalled": recalled, "sender": visit.sender, "close": body.close, "variables": variables(request)}
         talk = Conversation.of(messages, used, **more)
-        return Asked(request, talk, grammar)
+        return ChatAsk(request, talk, grammar)
     outlined, file = await service.engine().outline(body.spool, LONG, MOST_SHORT, visit.sender)
     body.replace(file)
     view = file.view()
@@ -128,7 +128,7 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> Asked:
         file, outlined.long["messages"], span, recalled, visit.sender, body.close, variables(request)
     )  # fmt: skip
     stated = bytes(view[span[0] : min(span[1], span[0] + MAX_GRAMMAR)]) if span and calls_required(request) else None
-    return Asked(request, talk, grammar_of(request, stated))
+    return ChatAsk(request, talk, grammar_of(request, stated))
 
 
 def variables(request: ChatRequest) -> dict[str, Any]:
@@ -145,12 +145,12 @@ def _no_messages() -> Invalid:
     return Invalid("messages: missing required field messages", "messages")
 
 
-async def answer_chat(service: Service, asked: Asked, exchange: Exchange) -> None:
+async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> None:
     engine, visit, request = service.engine(), exchange.visit, asked.request
     model = service.check_model(request.model, engine)
     refuse_unsupported(request)
     spoken, stream = "audio" in (request.modalities or ()), bool(request.stream)
-    answer = Answer(
+    answer = ChatAnswer(
         request=request,
         service=service,
         exchange=exchange,
@@ -292,7 +292,7 @@ def chat_usage(answers: Sequence[Usage]) -> ChatUsage:
     )
 
 
-async def whole_answers(answers: list[Answer], events: AsyncIterator[tuple[int, Event]]) -> None:
+async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]) -> None:
     first = answers[0]
     visit = first.exchange.visit
     parts: list[list[str | Call]] = [[] for _ in answers]
@@ -325,7 +325,7 @@ async def whole_answers(answers: list[Answer], events: AsyncIterator[tuple[int, 
     )
 
 
-async def whole_message(answer: Answer, parts: list[str | Call], pcm: bytes) -> Message:
+async def whole_message(answer: ChatAnswer, parts: list[str | Call], pcm: bytes) -> Message:
     text = "".join(p for p in parts if isinstance(p, str))
     calls = [ToolCall(call_id(), CalledFunction(p.name, p.arguments)) for p in parts if isinstance(p, Call)]
     tool_calls = calls or UNSET
@@ -339,7 +339,7 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-async def stream_answers(answers: list[Answer], events: AsyncIterator[tuple[int, Event]]) -> None:
+async def stream_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]) -> None:
     visit, writers = answers[0].exchange.visit, [Writer(answer) for answer in answers]
     ends: dict[int, Finished] = {}
     # Nothing is sent before the first event: until then, what fails has a status of its own.
@@ -363,7 +363,7 @@ async def stream_answers(answers: list[Answer], events: AsyncIterator[tuple[int,
 class Writer:
     """Writes one streamed answer."""
 
-    answer: Answer
+    answer: ChatAnswer
     transcript: list[str] = field(default_factory=list)
     num_calls: int = 0
     begun: bool = False

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.server.exchange import VISIT, Broken, Visit
+from stretto.server.exchange import VISIT, CutConnection, Visit
 from stretto.server.failures import Refused, respond
 from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.connection import PATHS as REALTIME
@@ -58,7 +58,7 @@ class Door:
             await app(scope, receive, send_with_id)
         except Refused as e:
             await respond(e)(scope, receive, send_with_id)
-        except Broken:
+        except CutConnection:
             visit.ended = visit.ended or "broken"
             raise
         finally:

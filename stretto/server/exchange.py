@@ -212,7 +212,7 @@ class Exchange:
         else:
             # Sound has been sent: only a broken connection says that it is not all of it.
             describe(error)
-            raise Broken("the answer was cut short") from error
+            raise CutConnection("the answer was cut short") from error
 
     async def _put(self, message: Message) -> None:
         try:
@@ -226,7 +226,7 @@ class Left(Gone):
     """The client is no longer there, or takes nothing."""
 
 
-class Broken(Exception):
+class CutConnection(Exception):
     """Makes the web server cut the connection."""
 
 

@@ -7,14 +7,14 @@ import os
 
 from stretto.observe import logs
 from stretto.server.config import LogFormat, LogLevel
-from stretto.server.exchange import Broken
+from stretto.server.exchange import CutConnection
 
 
 class NotBroken(logging.Filter):
     """Connections that we cut on purpose have been logged by whoever did; uvicorn takes them for accidents."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], Broken))
+        return not (record.exc_info and isinstance(record.exc_info[1], CutConnection))
 
 
 def set_up(format: LogFormat, level: LogLevel) -> None:

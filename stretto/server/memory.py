@@ -14,7 +14,7 @@ MAX_CHARS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptAnswer:
     owner: str
     transcript: str
     expires_at: float
@@ -25,13 +25,13 @@ class AudioMemory:
     max_answers: int
     lifetime: float
     clock: Callable[[], float] = time.time
-    _kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)  # oldest first
+    _kept: OrderedDict[str, KeptAnswer] = field(default_factory=OrderedDict)  # oldest first
     _chars: int = 0
 
     def keep(self, audio_id: str, owner: str, transcript: str) -> int:
         """Remember an answer; the time until which it can be referred to."""
         expires = self.clock() + self.lifetime
-        self._kept[audio_id] = Kept(owner, transcript, expires)
+        self._kept[audio_id] = KeptAnswer(owner, transcript, expires)
         self._chars += len(transcript)
         self._trim()
         return int(expires)

@@ -190,7 +190,7 @@ class ChatUsage(Struct, frozen=True):
     completion_tokens_details: CompletionDetails
 
 
-class Span(Struct, frozen=True):
+class TimelineEntry(Struct, frozen=True):
     """Something that took time; seconds from the request's arrival in the engine."""
 
     lane: str
@@ -209,7 +209,7 @@ class Report(Struct, frozen=True, omit_defaults=True):
     first_audio_s: float | None = None
     rtf: float | None = None  # time to make the speech over the time it plays
     underrun_s: float = 0.0  # how long a player that starts at once would have waited
-    timeline: list[Span] | UnsetType = UNSET
+    timeline: list[TimelineEntry] | UnsetType = UNSET
 
 
 class CalledFunction(Struct, frozen=True):

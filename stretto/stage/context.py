@@ -124,5 +124,5 @@ class StageContext:
         return stage
 
 
-Build = Callable[[Sequence[str], StageContext], dict[str, Node]]
+BuildNodes = Callable[[Sequence[str], StageContext], dict[str, Node]]
 """A family's function that makes the nodes of these stages, in their order."""

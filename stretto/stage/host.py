@@ -48,7 +48,7 @@ from stretto.observe import logs
 from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_pieces, unpack_prompt
 from stretto.stage.channel import Channel
-from stretto.stage.context import Build, StageContext
+from stretto.stage.context import BuildNodes, StageContext
 from stretto.stage.devices import check_device, one_line
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
@@ -97,7 +97,7 @@ class Host:
     def load(self) -> None:
         """Build the stages and give them turns. On the main thread; the loop does not run yet."""
         c = self.configure
-        build: Build = load(c.build)
+        build: BuildNodes = load(c.build)
         self.nodes = build(c.stages, self.context)
         nodes = list(self.nodes.values())
         inlets = {i.link: (node, i) for node in nodes for i in node.inlets}

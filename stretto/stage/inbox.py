@@ -26,7 +26,7 @@ class Unannounced(OnLink, WireError):
     """Too many chunks, or bytes, for requests that nobody has announced."""
 
 
-class Outcome(Enum):
+class Pushed(Enum):
     """What became of a chunk that was pushed."""
 
     ACCEPTED = auto()
@@ -59,7 +59,7 @@ class Inbox:
     def __bool__(self) -> bool:
         return True
 
-    def push(self, chunk: Chunk) -> Outcome:
+    def push(self, chunk: Chunk) -> Pushed:
         """Take over a chunk of this request. Dropped chunks are released; `Gap` if it does not follow."""
         header = chunk.header
         try:
@@ -67,7 +67,7 @@ class Inbox:
         except Gap:
             chunk.release()
             raise
-        if outcome is not Outcome.ACCEPTED:
+        if outcome is not Pushed.ACCEPTED:
             chunk.release()
             return outcome
         self._stops.append(header.stop)
@@ -84,14 +84,14 @@ class Inbox:
         while (chunk := self.pop()) is not None:
             chunk.release()
 
-    def _judge(self, header: ChunkHeader) -> Outcome:
+    def _judge(self, header: ChunkHeader) -> Pushed:
         if header.seq < len(self._stops):
             if not self._same(header):
                 raise self._gap(header, "differs from the chunk it repeats")
-            return Outcome.REPEAT
+            return Pushed.REPEAT
         if self.ended or (header.seq, header.start) != (len(self._stops), self.stop):
             raise self._gap(header, "does not follow the last chunk")
-        return Outcome.ACCEPTED
+        return Pushed.ACCEPTED
 
     def _same(self, header: ChunkHeader) -> bool:
         start = self._stops[header.seq - 1] if header.seq else 0
@@ -114,7 +114,7 @@ class Inboxes:
 
     early_chunks: int = 256
     early_bytes: int = 64 << 20
-    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    counts: dict[Pushed, int] = field(default_factory=lambda: dict.fromkeys(Pushed, 0))
     _open: dict[RequestId, Inbox] = field(default_factory=dict)
     _early: dict[RequestId, list[Chunk]] = field(default_factory=dict)
     _num_early: int = 0
@@ -139,16 +139,16 @@ class Inboxes:
         self._push_early(inbox)
         return inbox
 
-    def push(self, chunk: Chunk) -> Outcome:
+    def push(self, chunk: Chunk) -> Pushed:
         """Take over a chunk. Raises `Gap` or `Unannounced`, naming the request; the chunk is then released."""
         header = chunk.header
         inbox = self._open.get(header.request)
         if self._over.stale(header):
             chunk.release()
-            outcome = Outcome.LATE
+            outcome = Pushed.LATE
         elif inbox is None:
             self._keep(chunk)
-            outcome = Outcome.EARLY
+            outcome = Pushed.EARLY
         else:
             outcome = inbox.push(chunk)
         self.counts[outcome] += 1

@@ -20,7 +20,7 @@ from stretto.errors import Busy, Gone
 
 log = logging.getLogger(__name__)
 
-Message = Callable[[], None]
+Callback = Callable[[], None]
 """Run on the loop thread."""
 
 TICK_NS = 1_000_000
@@ -84,13 +84,13 @@ class Loop:
         self.on_failure: Callable[[], None] = lambda: None  # called last on the loop thread, if it dies
         self.idle_ns = 0  # asleep, since `run` began
         self._begun = time.monotonic()
-        self._messages: deque[Message] = deque()
+        self._messages: deque[Callback] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     # -- any thread
 
-    def post(self, message: Message, spare: int = 0) -> None:
+    def post(self, message: Callback, spare: int = 0) -> None:
         """Run `message` on the loop thread, soon and in order. So many places are left to others."""
         if self._stopping:
             raise Gone("the loop has stopped")

@@ -67,7 +67,7 @@ _NO_ROW: list[int] = []
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class CachedRows:
     """Accept-layer rows that belong to a cached block."""
 
     places: list[int]
@@ -106,19 +106,19 @@ class PayloadStore:
     """Rows kept beside cached blocks, by handle. The scheduler says when a handle is no longer needed."""
 
     def __init__(self) -> None:
-        self._kept: dict[PayloadHandle, Kept] = {}
+        self._kept: dict[PayloadHandle, CachedRows] = {}
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, kept: Kept) -> PayloadHandle:
+    def put(self, kept: CachedRows) -> PayloadHandle:
         handle = PayloadHandle(self._next)
         self._next += 1
         self._kept[handle] = kept
         return handle
 
-    def get(self, handle: PayloadHandle) -> Kept:
+    def get(self, handle: PayloadHandle) -> CachedRows:
         return self._kept[handle]
 
     def drop(self, handle: PayloadHandle) -> None:
@@ -310,7 +310,7 @@ class Stage:
                 if not self.scheduler.attach_payload(block, handle):
                     self.store.drop(handle)
 
-    def _rows_of(self, request: StageRequest, block: Published) -> Kept | None:
+    def _rows_of(self, request: StageRequest, block: Published) -> CachedRows | None:
         places: list[int] = []
         rows: list[torch.Tensor] = []
         for media in self._seats[request.id].media:
@@ -319,7 +319,8 @@ class Stage:
             if low < high:
                 places += where[low:high].tolist()
                 rows.append(media.rows[low:high])
-        return Kept(places, self.runner.joined(rows)[0]) if rows else None  # read by `joined` again, on that stream
+        # Read by `joined` again, on that stream.
+        return CachedRows(places, self.runner.joined(rows)[0]) if rows else None
 
     def _leave(self, id: RequestId) -> None:
         """Forget a request once it is over and nothing of it is in flight."""

@@ -8,7 +8,7 @@ from stretto.stage.loop import Turns
 from stretto.stage.node import Node
 
 
-class Push:
+class PushReports:
     """Lets the reports of the turns before it go."""
 
     due_ns: int | None = None
@@ -41,7 +41,7 @@ def in_order(nodes: Sequence[Node], fresh: Fresh | None, push: Callable[[], None
     are short, comes once more behind each stage but the first, so that what these sent is launched behind their own
     steps at once. Only a new prompt goes to the first stage before the others: their part of it can be done while the
     first one's runs."""
-    pushing = Push(push)
+    pushing = PushReports(push)
     last = [nodes[-1]] if len(nodes) > 1 and nodes[-1].cheap else []
     body = nodes[: len(nodes) - len(last)]
     order: list[Turns] = [pushing]

@@ -13,7 +13,7 @@ import pytest
 
 from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen, spread
 from stretto.kernels.fast import tuning
-from stretto.kernels.fast.tuning import Asked
+from stretto.kernels.fast.tuning import TuningQuestion
 
 DEFAULT = {"BN": 16, "warps": 4}
 
@@ -28,7 +28,7 @@ class MadeUp:
         self.wrong: dict[int, float] = {}  # BN of "one" -> error
         self.pairs: list[Table] = []
 
-    def asked(self, changes: Table) -> dict[str, Asked]:
+    def asked(self, changes: Table) -> dict[str, TuningQuestion]:
         with tuning.instead(changes) as asked:
             tuning.config("one", (1,), DEFAULT)
             tuning.config("two", (1,), DEFAULT)
@@ -103,12 +103,12 @@ def test_a_gain_that_does_not_come_back_is_not_kept() -> None:
     """The first of two measurements of each candidate is too good, the second is not."""
     step = MadeUp(noise=(0.0, -5.0, 5.0))  # the current one, the candidate, the candidate again
     d = descent(step)
-    rows = d.tune("noisy/1", Asked("noisy", (1,), DEFAULT, DEFAULT))
+    rows = d.tune("noisy/1", TuningQuestion("noisy", (1,), DEFAULT, DEFAULT))
     assert rows[1]["gain"] > 0.04
     assert rows[1]["again"] < 0
     assert d.changes == {}
     steady = descent(MadeUp(noise=(0.0, -5.0, -5.0)))
-    steady.tune("noisy/1", Asked("noisy", (1,), DEFAULT, DEFAULT))
+    steady.tune("noisy/1", TuningQuestion("noisy", (1,), DEFAULT, DEFAULT))
     assert steady.changes == {"noisy/1": {"BN": 32, "warps": 8}}
 
 
@@ -185,8 +185,8 @@ def test_changes_stand_as_if_they_had_been_saved(tmp_path: Path, monkeypatch: py
             tuning.config("two", [2, 3], {"BN": 1})
         assert changed == {"BN": 32, "apart": 0}, "in the place of what the file has, not on top of it"
         assert asked == {
-            "one/1": Asked("one", (1,), default, changed),
-            "two/2x3": Asked("two", (2, 3), {"BN": 1}, {"BN": 1}),
+            "one/1": TuningQuestion("one", (1,), default, changed),
+            "two/2x3": TuningQuestion("two", (2, 3), {"BN": 1}, {"BN": 1}),
         }
         assert tuning.config("one", (1,), default) == {"BN": 8, "apart": 1}
         tuning.save(own, {"one/1": {"BN": 32}})

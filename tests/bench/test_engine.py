@@ -20,10 +20,10 @@ from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import Busy, Invalid
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.qwen3_omni.solo import Audio, Frame, TextToken
 from stretto.models.qwen3_omni.tiny import released_config
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
 from tests.orchestrator.common import CHATS, run
+from tests.solo import Audio, Frame, TextToken
 
 
 def test_the_released_shape_with_a_tokenizer_that_fits() -> None:

@@ -9,10 +9,10 @@ from itertools import islice, takewhile
 
 import pytest
 
-from stretto.client.bench import Bench, Closed, Goal, Level, Limits, Load, Open, Sample
+from stretto.client.bench import Bench, Closed, Goal, Level, Load, Open, Sample, Targets
 from stretto.client.player import Packet
 from stretto.client.report import errors, overview, rates, record, rows, table
-from stretto.client.wire import PCM_RATE, Ended, Piece, RequestFailed, Sound, Used, Words
+from stretto.client.wire import PCM_RATE, Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.client.workload import poisson
 from tests.client.clock import FakeClock
 
@@ -35,7 +35,7 @@ class FakeServer:
         self.sent.append((index, start))
         self.running += 1
         self.most = max(self.most, self.running)
-        pieces: list[tuple[float, Piece]] = [(0.1, Words("a")), (0.25, SECOND), (1.5, SECOND), (2.0, Ended("stop"))]
+        pieces: list[tuple[float, Piece]] = [(0.1, Words("a")), (0.25, SECOND), (1.5, SECOND), (2.0, StreamEnd("stop"))]
         try:
             for after, piece in pieces:
                 await self.clock.sleep_until(start + after)
@@ -48,7 +48,7 @@ class FakeServer:
             self.running -= 1
 
 
-def run(load: Load, limits: Limits, *, until: float = float("inf"), **server: object) -> tuple[FakeServer, Level]:
+def run(load: Load, limits: Targets, *, until: float = float("inf"), **server: object) -> tuple[FakeServer, Level]:
     clock = FakeClock()
     fake = FakeServer(clock, **server)  # type: ignore[arg-type]
 
@@ -59,7 +59,7 @@ def run(load: Load, limits: Limits, *, until: float = float("inf"), **server: ob
 
 
 def test_what_is_measured_of_one_request() -> None:
-    _, level = run(Closed(1), Limits(requests=1))
+    _, level = run(Closed(1), Targets(requests=1))
     (sample,) = level.samples
     assert sample.words == [0.1]
     assert sample.packets == [Packet(0.25, 1.0), Packet(1.5, 1.0)]
@@ -70,7 +70,7 @@ def test_what_is_measured_of_one_request() -> None:
 
 @pytest.mark.parametrize("streams", [1, 3, 8])
 def test_closed_loop_keeps_just_so_many_in_flight(streams: int) -> None:
-    fake, level = run(Closed(streams), Limits(requests=12))
+    fake, level = run(Closed(streams), Targets(requests=12))
     assert fake.most == streams
     assert len(level.samples) == 12
     assert level.seconds == 2.0 * -(-12 // streams)
@@ -78,22 +78,22 @@ def test_closed_loop_keeps_just_so_many_in_flight(streams: int) -> None:
 
 
 def test_closed_loop_begins_nothing_after_its_time() -> None:
-    fake, level = run(Closed(2), Limits(seconds=3.0))
+    fake, level = run(Closed(2), Targets(seconds=3.0))
     assert [at for _, at in fake.sent] == [0.0, 0.0, 2.0, 2.0]
     assert level.seconds == 4.0
 
 
 def test_open_loop_sends_when_chance_says_however_slow_the_server() -> None:
-    fake, level = run(Open(5.0, seed=3), Limits(requests=30))
+    fake, level = run(Open(5.0, seed=3), Targets(requests=30))
     assert [at for _, at in fake.sent] == pytest.approx(list(islice(poisson(5.0, 3), 30)))
     assert fake.most > 5
     assert len(level.good) == 30
-    fake, _ = run(Open(5.0, seed=3), Limits(seconds=2.0))
+    fake, _ = run(Open(5.0, seed=3), Targets(seconds=2.0))
     assert len(fake.sent) == len(list(takewhile(lambda at: at < 2.0, poisson(5.0, 3))))
 
 
 def test_warm_up_is_not_counted_and_not_repeated() -> None:
-    fake, level = run(Closed(2), Limits(requests=4, warmup=3))
+    fake, level = run(Closed(2), Targets(requests=4, warmup=3))
     assert len(fake.sent) == 7
     assert sorted(s.index for s in level.samples) == [3, 4, 5, 6]
     assert min(s.sent for s in level.samples) == 0.0
@@ -105,7 +105,7 @@ def test_failures_are_counted_by_kind_and_the_rest_goes_on() -> None:
         3: RequestFailed("timeout", "?"),
         4: RequestFailed("http 429", "full"),
     }
-    _, level = run(Closed(2), Limits(requests=6), broken=broken)
+    _, level = run(Closed(2), Targets(requests=6), broken=broken)
     assert errors(level) == {"http 429": 2, "timeout": 1}
     assert len(level.good) == 3
     words = table(level, [0.0])
@@ -114,13 +114,13 @@ def test_failures_are_counted_by_kind_and_the_rest_goes_on() -> None:
 
 
 def test_answer_without_speech_is_a_failure() -> None:
-    _, level = run(Closed(1), Limits(requests=2), silent=True)
+    _, level = run(Closed(1), Targets(requests=2), silent=True)
     assert errors(level) == {"no audio": 2}
 
 
 @pytest.mark.parametrize("load", [Closed(2), Open(1.0)])
 def test_interrupted_run_gives_what_it_has(load: Load) -> None:
-    fake, level = run(load, Limits(requests=100), until=5.0)
+    fake, level = run(load, Targets(requests=100), until=5.0)
     assert level.interrupted
     assert 0 < len(level.samples) < 100
     assert all(s.end == 2.0 for s in level.samples)
@@ -129,7 +129,7 @@ def test_interrupted_run_gives_what_it_has(load: Load) -> None:
 
 
 def test_rows_and_rates() -> None:
-    _, level = run(Closed(4), Limits(requests=8))
+    _, level = run(Closed(4), Targets(requests=8))
     found = rows(level, [0.0, 1.5])
     p50 = {key: row.summary.p50 for key, row in found.items() if row.summary}
     want = {
@@ -144,7 +144,7 @@ def test_rows_and_rates() -> None:
 
 
 def test_overview_has_a_line_per_level() -> None:
-    levels = [run(load, Limits(requests=4))[1] for load in (Closed(1), Closed(4), Open(2.0))]
+    levels = [run(load, Targets(requests=4))[1] for load in (Closed(1), Closed(4), Open(2.0))]
     head, *lines = overview([*levels, Level(Closed(9))]).splitlines()
     assert [line.split()[:2] for line in lines[:2]] == [["concurrency", "1"], ["concurrency", "4"]]
     assert "100 %" in lines[0], "each answer had an underrun"
@@ -152,7 +152,7 @@ def test_overview_has_a_line_per_level() -> None:
 
 
 def test_record_holds_every_sample_and_is_json() -> None:
-    _, level = run(Open(2.0, seed=7), Limits(requests=3))
+    _, level = run(Open(2.0, seed=7), Targets(requests=3))
     told = json.loads(json.dumps(record([level], [0.0], {"url": "x"}, {"model": "tiny"}, "2026-01-01T00:00:00+00:00")))
     (one,) = told["levels"]
     assert one["load"] == {"kind": "open", "rate": 2.0, "seed": 7}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from stretto.client.http import Model
+from stretto.client.http import ListedModel
 from stretto.client.sound import MICROPHONE_RATE, NoSound, PlayBuffer, find_sound
 from stretto.client.talk import Talk
-from stretto.client.wire import Ended, Piece, RequestFailed, Sound, Words, wav_file
+from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Words, wav_file
 
 PCM = b"\x01\x02" * 480
-ANSWER: list[Piece] = [Words("Hel"), Sound(base64.b64encode(PCM).decode()), Words("lo."), Ended("stop")]
+ANSWER: list[Piece] = [Words("Hel"), Sound(base64.b64encode(PCM).decode()), Words("lo."), StreamEnd("stop")]
 SILENCE = NoSound("nobody has ears here")
 
 
@@ -72,7 +72,7 @@ class Person:
             yield piece
 
     def talk(self, sound: Any = SILENCE, **more: Any) -> Talk:
-        return Talk(self.ask, Model("tiny", ("Ethan", "Chelsie")), self.out, self.read, sound, **more)
+        return Talk(self.ask, ListedModel("tiny", ("Ethan", "Chelsie")), self.out, self.read, sound, **more)
 
     def said(self) -> str:
         return self.out.getvalue()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from stretto.client.wire import (
     PCM_RATE,
-    Ended,
     EventSplitter,
     RequestFailed,
     Sound,
+    StreamEnd,
     Used,
     Words,
     read_event,
@@ -56,7 +56,7 @@ def test_openai_form() -> None:
     assert read_event(event({"content": "Hi"})) == [Words("Hi")]
     assert read_event(event({"audio": {"transcript": "Hi", "data": "AAAA"}})) == [Words("Hi"), Sound("AAAA")]
     assert read_event(event({"audio": {"id": "audio_1"}})) == []
-    assert read_event(b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}') == [Ended("stop")]
+    assert read_event(b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}') == [StreamEnd("stop")]
     assert read_event(b'{"choices": [], "usage": {"completion_tokens": 3}}') == [Used({"completion_tokens": 3})]
     assert read_event(b'{"choices": [{"delta": null}], "usage": null}') == []
 

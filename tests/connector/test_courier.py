@@ -12,13 +12,13 @@ import torch
 from stretto.connector import wire
 from stretto.connector.contract import (
     Chunk,
+    ChunkRefused,
     Corrupt,
     Endpoint,
     LinkClosed,
     LinkOptions,
     PeerDead,
     PutFailed,
-    Refused,
     VersionMismatch,
 )
 from stretto.connector.courier import CourierBug, Incoming, Outgoing
@@ -319,7 +319,7 @@ class Scripted:
         self.endpoint = Endpoint("test", "a-b", "", 0, "", 1, 1)
         self.script = script
         self.sent: list[int] = []
-        self.refused: list[Refused] = []
+        self.refused: list[ChunkRefused] = []
         self.closed = False
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
@@ -336,7 +336,7 @@ class Scripted:
     def credits(self) -> int:
         return 7
 
-    def refusals(self) -> list[Refused]:
+    def refusals(self) -> list[ChunkRefused]:
         refused, self.refused = self.refused, []
         return refused
 
@@ -393,11 +393,11 @@ def test_room_in_the_queue_wakes_a_loop_that_was_refused() -> None:
 
 def test_a_refusal_comes_back_with_its_request() -> None:
     sender, loop = Scripted([]), Loop()
-    sender.refused.append(Refused("blob checksum does not match", request=R))
+    sender.refused.append(ChunkRefused("blob checksum does not match", request=R))
     out = Outgoing(sender, "a-b", loop.wake)
     out.start()
     (fault,) = faults(out, loop)
-    assert isinstance(fault, Refused)
+    assert isinstance(fault, ChunkRefused)
     assert fault.request == R
     assert not out.ended
     out.close()

@@ -13,7 +13,7 @@ from PIL import Image
 
 from stretto.cli import main, parser
 from stretto.client.bench import Closed, Goal, Level, Sample
-from stretto.client.http import Model
+from stretto.client.http import ListedModel
 from stretto.client.player import Packet
 from stretto.client.report import overview, rates, table
 from stretto.client.sound import NoSound
@@ -71,7 +71,7 @@ def test_talk_understands_exit_and_overwrites_nothing(tmp_path: Path) -> None:
         asked.append(body)
         return iter([Words("Hi.")])
 
-    talk = Talk(ask, Model("m"), out, lambda prompt: next(lines), NoSound("none"), save=tmp_path)
+    talk = Talk(ask, ListedModel("m"), out, lambda prompt: next(lines), NoSound("none"), save=tmp_path)
     assert talk.run() == 0
     assert len(asked) == 1
     talk.keep(24000, b"\0\0" * 2400)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.solo import Options
 from stretto.stage.codec import CodecConfig, CodecStage
 from stretto.stage.request import Reason
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
+from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
 from tests.stage.test_codec import Ears, codes
 

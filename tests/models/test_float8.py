@@ -20,7 +20,6 @@ from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, targets
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models, Source
-from stretto.models.qwen3_omni.solo import Solo
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config
@@ -30,6 +29,7 @@ from tests.models.test_solo import LIMITS, check_greedy, codes, done, texts
 from tests.models.test_weights import fill_on_gpu
 from tests.oracle import load_oracle
 from tests.prompts import KINDS, make
+from tests.solo import Solo
 
 
 @pytest.fixture(scope="module")

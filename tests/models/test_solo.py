@@ -11,11 +11,11 @@ import torch
 from stretto.errors import Invalid, TooLong
 from stretto.kernels.sampling import Noise
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.solo import Audio, Done, Event, Frame, Options, Solo, TextToken
 from stretto.prompt.prompt import Prompt
 from stretto.types import SamplingParams
 from tests.oracle import generate
 from tests.prompts import KINDS, Maker, make
+from tests.solo import Audio, Done, Event, Frame, Options, Solo, TextToken
 
 TEXT, FRAMES = 10, 14
 

@@ -24,7 +24,6 @@ from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.shapes import checkpoint_shapes
-from stretto.models.qwen3_omni.solo import Audio, Options, Solo
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config
@@ -32,6 +31,7 @@ from stretto.models.qwen3_omni.tiny import tiny_config as tiny_json
 from stretto.models.shapes import spread
 from stretto.models.weights import CheckpointFiles, build, estimate, fill_dummy, load, read_header
 from tests.prompts import make
+from tests.solo import Audio, Options, Solo
 
 
 class Pair(nn.Module):

@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     (
         "one sender never has all places",
-        "stretto/prompt/lane.py",
+        "stretto/prompt/fairqueue.py",
         "share = max(1, self.places - 1)",
         "share = self.places",
         [f"{POOL}::test_senders_take_turns"],

@@ -27,13 +27,13 @@ from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.qwen3_omni.solo import Audio, Done, Frame, Options, Solo, TextToken
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
 from stretto.stage.host import Host
 from stretto.types import SECRET_BYTES, SamplingParams
 from tests.pipeline import STAGES, configure
+from tests.solo import Audio, Done, Frame, Options, Solo, TextToken
 
 T = TypeVar("T")
 SECRET = bytes(SECRET_BYTES)

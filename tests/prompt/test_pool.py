@@ -20,8 +20,8 @@ from stretto.errors import Busy, CheckpointError, Invalid, MediaError, StageDead
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt import pool as pool_module
+from stretto.prompt.fairqueue import FairQueue
 from stretto.prompt.jobs import Apart, Build, Built, Conversation
-from stretto.prompt.lane import Lane
 from stretto.prompt.packed import Packed, PieceMeta, PromptMeta
 from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.prompt.prompt import DIGEST_BYTES
@@ -299,7 +299,7 @@ def features(count: int, offset: int) -> PieceMeta:
 
 def test_senders_take_turns() -> None:
     async def run() -> None:
-        lane, order = Lane(2), []
+        lane, order = FairQueue(2), []
 
         async def work(sender: str, i: int) -> None:
             await lane.enter(sender)
@@ -330,7 +330,7 @@ def test_senders_take_turns() -> None:
 
 def test_a_place_that_comes_as_its_owner_leaves_is_passed_on() -> None:
     async def run() -> None:
-        lane = Lane(1)
+        lane = FairQueue(1)
         await lane.enter("a")
         second, third = (asyncio.create_task(lane.enter(s)) for s in "bc")
         await asyncio.sleep(0)
@@ -349,7 +349,7 @@ def test_many_at_random() -> None:
 
     async def run(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        lane = Lane(int(rng.integers(1, 4)))
+        lane = FairQueue(int(rng.integers(1, 4)))
         inside: list[str] = []
 
         async def work(sender: str, turns: int) -> None:

@@ -148,7 +148,7 @@ class SoloEngine:
         session: str | None = None,
         owner: str = "",
     ) -> AsyncIterator[Event]:
-        from stretto.models.qwen3_omni.solo import Solo
+        from tests.solo import Solo
 
         params = self._check(params)
 
@@ -201,8 +201,8 @@ class SoloEngine:
         return params
 
     def _options(self, params: Params, voice: str | None, speak: bool, tokens: int | None = None) -> Any:
-        from stretto.models.qwen3_omni.solo import Options
         from stretto.types import SamplingParams
+        from tests.solo import Options
 
         text = SamplingParams(
             temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
@@ -219,7 +219,7 @@ class SoloEngine:
     async def _events(
         self, start: Callable[[], tuple[Prompt, Iterator[Any]]], params: Params, name: str, silent: bool = False
     ) -> AsyncIterator[Event]:
-        from stretto.models.qwen3_omni.solo import Audio, Done, Frame, TextToken
+        from tests.solo import Audio, Done, Frame, TextToken
 
         loop, steps = asyncio.get_running_loop(), None
         words, text, cut = TextStream(self.builder.tokenizer), StopText(params.stop), False
@@ -304,7 +304,7 @@ def held(models: Any, params: Params) -> Any:
 
 def read_aloud(models: Any, words: list[int]) -> Any:
     """Solo with the thinker's choice taken away: the tokens are these."""
-    from stretto.models.qwen3_omni.solo import Solo
+    from tests.solo import Solo
 
     class Reader(Solo):
         def _pick_text(self, voices: Any, hidden: Any) -> list[int]:

@@ -25,7 +25,7 @@ from stretto.server import codecs
 from stretto.server.access import Admission
 from stretto.server.command import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
 from stretto.server.config import ServerConfig
-from stretto.server.exchange import Broken, Visit
+from stretto.server.exchange import CutConnection, Visit
 from stretto.server.failures import Refused
 from stretto.server.keys import NOBODY, Keys
 from stretto.server.logs import NotBroken
@@ -332,5 +332,5 @@ def test_json_log_lines() -> None:
         record.exc_info = sys.exc_info()
     assert "ValueError: why" in json.loads(JsonLines().format(record))["stack"]
     assert NotBroken().filter(record)
-    record.exc_info = (Broken, Broken("cut"), None)
+    record.exc_info = (CutConnection, CutConnection("cut"), None)
     assert not NotBroken().filter(record)

@@ -15,7 +15,6 @@ from stretto.models.qwen3_omni.lanes.talker import TalkerInput, TalkerLane
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput, ThinkerLane
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.models.qwen3_omni.solo import Options
 from stretto.prompt.prompt import Prompt
 from stretto.stage.ahead import Ahead
 from stretto.stage.request import Reason, RequestSpec, Salt
@@ -25,6 +24,7 @@ from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, PayloadStore, Stage
 from stretto.types import RequestId, Span
+from tests.solo import Options
 from tests.stage.simulated import MS, Clock, Device
 
 CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)

@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni import vision_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.host import Builder
+from stretto.models.qwen3_omni.host import StageBuilder
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.weights import build, fill_dummy
@@ -196,7 +196,7 @@ def test_images_only_where_asked(
     model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
     settings = HostSettings(vision_graphs=asked)
     context = StageContext("", settings, CPU, OverlapSwitches(), lambda: None, lambda message, blob: None, lambda: None)
-    Builder(("thinker",), context).capture_encoders(model, cuda.side)  # type: ignore[arg-type]
+    StageBuilder(("thinker",), context).capture_encoders(model, cuda.side)  # type: ignore[arg-type]
     images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
     sound = [(WindowGraphs, size) for size in (8, 4, 2, 1)]
     assert cuda.captured() == (sound + images if asked else sound)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stretto.connector import wire
 from stretto.connector.contract import Chunk
 from stretto.errors import Bug, WireError
-from stretto.stage.inbox import Gap, Inbox, Inboxes, Outcome, Unannounced
+from stretto.stage.inbox import Gap, Inbox, Inboxes, Pushed, Unannounced
 from stretto.types import Mark, RequestId, Span
 
 R = RequestId("r-1")
@@ -123,7 +123,7 @@ def test_a_whole_request_arrives_whole(data: st.DataObject) -> None:
         inboxes.push(slots.chunk(span, mark, seq=seq))
         if index >= announced_at:
             old = sent[again]
-            assert inboxes.push(slots.chunk(old[1], old[2], seq=old[0])) is Outcome.REPEAT
+            assert inboxes.push(slots.chunk(old[1], old[2], seq=old[0])) is Pushed.REPEAT
     if announced_at == len(sent):
         inboxes.announce(R)
     assert inboxes[R].ended
@@ -160,7 +160,7 @@ def test_what_does_not_follow_is_a_gap(span: Span, mark: Mark, seq: int) -> None
 def test_nothing_follows_the_end() -> None:
     slots, inbox = Slots(), Inbox(R)
     inbox.push(slots.chunk(Span(0, 1), Mark.REQUEST_END, seq=0))
-    assert inbox.push(slots.chunk(Span(0, 1), Mark.REQUEST_END, seq=0)) is Outcome.REPEAT
+    assert inbox.push(slots.chunk(Span(0, 1), Mark.REQUEST_END, seq=0)) is Pushed.REPEAT
     with pytest.raises(Gap):
         inbox.push(slots.chunk(Span(1, 1), Mark.REQUEST_END, seq=1))
     assert len(drain(inbox)) == 1
@@ -170,13 +170,13 @@ def test_early_chunks_are_bounded() -> None:
     slots = Slots()
     inboxes = Inboxes(early_chunks=3, early_bytes=1 << 20)
     for seq in range(3):
-        assert inboxes.push(slots.chunk(Span(seq, seq + 1), Mark.MORE, seq=seq)) is Outcome.EARLY
+        assert inboxes.push(slots.chunk(Span(seq, seq + 1), Mark.MORE, seq=seq)) is Pushed.EARLY
     with pytest.raises(Unannounced, match="r-2") as caught:
         inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2")))
     assert caught.value.request == "r-2"
     assert slots.held == 3
     assert [key[0] for key in drain(inboxes.announce(R))] == [0, 1, 2]
-    assert inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2"))) is Outcome.EARLY
+    assert inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2"))) is Pushed.EARLY
     inboxes.forget(RequestId("r-2"))
     assert (slots.held, inboxes.num_early) == (0, 0)
 
@@ -208,8 +208,8 @@ def test_a_forgotten_request_stays_forgotten() -> None:
     inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0))
     inboxes.forget(R)
     assert R not in inboxes
-    assert inboxes.push(slots.chunk(Span(1, 2), Mark.MORE, seq=1)) is Outcome.LATE
-    assert inboxes.counts[Outcome.LATE] == 1
+    assert inboxes.push(slots.chunk(Span(1, 2), Mark.MORE, seq=1)) is Pushed.LATE
+    assert inboxes.counts[Pushed.LATE] == 1
     assert slots.held == 0
     with pytest.raises(Bug):
         inboxes.announce(RequestId("r-2")) and inboxes.announce(RequestId("r-2"))

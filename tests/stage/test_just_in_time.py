@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.solo import Options
 from stretto.stage.ahead import Ahead
 from stretto.stage.loop import TICK_NS, Loop
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.batch import Batch
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
+from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
 from tests.stage.simulated import MS, Clock, Device, SimulatedBell
 

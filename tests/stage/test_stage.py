@@ -8,11 +8,11 @@ import pytest
 
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.solo import Frame, Options, Solo, TextToken
 from stretto.prompt.prompt import AudioClip, Prompt
 from stretto.stage.request import Reason
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import KINDS, make
+from tests.solo import Frame, Options, Solo, TextToken
 from tests.stage.desk import CONFIG, Desk
 
 SIZE = 8

@@ -45,7 +45,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class PickState:
     """What is known of each row's answer so far, and what may come next."""
 
     seen: torch.Tensor  # [rows, vocabulary] bool: tokens under the repetition penalty; the picked ones are added
@@ -66,7 +66,7 @@ def pick_text(
     rows: torch.Tensor,
     positions: torch.Tensor,
     params: Columns,
-    answer: Answer,
+    answer: PickState,
     next: torch.Tensor,
 ) -> torch.Tensor:
     """Tokens [batch] from logits [batch, vocabulary] of any size, -1 where the logits are not numbers.
@@ -102,7 +102,7 @@ def pick_code0(
     rows: torch.Tensor,
     positions: torch.Tensor,
     params: Columns,
-    answer: Answer,
+    answer: PickState,
     suppress: torch.Tensor,
     table: torch.Tensor,
     x: torch.Tensor,
@@ -151,7 +151,7 @@ def _pick(
     x: torch.Tensor,
     out: FrameOut,
     *,
-    answer: Answer | None = None,
+    answer: PickState | None = None,
     suppress: torch.Tensor | None = None,
     last: bool = False,
 ) -> None:

@@ -39,7 +39,7 @@ def name_of(kernel: str, key: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TuningQuestion:
     """One question to `config`, and its answer."""
 
     kernel: str
@@ -51,7 +51,7 @@ class Asked:
 @dataclass(slots=True)
 class _Trial:
     changes: Mapping[str, dict[str, int]]
-    asked: dict[str, Asked] = field(default_factory=dict)
+    asked: dict[str, TuningQuestion] = field(default_factory=dict)
 
 
 _trial: _Trial | None = None
@@ -64,12 +64,12 @@ def config(kernel: str, key: Sequence[int], default: dict[str, int]) -> dict[str
         return default | _table().get(name, {})
     changed = _trial.changes.get(name)
     found = default | (_table().get(name, {}) if changed is None else changed)
-    _trial.asked[name] = Asked(kernel, tuple(key), default, found)
+    _trial.asked[name] = TuningQuestion(kernel, tuple(key), default, found)
     return found
 
 
 @contextmanager
-def instead(changes: Mapping[str, dict[str, int]]) -> Iterator[dict[str, Asked]]:
+def instead(changes: Mapping[str, dict[str, int]]) -> Iterator[dict[str, TuningQuestion]]:
     """For a while, and for the whole process, `changes` stand where the files' values did, as if they had been saved.
     Yields all that is asked for meanwhile, by name, in the order of the first question."""
     global _trial

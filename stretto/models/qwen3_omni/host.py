@@ -37,11 +37,11 @@ PRIORITIES = {"thinker": 0, "talker": -1}
 
 
 def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
-    return Builder(stages, context).build()
+    return StageBuilder(stages, context).build()
 
 
 @dataclass(slots=True, eq=False)
-class Builder:
+class StageBuilder:
     """Of one host's stages."""
 
     stages: Sequence[str]  # in the order of the data's way

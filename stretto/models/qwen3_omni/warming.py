@@ -71,7 +71,7 @@ class Task(msgspec.Struct, frozen=True):
         return once + each * len(self.sizes)
 
 
-class Job(msgspec.Struct, frozen=True):
+class WarmUp(msgspec.Struct, frozen=True):
     """What one process does, as it is told on its command line."""
 
     model: str
@@ -177,7 +177,7 @@ def begin(
         return None
     commands = []
     for share in share_out(tasks, workers):
-        job = Job(
+        job = WarmUp(
             model, s.device, str(dtype).removeprefix("torch."), s.max_rows, s.max_context, s.block_size,
             blocks_alike(blocks[share[0].stage]), tuple(share), s.expert_weights,
         )  # fmt: skip
@@ -218,7 +218,7 @@ def small(config: OmniConfig) -> OmniConfig:
     return replace(config, thinker=thinker, talker=replace(ta, text=few(ta.text), predictor=few(ta.predictor)))
 
 
-def build_lane(job: Job) -> ThinkerLane | TalkerLane:
+def build_lane(job: WarmUp) -> ThinkerLane | TalkerLane:
     config = small(OmniConfig.read(job.model))
     source = Source.open(
         config, job.device, getattr(torch, job.dtype), "dummy", progress=False, expert_weights=job.expert_weights
@@ -231,7 +231,7 @@ def build_lane(job: Job) -> ThinkerLane | TalkerLane:
     return TalkerLane(talker, talker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
 
 
-def run(job: Job) -> None:
+def run(job: WarmUp) -> None:
     steps = {"decode": run_decode, "prompts": run_prompts, "picks": run_picks}
     lane = build_lane(job)
     with torch.inference_mode():
@@ -269,7 +269,7 @@ def run_picks(lane: ThinkerLane | TalkerLane, sizes: Sequence[int]) -> None:
 
 def main() -> None:
     die_with_parent()
-    run(msgspec.json.decode(sys.argv[1], type=Job))
+    run(msgspec.json.decode(sys.argv[1], type=WarmUp))
     sys.stderr.flush()
     os._exit(0)  # the driver's own goodbye takes a while, and the memory goes back either way
 

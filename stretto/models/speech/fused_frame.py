@@ -9,7 +9,7 @@ import torch
 
 from stretto.kernels.fast import MAX_ROWS
 from stretto.kernels.fast.linear import project
-from stretto.kernels.fast.sampling import Answer, Columns, FrameOut, pick_code0, pick_last, pick_residual
+from stretto.kernels.fast.sampling import Columns, FrameOut, PickState, pick_code0, pick_last, pick_residual
 from stretto.layers.fused import FusedLayers
 from stretto.models.speech.code_predictor import FrameCache
 from stretto.models.speech.talker import FrameTalker
@@ -28,7 +28,7 @@ class FusedFrame:
         predictor = model.code_predictor
         self.model, self.layers = model, layers
         self.cos, self.sin = predictor.angles
-        self.answer = Answer(seen, floor, model.frames.eos)
+        self.answer = PickState(seen, floor, model.frames.eos)
         self.code0, self.rest = code0, rest
         self.heads = [head.get_parameter("weight") for head in predictor.lm_head]
         self.tables = [table.get_parameter("weight") for table in predictor.model.codec_embedding]

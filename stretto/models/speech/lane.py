@@ -20,7 +20,7 @@ from stretto.kernels.sampling import guarded
 from stretto.layers.upload import to_device
 from stretto.models.speech.talker import FrameRows, FrameTalker
 from stretto.stage.request import StageRequest
-from stretto.stage.runner.lane import Captured, HostInput, Picked
+from stretto.stage.runner.lane import HostInput, Picked, SideRows
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
@@ -156,10 +156,10 @@ class FrameLane(Generic[T, I]):
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, None]]
-    ) -> tuple[torch.Tensor, Captured]:
+    ) -> tuple[torch.Tensor, SideRows]:
         found = None if self.prompts is None else self.prompts.run(x, positions, paging)
         hidden = self.model(x, positions, self.cache, paging) if found is None else found[0]
-        return hidden, Captured()
+        return hidden, SideRows()
 
     def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
         if self.frame is not None and len(hidden) <= MAX_ROWS:

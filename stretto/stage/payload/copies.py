@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stretto.connector.contract import Chunk, Event
+from stretto.connector.contract import Chunk, CopyEvent
 from stretto.connector.switches import OverlapSwitches
 from stretto.observe.recorder import Histogram
 
@@ -31,7 +31,7 @@ class HostToDevice:
     keep: frozenset[str] = frozenset()
     stream: torch.cuda.Stream | None = None  # None: a new one, if there is a GPU
     took: Histogram = field(default_factory=Histogram)  # each upload, until it was found to be done
-    _running: deque[tuple[Event, Chunk, float]] = field(default_factory=deque)
+    _running: deque[tuple[CopyEvent, Chunk, float]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda" and self.stream is None:

@@ -38,7 +38,7 @@ class Picked:
 
 
 @dataclass(slots=True, eq=False)
-class Captured:
+class SideRows:
     """Rows that a step hands out beside its tokens, by span index: places in the sequence, and their values."""
 
     places: dict[int, list[int]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Lane(Protocol[E]):
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, E]]
-    ) -> tuple[torch.Tensor, Captured]:
+    ) -> tuple[torch.Tensor, SideRows]:
         """Run the model. `extras`: (span index, first row of the pass, extra)."""
         ...
 

@@ -19,7 +19,7 @@ from stretto.errors import Bug, StageDead, StrettoError
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.lane import Captured, Lane, decode_step
+from stretto.stage.runner.lane import Lane, SideRows, decode_step
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
@@ -93,7 +93,7 @@ class Runner:
 
     def _failed(self, batch: Batch, error: StrettoError) -> Step:
         none = torch.empty(0, self.lane.columns, dtype=torch.int64)
-        return Step(batch, [], none, none, None, Captured(), None, error)
+        return Step(batch, [], none, none, None, SideRows(), None, error)
 
     def _launch(self, batch: Batch, find: Find) -> Step:
         lane = self.lane
@@ -110,7 +110,7 @@ class Runner:
             ways |= self._ways[plan.spans[i].row]
         how = How(bool(ways & 1), bool(ways & 2))
         if plan.decodes:
-            tokens, captured = self._decode(plan, how), Captured()
+            tokens, captured = self._decode(plan, how), SideRows()
         else:
             tokens, captured = self._mixed(plan, samples, how)
         return self._publish(batch, [plan.index[i] for i in samples], tokens, captured)
@@ -157,7 +157,7 @@ class Runner:
         values = [self.lane.decode_value(r, s.start) for r, s in zip(plan.requests, spans, strict=False)]
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
-    def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[torch.Tensor, Captured]:
+    def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[torch.Tensor, SideRows]:
         lane = self.lane
         xs, places, extras = [], [], []
         first = self._device_rows(plan)
@@ -181,7 +181,7 @@ class Runner:
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
         return lane.pick(rows, positions, hidden[pick], how).tokens, captured
 
-    def _publish(self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: Captured) -> Step:
+    def _publish(self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: SideRows) -> Step:
         tokens = tokens.to(torch.int32)  # as links carry them
         if self.stream is None:
             return Step(batch, sampling, tokens, tokens, None, captured, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from stretto.errors import StrettoError
-from stretto.stage.runner.lane import Captured
+from stretto.stage.runner.lane import SideRows
 from stretto.stage.scheduler.batch import Batch
 
 
@@ -22,7 +22,7 @@ class Step:
     tokens: torch.Tensor  # [sampling spans, columns] on the device
     host: torch.Tensor  # the same in pinned memory, valid once `copied` has fired
     copied: torch.cuda.Event | None  # None on a CPU: all is done at launch
-    captured: Captured
+    captured: SideRows
     captured_at: torch.cuda.Event | None  # the captured rows are complete
     error: StrettoError | None = None  # the launch failed; nothing ran
     retired: bool = False

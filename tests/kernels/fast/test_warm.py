@@ -170,7 +170,7 @@ def test_no_captured_step_launches_anything_else(
     tasks = warming.tasks_of(stage, sizes, prefill_graphs.SIZES)
     for share in warming.share_out(tasks, 3):
         pool = warming.blocks_alike(blocks)
-        warming.run(warming.Job("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
+        warming.run(warming.WarmUp("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
     ahead = set(variants)
     variants.clear()
 

@@ -15,7 +15,7 @@ from stretto.kernels.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
-from stretto.stage.runner.lane import Captured, HostInput, Picked
+from stretto.stage.runner.lane import HostInput, Picked, SideRows
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import BiasColumns, DeviceRows, FloorColumns, How, MaskColumns, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
@@ -101,8 +101,8 @@ class ThinkerLane:
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, ThinkerExtra]]
-    ) -> tuple[torch.Tensor, Captured]:
-        device, captured = self.model.device, Captured()
+    ) -> tuple[torch.Tensor, SideRows]:
+        device, captured = self.model.device, SideRows()
         visual = [(row, e.media) for _, row, e in extras if e.media is not None and len(e.media.visual_places)]
         deep = None
         if visual:
@@ -153,9 +153,9 @@ class ThinkerLane:
 
     def _fused_pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         from stretto.kernels.fast.linear import project
-        from stretto.kernels.fast.sampling import Answer, Columns, pick_text
+        from stretto.kernels.fast.sampling import Columns, PickState, pick_text
 
-        answer = Answer(self.rows.seen, self.rows.floor, self.model.config.tokens.im_end)
+        answer = PickState(self.rows.seen, self.rows.floor, self.model.config.tokens.im_end)
         params = Columns(self.params.floats, self.params.ints)
         logits = project(hidden, self.model.lm_head.weight)
         self.bias.add(logits, rows)

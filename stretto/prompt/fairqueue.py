@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class FairQueue:
     """`places` at once. Senders take turns, however many requests each has waiting, and where there are several places
     one sender never has all of them: somebody else's work can always begin."""
 
