@@ -97,7 +97,8 @@ async def dies(it: PipelineEngine, kill: Any) -> str:
             break
     kill()
     with pytest.raises(StageDead) as told:
-        await collect(events)
+        async for _ in events:
+            pass
     return str(told.value)
 
 

@@ -92,7 +92,8 @@ async def dies(engine: PipelineEngine, *pids: int) -> str:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(StageDead) as told:
-        await collect(events)
+        async for _ in events:
+            pass
     return str(told.value)
 
 
