@@ -49,8 +49,7 @@ HIGH = 4 << 20  # bytes that wait to be sent, above which whoever sends large th
 BURST = 64  # messages in one turn: others on the event loop want theirs
 RETRY_S = 0.005
 PINGS = 16  # whose time of asking is remembered
-_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENT = struct.Struct("<HI")
 
 
@@ -207,7 +206,8 @@ class _Wire:
             raise OSError(e.errno, f"cannot listen at {address}: {e}") from e
         port = int(s.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.invitation = Invitation(reachable(address, port), nonce, host.name)
-        self._monitor = s.get_monitor_socket(_GONE | _REFUSED | zmq.EVENT_ACCEPTED)
+        # Not those of failed handshakes: they tell an error's number, no descriptor. The connection's end follows.
+        self._monitor = s.get_monitor_socket(_GONE | zmq.EVENT_ACCEPTED)
         self._pending = PendingConnections()
         self._peer, self._peer_fd = b"", -1
         self._out: deque[bytes | memoryview] = deque()
@@ -307,21 +307,29 @@ class _Wire:
         log.warning("%s: somebody dialled who does not know the cluster's secret", self._host.name)
 
     def _look(self) -> bool:
-        """At the monitor: who came and who left. False: nobody."""
-        events = self._monitor.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        if not events & zmq.POLLIN:
-            return False
-        event, fd = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-        if event == zmq.EVENT_ACCEPTED:
-            self._pending.add(fd)
-        elif fd == self._peer_fd:
+        """At the monitor: who came and who left. False: nobody. Events come late: that of the peer's coming may be read
+        after its hello, and behind that of the leaving of another connection, whose descriptor it has now."""
+        looked = left = False
+        while self._told():
+            looked = True
+            event, fd = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event == zmq.EVENT_ACCEPTED and fd == self._peer_fd:
+                left = False
+            elif event == zmq.EVENT_ACCEPTED:
+                self._pending.add(fd)
+            else:
+                left = left or fd == self._peer_fd
+                self._pending.remove(fd)
+        if left:
             while not self._socket.closed and self._can():  # its last words, which came before the event
                 self._hear()
             self._host.ended("the connection to its machine ended")
-        else:
-            self._pending.remove(fd)
-        return True
+        return looked
+
+    def _told(self) -> bool:
+        events = self._monitor.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLIN)
 
     def _watch_pending(self) -> None:
         self._pending.shut_down(everyone=bool(self._peer))
