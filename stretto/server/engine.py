@@ -66,8 +66,7 @@ def fit_card(
         size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
         host = replace(host, max_rows=rows_for(memory - int(size * (FLOAT8 if host.expert_weights == "float8" else 1))))
     if "max_concurrent" not in said:
-        pipelines = engine.replicas if isinstance(engine.replicas, int) else 1  # from:to is for a cluster
-        concurrent = 2 * host.max_rows * pipelines
+        concurrent = 2 * host.max_rows * engine.num_pipelines
     return replace(engine, host=host, max_requests=concurrent), replace(server, max_concurrent=concurrent)
 
 

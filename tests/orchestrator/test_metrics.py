@@ -21,6 +21,11 @@ from tests.pipeline import LINKS, ONE_HOST, PROCESSES, STAGES, TWO_HOSTS
 PLAN = {f'stretto_stage_memory_bytes{{stage="{s}"}}' for s in STAGES}
 
 
+def restarts(stages: tuple[str, ...]) -> str:
+    """Counted by the orchestrator: a host does not know of its earlier lives."""
+    return f'stretto_host_restarts_total{{host="{"+".join(stages)}"}}'
+
+
 def said(stages: tuple[str, ...], number: float) -> dict[str, float]:
     """As `stage/stats.py` names them; all of one host are the same number."""
     names = ["stretto_host_idle_seconds_total"]
@@ -48,7 +53,7 @@ def say(p: Pipeline, host: HostProcess, values: dict[str, float]) -> None:
 def test_one_host_has_plain_names() -> None:
     async def work() -> None:
         values = pipeline(ONE_HOST).metrics()
-        assert set(values) == PLAN | set(said(STAGES, 1.0))
+        assert set(values) == PLAN | set(said(STAGES, 1.0)) | {restarts(STAGES)}
 
     run(work())
 
@@ -60,10 +65,11 @@ def test_several_hosts_are_told_apart(placement: Placement) -> None:
         hosts = [host.stages for host in places(placement, STAGES)]
         for i, stages in enumerate(hosts):
             assert values[f'stretto_host_idle_seconds_total{{host="{"+".join(stages)}"}}'] == i + 1
+            assert values[restarts(stages)] == 0
             for name, number in said(stages, i + 1).items():
                 if "{" in name:
                     assert values[name] == number
-        assert len(values) == len(PLAN) + sum(len(said(stages, 0.0)) for stages in hosts)
+        assert len(values) == len(PLAN) + sum(len(said(stages, 0.0)) + 1 for stages in hosts)
 
     run(work())
 

@@ -26,7 +26,7 @@ from stretto.stage.stats import record_codec
 def build(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
     s = c.settings
     source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False)
-    blocks = pool_sizes(source.config, stages, s, source.dtype, c.device)
+    blocks = pool_sizes(source.config, stages, s, source.dtype, c.device, c.beside)
     c.fit(plan(source.config, stages, s, blocks, source.dtype))
     nodes: dict[str, Node] = {}
     for name in stages:

@@ -23,13 +23,20 @@ POOL = 1024
 
 
 def pool_sizes(
-    config: TtsConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, device: torch.device
+    config: TtsConfig,
+    stages: Sequence[str],
+    s: HostSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    beside: Sequence[Sequence[str]] = (),
 ) -> dict[str, int]:
+    """Blocks of the talker's pool, where hosts with the stages of `beside` will load on the same card."""
     if device.type != "cuda":
         return {"talker": POOL, **s.blocks}
-    wanting = [stage for stage in stages if stage == "talker" and stage not in s.blocks]
-    room = room_for_pools(device)
-    blocks = share_out(lambda open_: plan(config, stages, s, {**s.blocks, **open_}, dtype), wanting, s, room)
+    everyone = [*stages, *(stage for host in beside for stage in host)]
+    wanting = [stage for stage in everyone if stage == "talker" and stage not in s.blocks]
+    room = room_for_pools(device, 1 + len(beside), s.memory_share)
+    blocks = share_out(lambda open_: plan(config, everyone, s, {**s.blocks, **open_}, dtype), wanting, s, room)
     return {"talker": blocks, **s.blocks}
 
 
