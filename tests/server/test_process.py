@@ -34,27 +34,42 @@ async def gate(i):
 async def open_engine():
     return ScriptedEngine(pieces=("One", " two."), gate=gate)
 
-config = ServerConfig(port=0, log_format="json", api_key=("k",))
+config = ServerConfig(port=0, log_format=sys.argv[1], api_key=("k",))
 set_up(config.log_format, config.log_level)
 sys.exit(asyncio.run(run(config, open_engine, announce)))
 """
 
 
+def started(log_format: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, log_format]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def lines_until(process: subprocess.Popen[str], words: str) -> list[str]:
+    """What it says, up to the line that has these words."""
+    assert process.stderr is not None
+    lines = [process.stderr.readline()]
+    while words not in lines[-1]:
+        assert lines[-1], lines
+        lines.append(process.stderr.readline())
+    return lines
+
+
+def test_the_greeting_has_lines_to_paste() -> None:
+    with started("text") as process:
+        greeting = "".join(lines_until(process, "print(m"))  # its last line
+        process.terminate()
+        assert process.wait(30) == 0
+    assert '"Authorization: Bearer $KEY"' in greeting  # a line to paste, without the key itself
+    assert "curl" in greeting
+
+
 def test_sigterm_drains_and_exits_with_0() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:  # fmt: skip
+    with started("json") as process:
         assert process.stderr is not None
         assert process.stdin is not None
-        lines = []
-        while "print(m" not in (line := process.stderr.readline()):  # the last line of the greeting
-            assert line, lines
-            lines.append(line)
-        greeting = "".join(lines)
-        page = next(line.split()[1] for line in lines if line.strip().startswith("page"))
-        assert '"Authorization: Bearer $KEY"' in greeting  # a line to paste, without the key itself
-        assert "curl" in greeting
-        port = int(page.rstrip("/").rpartition(":")[2])
+        ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
+        port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
 
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
@@ -107,7 +122,7 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
 
     async def tasks() -> set[str]:
         names = {t.get_coro().__qualname__ for t in asyncio.all_tasks() if t is not asyncio.current_task()}
-        return {n for n in names if "Exchange" in n or "Endpoint" in n or "answer" in n}
+        return {n for n in names if "Exchange" in n or "GeneratingRoute" in n or "answer" in n}
 
     assert solo_server.do(tasks()) == set()
 
