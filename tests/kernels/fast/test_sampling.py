@@ -38,8 +38,8 @@ class Case:
         return fast.Columns(self.columns.floats, self.columns.ints)
 
     @property
-    def answer(self) -> fast.Answer:
-        return fast.Answer(self.seen.clone(), self.floor, self.end)
+    def answer(self) -> fast.PickState:
+        return fast.PickState(self.seen.clone(), self.floor, self.end)
 
     def scores(self) -> torch.Tensor:
         out = self.logits.float()

@@ -60,7 +60,7 @@ def test_the_released_model_with_fewer_layers_and_its_candidates(stage: str, bat
     candidates = tune_steps.Candidates(what, most=12)
     heads = {"thinker": (32, 4), "talker": (16, 2)}[stage]
     current = {"BLOCK": 64, "SPLITS": 2, "warps": 4, "soon": 0}
-    some = candidates(tune_steps.tuning.Asked("decode", (batch, *heads), current, current))
+    some = candidates(tune_steps.tuning.TuningQuestion("decode", (batch, *heads), current, current))
     assert len(some) == 11
     assert current not in some
     assert {c["soon"] for c in some} == {0, 1}
