@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from stretto import cpu
 from stretto.errors import CheckpointError
 from stretto.kernels.quantized import FLOAT8, finite
 from stretto.layers.mlp import Experts
@@ -44,6 +45,19 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
 LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def prepare_device(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
+    """Get a device ready for a model's weights, in their type or the device's usual one, which is returned. Comes
+    before anything is computed."""
+    if dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cpu.prepare(device.type, str(dtype).removeprefix("torch."))
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
+        # Shapes are few (captured sizes), and what cuDNN guesses for some of them is ten times slower.
+        torch.backends.cudnn.benchmark = dtype != torch.float32
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)

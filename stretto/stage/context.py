@@ -16,6 +16,7 @@ from stretto.control.messages import Loading
 from stretto.control.settings import HostSettings
 from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead
+from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
 from stretto.stage.node import Node
 from stretto.stage.plan import RESERVE, StagePlan, check, free_memory
 from stretto.stage.report import Report
@@ -26,7 +27,8 @@ from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Emit, PayloadStore, Stage
-from stretto.stage.stats import record_stage
+from stretto.stage.stats import record_codec, record_stage
+from stretto.stage.vocoder import Vocoder
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +124,19 @@ class StageContext:
         stage = Stage(name, scheduler, runner, emit, store, self.waiter(name), ahead, self.recorder)
         record_stage(self.recorder, stage)
         return stage
+
+    def vocoder(self, name: str, model: Vocoder, emit: AudioEmit) -> CodecStage:
+        """A stage that makes samples of frames: a slot for each stream, captured steps."""
+        s = self.settings
+        config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
+        captured = config.captured() if self.graphs else config
+        codec = CodecStage(model, emit, captured, self.waiter(name), recorder=self.recorder, name=name)
+        record_codec(self.recorder, codec)
+        if self.graphs:
+            self.progress(name, "capturing graphs")
+            codec.capture()
+            torch.cuda.empty_cache()  # what the library tried out its convolutions in
+        return codec
 
 
 BuildNodes = Callable[[Sequence[str], StageContext], dict[str, Node]]

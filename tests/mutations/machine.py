@@ -121,8 +121,8 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     ),
     (
         "hosts and solo do not ask",
-        "stretto/models/qwen3_omni/load.py",
-        '        cpu.prepare(where.type, str(dtype).removeprefix("torch."))\n',
+        "stretto/models/weights.py",
+        '    cpu.prepare(device.type, str(dtype).removeprefix("torch."))\n',
         "",
         [
             CPU_TESTS + "test_a_host_decides_before_anything_is_computed",

@@ -14,7 +14,7 @@ from pathlib import Path
 from stretto.errors import CheckpointError, Invalid
 from stretto.layers.config import DecoderConfig
 from stretto.models.section import Section, decoder_config
-from stretto.models.speech.config import FrameConfig, VocoderConfig
+from stretto.models.speech.config import FrameConfig, VocoderConfig, vocoder_config
 
 SAMPLE_RATE_IN = 16_000
 SAMPLE_RATE_OUT = 24_000
@@ -209,24 +209,8 @@ def _vision(s: Section) -> VisionConfig:
 
 
 def _code2wav(s: Section) -> VocoderConfig:
-    hidden, heads = s.integer("hidden_size"), s.integer("num_attention_heads")
-    if s.integer("num_key_value_heads") != heads:
-        raise s.fail("num_key_value_heads", "other than num_attention_heads is not supported")
-    return VocoderConfig(
-        codebook_size=s.integer("codebook_size"),
-        num_quantizers=s.integer("num_quantizers"),
-        hidden_size=hidden,
-        num_layers=s.integer("num_hidden_layers"),
-        num_heads=heads,
-        head_dim=hidden // heads,
-        ffn_size=s.integer("intermediate_size"),
-        window=s.integer("sliding_window"),
-        rms_eps=s.number("rms_norm_eps"),
-        rope_theta=s.rope().number("rope_theta"),
-        upsampling_ratios=s.ints("upsampling_ratios"),
-        upsample_rates=s.ints("upsample_rates"),
-        decoder_dim=s.integer("decoder_dim"),
-    )
+    heads = s.integer("num_attention_heads")
+    return vocoder_config(s, heads, s.integer("hidden_size") // heads, s.integer("num_quantizers"))
 
 
 def parse(raw: object, where: str = "config.json") -> OmniConfig:

@@ -23,12 +23,10 @@ from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import Warming, begin
 from stretto.models.speech.vocoder_node import VocoderNode
-from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Emit, Stage
-from stretto.stage.stats import record_codec
 
 log = logging.getLogger(__name__)
 
@@ -136,21 +134,8 @@ class StageBuilder:
         return TalkerNode(stage, talker, c)
 
     def _code2wav(self, source: Source) -> VocoderNode:
-        c, s = self.context, self.context.settings
-        model = source.code2wav()
-        config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
-
-        def stage(emit: AudioEmit) -> CodecStage:
-            captured = config.captured() if c.graphs else config
-            codec = CodecStage(model, emit, captured, c.waiter("code2wav"), recorder=c.recorder, name="code2wav")
-            record_codec(c.recorder, codec)
-            if c.graphs:
-                c.progress("code2wav", "capturing graphs")
-                codec.capture()
-                torch.cuda.empty_cache()  # what the library tried out its convolutions in
-            return codec
-
-        return VocoderNode(stage, c)
+        c, model = self.context, source.code2wav()
+        return VocoderNode(lambda emit: c.vocoder("code2wav", model, emit), c)
 
     def finish_warming(self, stage: str) -> None:
         """Wait until kernels are compiled, and the memory of those who did it is back."""

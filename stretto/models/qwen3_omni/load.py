@@ -13,14 +13,13 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from stretto import cpu
 from stretto.layers.linear import Embedding
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.weights import CheckpointFiles, build, fill_dummy, load
+from stretto.models.weights import CheckpointFiles, build, fill_dummy, load, prepare_device
 from stretto.types import ExpertWeights
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -56,13 +55,7 @@ class Source:
         if expert_weights == "float8":
             config = config.with_float8_experts()
         where = torch.device(device)
-        if dtype is None:
-            dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-        cpu.prepare(where.type, str(dtype).removeprefix("torch."))
-        if where.type == "cuda":
-            torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
-            # Shapes are few (captured sizes), and what cuDNN guesses for some of them is ten times slower.
-            torch.backends.cudnn.benchmark = dtype != torch.float32
+        dtype = prepare_device(where, dtype)
         files = None
         if load_format == "safetensors":
             if isinstance(model, OmniConfig):

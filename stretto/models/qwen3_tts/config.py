@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from stretto.errors import Invalid
 from stretto.layers.config import DecoderConfig
 from stretto.models.section import Section, decoder_config
-from stretto.models.speech.config import FrameConfig, VocoderConfig
+from stretto.models.speech.config import FrameConfig, VocoderConfig, vocoder_config
 from stretto.prompt.files import read_json
 
 SAMPLE_RATE = 24_000
@@ -228,25 +228,13 @@ def _ids(s: Section, key: str, vocab: int) -> dict[str, int]:
 
 
 def _vocoder(s: Section) -> VocoderConfig:
-    heads = s.integer("num_attention_heads")
-    if s.integer("num_key_value_heads") != heads:
-        raise s.fail("num_key_value_heads", "other than num_attention_heads is not supported")
     if s.raw.get("num_semantic_quantizers", 1) != 1:
         raise s.fail("num_semantic_quantizers", "other than 1 is not supported")
-    return VocoderConfig(
-        codebook_size=s.integer("codebook_size"),
-        num_quantizers=s.integer("num_quantizers", 2),
-        hidden_size=s.integer("hidden_size"),
-        num_layers=s.integer("num_hidden_layers"),
-        num_heads=heads,
-        head_dim=s.integer("head_dim"),
-        ffn_size=s.integer("intermediate_size"),
-        window=s.integer("sliding_window"),
-        rms_eps=s.number("rms_norm_eps"),
-        rope_theta=s.rope().number("rope_theta"),
-        upsampling_ratios=s.ints("upsampling_ratios"),
-        upsample_rates=s.ints("upsample_rates"),
-        decoder_dim=s.integer("decoder_dim"),
+    return vocoder_config(
+        s,
+        s.integer("num_attention_heads"),
+        s.integer("head_dim"),
+        s.integer("num_quantizers", 2),
         latent_size=s.integer("latent_dim"),
         table_size=s.integer("codebook_dim"),
         drops_first=False,

@@ -15,12 +15,10 @@ from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.plan import plan, pool_sizes
 from stretto.models.qwen3_tts.talker_node import TalkerNode
 from stretto.models.qwen3_tts.vocoder_node import CodecNode
-from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Emit, Stage
-from stretto.stage.stats import record_codec
 
 
 def build(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
@@ -69,17 +67,5 @@ def _talker(source: Source, blocks: int, c: StageContext) -> TalkerNode:
 
 
 def _vocoder(source: Source, c: StageContext) -> CodecNode:
-    s, model = c.settings, source.vocoder()
-    config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
-
-    def stage(emit: AudioEmit) -> CodecStage:
-        captured = config.captured() if c.graphs else config
-        codec = CodecStage(model, emit, captured, c.waiter("code2wav"), recorder=c.recorder, name="code2wav")
-        record_codec(c.recorder, codec)
-        if c.graphs:
-            c.progress("code2wav", "capturing graphs")
-            codec.capture()
-            torch.cuda.empty_cache()  # what the library tried out its convolutions in
-        return codec
-
-    return CodecNode(stage, c)
+    model = source.vocoder()
+    return CodecNode(lambda emit: c.vocoder("code2wav", model, emit), c)

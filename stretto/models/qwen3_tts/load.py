@@ -11,13 +11,12 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from stretto import cpu
 from stretto.layers.targets import targets
 from stretto.models.qwen3_tts.config import CODEC, TtsConfig
 from stretto.models.qwen3_tts.enroller import Enroller
 from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.qwen3_tts.vocoder import CodecDecoder
-from stretto.models.weights import CheckpointFiles, build, fill_dummy, load
+from stretto.models.weights import CheckpointFiles, build, fill_dummy, load, prepare_device
 
 LoadFormat = Literal["safetensors", "dummy"]
 M = TypeVar("M", bound=nn.Module)
@@ -44,12 +43,7 @@ class Source:
     ) -> Source:
         """A checkpoint directory; with `load_format="dummy"` its config files alone are enough."""
         where = torch.device(device)
-        if dtype is None:
-            dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-        cpu.prepare(where.type, str(dtype).removeprefix("torch."))
-        if where.type == "cuda":
-            torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
-            torch.backends.cudnn.benchmark = dtype != torch.float32
+        dtype = prepare_device(where, dtype)
         directory = Path(model) if load_format == "safetensors" else None
         return cls(TtsConfig.read(model), directory, where, dtype, progress)
 

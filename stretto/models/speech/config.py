@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from stretto.layers.config import DecoderConfig
+from stretto.models.section import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,25 @@ class VocoderConfig:
         for r in self.upsample_rates if self.drops_first else ():
             drop = drop * r + r
         return drop
+
+
+def vocoder_config(s: Section, heads: int, head_dim: int, num_quantizers: int, **own: Any) -> VocoderConfig:
+    """What all vocoders of this kind state, and what is a family's `own`."""
+    if s.integer("num_key_value_heads") != heads:
+        raise s.fail("num_key_value_heads", "other than num_attention_heads is not supported")
+    return VocoderConfig(
+        codebook_size=s.integer("codebook_size"),
+        num_quantizers=num_quantizers,
+        hidden_size=s.integer("hidden_size"),
+        num_layers=s.integer("num_hidden_layers"),
+        num_heads=heads,
+        head_dim=head_dim,
+        ffn_size=s.integer("intermediate_size"),
+        window=s.integer("sliding_window"),
+        rms_eps=s.number("rms_norm_eps"),
+        rope_theta=s.rope().number("rope_theta"),
+        upsampling_ratios=s.ints("upsampling_ratios"),
+        upsample_rates=s.ints("upsample_rates"),
+        decoder_dim=s.integer("decoder_dim"),
+        **own,
+    )
