@@ -75,8 +75,28 @@ def _talker(a: argparse.Namespace) -> None:
         go_on=a.go_on,
         audio=a.audio,
         eager=a.eager,
+        domain=a.domain,
     )
     talker.train(a.work, settings)
+
+
+def _voices(a: argparse.Namespace) -> None:
+    from recipes.nano import voices
+
+    if a.pack is not None:
+        voices.pack(a.pack)
+        return
+    if a.packed is not None:
+        voices.unpack(a.packed)
+    voices.speak_all(a.out, a.workers, a.seconds, a.chunks)
+
+
+def _listen(a: argparse.Namespace) -> None:
+    from recipes.nano import listen
+
+    settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first, rows=a.rows,
+                               device=a.device, steps=a.steps, eager=a.eager)  # fmt: skip
+    listen.train(a.work, settings)
 
 
 def _speak(a: argparse.Namespace) -> None:
@@ -162,7 +182,26 @@ def main() -> None:
             p.add_argument("--hours", type=float)
             p.add_argument("--rate", type=float, default=1e-3)
             p.add_argument("--audio", type=Path, help="where the teacher speaks on meanwhile")
+            p.add_argument("--domain", type=int, default=2, help="how often answers of the domain come, against readings")
             p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
+    p = step("voices", _voices, "spoken questions in many voices, two of them held out")
+    p.add_argument("--out", type=Path, default=Path("voices"), help="folder of the speech")
+    p.add_argument("--workers", type=int, default=1)
+    p.add_argument("--seconds", type=float, default=1e9)
+    p.add_argument("--chunks", type=int, default=120, help="of 200 questions")
+    p.add_argument("--pack", type=Path, help="write the synthesizers as this archive instead")
+    p.add_argument("--packed", type=Path, help="such an archive, where they are not installed")
+    p = step("listen", _listen, "audio encoder; the thinker learns along")
+    p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` makes")
+    p.add_argument("--seconds", type=float, default=300)
+    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--rate", type=float, default=1e-3)
+    p.add_argument("--clips", type=int, default=24000)
+    p.add_argument("--first", type=int, default=2000, help="questions that must be there to begin")
+    p.add_argument("--rows", type=int, default=24000)
+    p.add_argument("--device")
+    p.add_argument("--steps", type=int, help="stop after so many steps instead")
+    p.add_argument("--eager", action="store_true", help="no CUDA graph")
     p = step("trim", _trim, "what the talker's training needs, the codes of the first chunks only, to be carried")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--chunks", type=int, required=True)

@@ -188,13 +188,13 @@ def _residual(model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled
     return (wrong.view(-1, GROUPS - 1) * counts[:, None]).sum(dim=0) / counts.sum()
 
 
-def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[tuple[layout.Example, int]]:
-    """Every utterance `epochs` times, each time asked for in another way."""
+def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2) -> list[tuple[layout.Example, int]]:
+    """Every utterance `epochs` times, each time asked for in another way; answers of the domain `domain` times that."""
     rng = Random(seed)
     asked = _questions()
     jobs: list[tuple[str, list[str], int]] = []  # answer, questions, utterance
     for number, words in enumerate(spoken.texts):
-        for _ in range(epochs * (2 if words in asked else 1)):
+        for _ in range(epochs * (domain if words in asked else 1)):
             answer, question = _asked(rng, words, asked)
             earlier = [grammar.pair(rng).question for _ in range(rng.choices((0, 1, 2), (80, 15, 5))[0])]
             jobs.append((answer, [*earlier, question], number))
@@ -251,6 +251,7 @@ class Settings:
     audio: Path | None = None  # where the teacher speaks on meanwhile
     more_hours: float = 32.0  # of such speech to make room for
     eager: bool = False
+    domain: int = 2  # times that answers of the domain come for each time that a reading comes
 
 
 HELD = 2  # chunk that training does not hear, to know when it is best; the score's own is not used for that
@@ -262,7 +263,7 @@ def train(work: Path, s: Settings) -> None:
     torch.manual_seed(0)
     _, rest = codes.read(work, s.hours).split(corpus.chunk_texts(0))
     held, rest = rest.split(corpus.chunk_texts(HELD))
-    rows = _rows(text, rest, "talker", s.epochs)
+    rows = _rows(text, rest, "talker", s.epochs, s.domain)
     more = s.more_hours if s.audio is not None else 0.0
     share = 1 + more / rest.hours
     data = Data.room(int(len(rows.text) * share), int(len(rest.codes) * share), device)
@@ -318,8 +319,8 @@ def train(work: Path, s: Settings) -> None:
     note(work, "talker", minutes=minutes, hours=round(rest.hours, 2), best=held_, **reached)
 
 
-def _rows(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> layout.Batch:
-    return layout.side_by_side(examples(text, spoken, seed, epochs), WIDTH)
+def _rows(text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2) -> layout.Batch:
+    return layout.side_by_side(examples(text, spoken, seed, epochs, domain), WIDTH)
 
 
 @torch.no_grad()
