@@ -95,14 +95,14 @@ def _listen(a: argparse.Namespace) -> None:
     from recipes.nano import listen
 
     settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first, rows=a.rows,
-                               device=a.device, steps=a.steps, eager=a.eager)  # fmt: skip
+                               go_on=a.go_on, device=a.device, steps=a.steps, eager=a.eager)  # fmt: skip
     listen.train(a.work, settings)
 
 
 def _speak(a: argparse.Namespace) -> None:
-    from recipes.nano import speak
+    from recipes.nano import speak, talker
 
-    speak.write(a.work, a.out, a.device, a.count)
+    speak.write(a.work, a.out, a.device, a.count, file=talker.LAST if a.last else talker.FILE)
 
 
 def _export(a: argparse.Namespace) -> None:
@@ -182,7 +182,9 @@ def main() -> None:
             p.add_argument("--hours", type=float)
             p.add_argument("--rate", type=float, default=1e-3)
             p.add_argument("--audio", type=Path, help="where the teacher speaks on meanwhile")
-            p.add_argument("--domain", type=int, default=2, help="how often answers of the domain come, against readings")
+            p.add_argument(
+                "--domain", type=int, default=2, help="how often the domain's answers come"
+            )
             p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
     p = step("voices", _voices, "spoken questions in many voices, two of them held out")
     p.add_argument("--out", type=Path, default=Path("voices"), help="folder of the speech")
@@ -198,6 +200,7 @@ def main() -> None:
     p.add_argument("--rate", type=float, default=1e-3)
     p.add_argument("--clips", type=int, default=24000)
     p.add_argument("--first", type=int, default=2000, help="questions that must be there to begin")
+    p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
     p.add_argument("--rows", type=int, default=24000)
     p.add_argument("--device")
     p.add_argument("--steps", type=int, help="stop after so many steps instead")
@@ -209,6 +212,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--device")
     p.add_argument("--count", type=int, help="only so many sentences")
+    p.add_argument("--last", action="store_true", help="by the talker at the end of training, not at its best")
     p = step("export", _export, "the checkpoint in the released layout")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--cool", type=float, default=1.0, help="temperature of codes 1 to 15")

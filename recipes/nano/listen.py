@@ -34,7 +34,7 @@ ROWS = 13 * CHUNKS
 SAMPLES = voices.LONGEST
 SPELLED = 28  # tokens of a question, at most
 ANSWER = 44  # tokens of an answer, its end included
-SYSTEM = 24  # room for a system turn
+SYSTEM = 40  # room for a system turn
 TYPED = 0.2  # share of the questions here that are text
 NEVER = -1e4  # log of what cannot be
 
@@ -49,6 +49,7 @@ class Settings:
     rate: float = 1e-3
     first: int = 2000  # clips that must be there to begin
     rows: int = 24000
+    go_on: bool = False  # from the weights of an earlier run
     device: str | None = None
     steps: int | None = None  # tests
     eager: bool = False
@@ -172,7 +173,9 @@ class Ears(nn.Module):
 
         steps = torch.arange(24, device=device)
         decay = torch.exp(-steps / 6.0)
-        echo = F.conv1d(F.pad(power.reshape(b * bins, 1, t), (24, 0))[..., :-1], decay.flip(0)[None, None] / decay.sum())
+        echo = F.conv1d(
+            F.pad(power.reshape(b * bins, 1, t), (24, 0))[..., :-1], decay.flip(0)[None, None] / decay.sum()
+        )
         power = power + echo.view(b, bins, -1)[..., :t] * draw(0, 0.25) * (draw(0, 1) < 0.4)
         place = torch.linspace(0, 1, bins, device=device)[None, :, None]
         colour = draw(-1.0, 1.0) * place
@@ -376,6 +379,8 @@ def train(work: Path, s: Settings) -> None:
     device, text = device_of(s.device), Text.open(work)
     torch.manual_seed(0)
     m = Listener(text, Tower(text.config.thinker.audio), thinker.load(work, text, torch.device("cpu"))).to(device)
+    if s.go_on:
+        m.tower.load_state_dict({k: v.float() for k, v in load_file(work / FILE).items()})
     m.train()
     m.thinker.model.embed_tokens.weight.requires_grad_(False)
     data = thinker.prepared(work, text, s.rows)
@@ -391,7 +396,9 @@ def train(work: Path, s: Settings) -> None:
         pick = torch.randint(0, len(ids), (s.text_batch,), device=device)
         row = ids[pick].long()
         hidden = m.thinker(row, positions[pick].long(), segment_mask(segments[pick]))
-        wrong = F.cross_entropy(m.thinker.lm_head(hidden[:, :-1]).float().flatten(0, 1), row[:, 1:].flatten(), reduction="none")
+        wrong = F.cross_entropy(
+            m.thinker.lm_head(hidden[:, :-1]).float().flatten(0, 1), row[:, 1:].flatten(), reduction="none"
+        )
         said = learn[pick][:, 1:].flatten().float()
         return (wrong * said).sum() / said.sum()
 
@@ -400,7 +407,7 @@ def train(work: Path, s: Settings) -> None:
         answered, spelled, right = losses(m, clips, pick)
         typed = typed_loss()
         # At first the rows must come to mean words; answers from noise would only teach the thinker to guess.
-        begun = ((trainer.done - 0.08) / 0.07).clamp(0, 1)
+        begun = 1.0 if s.go_on else ((trainer.done - 0.08) / 0.07).clamp(0, 1)
         total = begun * answered + 0.5 * spelled + typed + thinker.UNEVEN * m.thinker.model.unevenness()
         return total, torch.stack((answered, spelled, right, typed))
 
@@ -420,7 +427,9 @@ def train(work: Path, s: Settings) -> None:
     trainer = Trainer("listen", trained, trained, loss, schedule, labels, device, every=25.0,
                       after_block=lambda step: clips.look())  # fmt: skip
     reached = trainer.run(validate)
-    save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in m.tower.state_dict().items()}, work / FILE)
+    save_file(
+        {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in m.tower.state_dict().items()}, work / FILE
+    )
     state = {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in m.thinker.state_dict().items()}
     save_file(state, work / thinker.FILE)
     m.thinker.load_state_dict({k: v.to(device).float() for k, v in state.items()})
@@ -434,4 +443,4 @@ def train(work: Path, s: Settings) -> None:
     gate("listen", f"spoken questions, held-out voices: {heard}, wanted above 0.85", worst > 0.85)
     gate("listen", f"typed questions, held-out: {overall:.3f}, wanted above 0.95", overall > 0.95)
     note(work, "listen", minutes=round((time.monotonic() - started) / 60, 2), hours=round(clips.seconds / 3600, 2),
-         heard=heard, typed=exact, overall=overall, **reached)  # fmt: skip
+         heard=heard, exact=exact, overall=overall, **reached)  # fmt: skip
