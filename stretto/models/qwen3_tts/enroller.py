@@ -16,7 +16,7 @@ from torch import nn
 
 from stretto.control.messages import Admit, Made, Working
 from stretto.errors import Busy, Invalid
-from stretto.models.parts import Parts
+from stretto.models.parts import Parts, run_through
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.encoder import CodecEncoder
 from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
@@ -29,6 +29,8 @@ from stretto.types import RequestId
 
 MOST = 8
 """Clips that may wait."""
+REHEARSED = 24_000
+"""Samples."""
 
 
 class Enroller(nn.Module):
@@ -52,6 +54,11 @@ class Enroller(nn.Module):
             yield
             kept = codes.cpu().numpy().astype(np.int16).tobytes()
         return ClonedVoice(vector.float().cpu().numpy().tobytes(), kept, text)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run over a second of silence for nobody: the first clip would wait for what the device loads and tries."""
+        run_through(self.run(torch.zeros(REHEARSED, device=self.device), (0,)))
 
 
 @dataclass(slots=True, eq=False)
