@@ -24,7 +24,9 @@ from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_tts.tiny import write_tiny
 from stretto.prompt.pool import PoolSettings
 from stretto.server import livespeech
+from tests.server.conftest import Running
 from tests.server.real_engine import Served, served
+from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_tts import SPEECH, VOICES, same, sound
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "live_speech.py"
@@ -223,3 +225,78 @@ def test_the_example_as_it_stands(
     assert "s of speech in speech.wav" in capsys.readouterr().out
     with wave.open("speech.wav") as file:
         assert file.getnframes() >= 2 * 1920
+
+
+# ---- with a model that needs the whole text, as the scripted one is
+
+
+@contextmanager
+def scripted(**settings: Any) -> Iterator[tuple[ScriptedEngine, Served]]:
+    engine = ScriptedEngine(packets=[np.full(1920, 0.25, np.float32)])
+
+    async def open_engine() -> Any:
+        return engine
+
+    with Running(open_engine, api_key=("one",), **settings) as running:
+        yield engine, Served(running, engine)  # type: ignore[arg-type]
+
+
+def test_a_model_that_needs_the_whole_text_has_it() -> None:
+    with scripted() as (engine, it), opened(it) as socket:
+        tell(socket, "session.config", voice="alloy", seed=5)
+        for piece in ("Hel", "lo ", "there."):
+            tell(socket, "input.text", text=piece)
+        assert not engine.calls
+        tell(socket, "input.done")
+        events, data = heard(socket)
+    assert [call["text"] for call in engine.calls] == ["Hello there."]
+    assert (engine.calls[0]["voice"], engine.calls[0]["params"].seed) == ("Chelsie", 5)
+    assert len(data) == events[1]["total_bytes"] == 2 * 1920
+
+
+def test_a_server_that_goes_keeps_nobody_who_says_nothing() -> None:
+    with scripted() as (_, it), opened(it) as socket:
+        tell(socket, "session.config")
+        it.running.loop.call_soon_threadsafe(it.running.server.service.sessions.drain)
+        events, _ = heard(socket)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("draining", 1011)
+
+
+def test_the_longest_duration() -> None:
+    with scripted(realtime_minutes=0.001) as (_, it), opened(it) as socket:
+        tell(socket, "session.config")
+        events, _ = heard(socket)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("session_expired", 1008)
+
+
+def test_a_failure_of_ours_is_said_and_nothing_more() -> None:
+    with scripted() as (engine, it), opened(it) as socket:
+        engine.fail_at, engine.error = 0, RuntimeError("a secret")
+        tell(socket, "session.config")
+        tell(socket, "input.text", text="Hello")
+        tell(socket, "input.done")
+        events, _ = heard(socket)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("internal_error", 1011)
+    assert "secret" not in json.dumps(events)
+
+
+def test_requests_of_others_count() -> None:
+    async def take(service: Any) -> Any:
+        place = service.admission.place("someone else")
+        await place.__aenter__()
+        return place
+
+    async def leave(place: Any) -> None:
+        await place.__aexit__(None, None, None)
+
+    with scripted(max_concurrent=1, max_queue=0) as (_, it):
+        with opened(it) as socket:
+            place = it.running.do(take(it.running.server.service))
+            tell(socket, "session.config")
+            tell(socket, "input.text", text="Hello")
+            events, _ = heard(socket)
+        assert (events[-2]["error"]["code"], events[-1]["code"]) == ("server_busy", 1008)
+        with pytest.raises(InvalidStatus) as e, opened(it):
+            pass
+        assert e.value.response.status_code == 429
+        it.running.do(leave(place))
