@@ -4,11 +4,13 @@ Needs a server with a speech model (`stretto serve`) and `pip install websockets
 python examples/live_speech.py [URL [KEY]] < text"""
 
 import asyncio
+import contextlib
 import json
 import sys
 import wave
 
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 key = sys.argv[2] if len(sys.argv) > 2 else "none"
@@ -16,10 +18,11 @@ key = sys.argv[2] if len(sys.argv) > 2 else "none"
 
 async def write(socket: ClientConnection) -> None:
     """Word by word, as a language model would write it."""
-    await socket.send(json.dumps({"type": "session.config", "response_format": "pcm", "max_audio_frames": 60}))
-    for word in sys.stdin.read().split(" "):
-        await socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
-    await socket.send(json.dumps({"type": "input.done"}))
+    with contextlib.suppress(ConnectionClosed):  # the speech has met its limit before the text ended
+        await socket.send(json.dumps({"type": "session.config", "response_format": "pcm", "max_audio_frames": 60}))
+        for word in sys.stdin.read().split(" "):
+            await socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
+        await socket.send(json.dumps({"type": "input.done"}))
 
 
 async def main() -> None:

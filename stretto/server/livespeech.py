@@ -37,7 +37,7 @@ DONE, POLICY, INTERNAL = 1000, 1008, 1011
 _encode = msgspec.json.Encoder().encode
 
 
-class Configure(SpeechFields, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="session.config"):
+class SessionConfig(SpeechFields, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="session.config"):
     """The first message: as a request of `/v1/audio/speech`, but without its text."""
 
     response_format: SpeechFormat | None = None  # None: pcm
@@ -45,36 +45,36 @@ class Configure(SpeechFields, frozen=True, forbid_unknown_fields=True, kw_only=T
     stream_audio: bool | None = None  # without effect: sound is sent as it is made
 
 
-class Text(Struct, frozen=True, forbid_unknown_fields=True, tag="input.text"):
+class InputText(Struct, frozen=True, forbid_unknown_fields=True, tag="input.text"):
     text: Annotated[str, Meta(max_length=MAX_INPUT)]
 
 
-class Done(Struct, frozen=True, forbid_unknown_fields=True, tag="input.done"):
+class InputDone(Struct, frozen=True, forbid_unknown_fields=True, tag="input.done"):
     pass
 
 
-class Started(Struct, frozen=True, tag="audio.start"):
+class AudioStart(Struct, frozen=True, tag="audio.start"):
     format: str
     sample_rate: int
     sentence_index: int = 0  # here, a text is one piece
 
 
-class Ended(Struct, frozen=True, tag="audio.done"):
+class AudioDone(Struct, frozen=True, tag="audio.done"):
     total_bytes: int
     usage: SpeechUsage
     sentence_index: int = 0
 
 
-class Over(Struct, frozen=True, tag="session.done"):
+class SessionDone(Struct, frozen=True, tag="session.done"):
     total_sentences: int = 1
 
 
-class Wrong(Struct, frozen=True, tag="error"):
+class ErrorEvent(Struct, frozen=True, tag="error"):
     message: str
     error: ErrorBody
 
 
-Message = Configure | Text | Done
+Message = SessionConfig | InputText | InputDone
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
@@ -94,7 +94,7 @@ class LiveSpeech:
             self.service.admission.check(visit.owner)
             with self.service.sessions.slot(visit.owner):
                 offered = SUBPROTOCOL in scope.get("subprotocols", ())
-                await Conversation(self.service, visit, receive, send).run(SUBPROTOCOL if offered else None)
+                await LiveReading(self.service, visit, receive, send).run(SUBPROTOCOL if offered else None)
         except Left:
             visit.ended = "left"
         except StrettoError as e:  # before the upgrade
@@ -103,13 +103,15 @@ class LiveSpeech:
 
 
 @dataclass(slots=True)
-class Conversation:
+class LiveReading:
     service: Service
     visit: Visit
     receive: Receive
     send: Send
     pieces: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)  # no more than `MAX_INPUT` in all
-    configured: asyncio.Future[Configure] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    configured: asyncio.Future[SessionConfig] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     length: int = 0  # characters that came
     told: bool = False  # the text has ended
 
@@ -168,15 +170,15 @@ class Conversation:
     async def _read(self) -> None:
         """All that the client sends, until it leaves."""
         first = await self._next()
-        if not isinstance(first, Configure):
+        if not isinstance(first, SessionConfig):
             raise Invalid("the first message must be session.config", "type")
         codecs.check(first.response_format or "pcm", "response_format")
         self.configured.set_result(first)
         while True:
             message = await self._next()
-            if self.told or isinstance(message, Configure):
+            if self.told or isinstance(message, SessionConfig):
                 raise Invalid("nothing can come behind input.done, and session.config comes once", "type")
-            if isinstance(message, Done):
+            if isinstance(message, InputDone):
                 self.told = True
                 self.pieces.put_nowait(None)
             elif message.text:
@@ -212,17 +214,17 @@ class Conversation:
                     note(event, self.visit)
                     if isinstance(event, AudioChunk):
                         if not size:
-                            await self._tell(Started(format, self.visit.sample_rate))
+                            await self._tell(AudioStart(format, self.visit.sample_rate))
                         size += await self._sound(config, await codecs.feed(encoder, event.pcm16()))
                     elif isinstance(event, Finished):
                         end = event
                 if end is None:
                     raise unfinished()
                 size += await self._sound(config, await codecs.finish(encoder))
-                await self._tell(Ended(size, used(end, self.visit, bool(config.timeline))))
-        await self._tell(Over())
+                await self._tell(AudioDone(size, used(end, self.visit, bool(config.timeline))))
+        await self._tell(SessionDone())
 
-    async def _sound(self, config: Configure, data: bytes) -> int:
+    async def _sound(self, config: SessionConfig, data: bytes) -> int:
         for part in slices(data):
             if config.encoding == "base64":
                 await self._tell(SpeechDelta(part))
@@ -249,7 +251,7 @@ class Conversation:
         param = "input" if body.error.param == "text" else body.error.param
         told = ErrorBody(body.error.message, body.error.type, param, body.error.code)
         with contextlib.suppress(Gone):
-            await self._tell(Wrong(told.message, told))
+            await self._tell(ErrorEvent(told.message, told))
         await self._close(POLICY if status < 500 else INTERNAL, told.message)
 
     async def _close(self, code: int, words: str) -> None:
