@@ -42,7 +42,7 @@ from stretto.server.schema import (
     Delta,
     Message,
     PromptDetails,
-    SpeechRequest,
+    SpeechFields,
     ToolCall,
     ToolCallDelta,
 )
@@ -241,7 +241,7 @@ def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, gramm
     return replace(defaults, **drop_none(given), packets=packets, grammar=grammar)
 
 
-def speech_fields(r: ChatRequest | SpeechRequest) -> dict[str, Any]:
+def speech_fields(r: ChatRequest | SpeechFields) -> dict[str, Any]:
     """How speech is drawn, as far as a request says it."""
     return {
         "greedy_speech": r.greedy_speech,
