@@ -90,6 +90,7 @@ class Session:
         self._setting = Setting()  # of the next answer, as far as can be told
         self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
         self._hearing = self._new_hearing()
+        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = None  # the last commit
         self._heard: AudioClip | None = None  # windows that were not read ahead yet
         self._reader: asyncio.Task[None] | None = None
         self._closed = False
@@ -115,7 +116,7 @@ class Session:
             raise Invalid(f"over {MAX_PENDING_S:.0f} s of sound wait for their commit", "audio")
         if not np.isfinite(new).all():
             raise Invalid("the sound has samples that are not numbers", "audio")
-        hearing = self._hearing
+        hearing, self._before = self._hearing, None
         if hearing is None:
             self._whole.append(new)
             return
@@ -130,13 +131,15 @@ class Session:
         self._check()
         await self._stop_reading()
         self._whole.clear()
-        self._hearing = self._new_hearing()
+        self._hearing, self._before = self._new_hearing(), None
 
-    async def commit(self, id: str | None = None) -> Item:
-        """The turn is over: what was appended becomes an item of the user, the last one."""
+    async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
+        """The turn is over: what was appended becomes an item of the user, the last one. `maybe`: as far as can be
+        told; `reopen` may take it back."""
         self._check()
         if not self.pending:
             raise Invalid("there is no sound to commit", "audio")
+        self._before = (self._hearing.fork() if self._hearing is not None else None, self._whole[:]) if maybe else None
         data: AudioClip | npt.NDArray[np.float32]
         if self._hearing is not None:
             data = await asyncio.to_thread(self._hearing.finish)
@@ -147,6 +150,16 @@ class Session:
         self._hearing, self._heard = self._new_hearing(), None
         part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
         return await self.add({"role": "user", "content": [part]}, id=id)
+
+    async def reopen(self, id: str) -> None:
+        """The turn of this item, the last commit, was not over: more of its sound follows. Nothing of it is computed
+        again. Whoever has begun an answer to it has ended that before."""
+        self._check()
+        if self._before is None or self.pending:
+            raise Invalid("there is no commit to take back, or sound has come since", "audio")
+        await self.remove(id)
+        self._hearing, self._whole = self._before
+        self._before = None
 
     async def read(self) -> None:
         """Until all windows that are complete have been read ahead, as far as that goes."""
@@ -252,7 +265,7 @@ class Session:
         self._items.clear()
         self._whole.clear()
         self._sent.clear()
-        self._hearing = None
+        self._hearing = self._before = None
 
     # -- prompts
 

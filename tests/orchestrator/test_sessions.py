@@ -206,15 +206,17 @@ def test_an_answer_that_is_closed_leaves_nothing_and_the_next_is_the_same(stand:
             assert s.pending == 0
             await freed(stand.engine)
             await speak(s, samples, random.Random(4))
-            guess = await s.commit()
+            guess = await s.commit(maybe=True)
             async with aclosing(s.respond(params=Params(min_frames=500), remember=False)) as events:
                 async for event in events:
                     if isinstance(event, AudioChunk):
                         break
             await freed(stand.engine)
-            await s.remove(guess.id)
-            await s.append(samples)
+            await s.reopen(guess.id)
+            assert (s.pending, s.items) == (len(samples), ())
             await s.append(more)
+            with pytest.raises(Invalid, match="take back"):
+                await s.reopen(guess.id)
             await s.commit()
             got = await stand.answer(s)
             await speak(s, voice(30.0, 44), random.Random(5))

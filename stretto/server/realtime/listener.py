@@ -32,7 +32,6 @@ class Turn:
 
     start: int
     stop: int
-    sound: list[Float] = field(default_factory=list)  # what the engine has of it
 
     @property
     def start_ms(self) -> int:
@@ -194,7 +193,6 @@ class Listener:
     def _take(self, sound: Float) -> None:
         """Belongs to the turn; the engine gets it with the next `_give`."""
         if self.turn is not None and len(sound):
-            self.turn.sound.append(sound)
             self.turn.stop = self.position
             self._ready.append(sound)
 
@@ -203,11 +201,6 @@ class Listener:
             sound = self._ready[0] if len(self._ready) == 1 else np.concatenate(self._ready)
             self._ready.clear()
             await self.session.append(sound)
-
-    async def restore(self) -> None:
-        """The engine no longer has the turn that is being spoken (it was committed and withdrawn): give it again."""
-        if self.turn is not None and self.turn.sound:
-            await self.session.append(np.concatenate(self.turn.sound))
 
     async def finish(self) -> None:
         """The client ends the turn: all that was heard and kept belongs to it."""

@@ -470,7 +470,7 @@ class RealtimeSession:
     # -- answers begun before the turn is surely over
 
     async def _make_guess(self) -> None:
-        item = await self.talk.commit(self._item_id)
+        item = await self.talk.commit(self._item_id, maybe=True)
         response = self._make(self.state.answers)
         response.speculative = True
         self._guess = Guess(response, self._item_id, item)
@@ -484,9 +484,10 @@ class RealtimeSession:
         self.service.metrics.realtime.speculations.labels("dropped").inc()
         guess.response.cancel("turn_detected")
         await guess.response.ended()
-        for id in self.conversation.forgotten():  # the question, and what there was of its answer
-            await self.talk.remove(id)
-        await self.listener.restore()
+        for id in self.conversation.forgotten():
+            if id != guess.item_id:  # what there was of its answer
+                await self.talk.remove(id)
+        await self.talk.reopen(guess.item_id)
 
     # -- words of what was said
 

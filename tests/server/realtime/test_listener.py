@@ -45,7 +45,6 @@ async def heard(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
             item = await session.commit()
             turns.append(item.message["content"][0]["data"])
             assert len(turns[-1]) == listener.turn.stop - listener.turn.start
-            np.testing.assert_array_equal(turns[-1], np.concatenate(listener.turn.sound))
 
     try:
         for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True):
