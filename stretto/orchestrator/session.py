@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,8 @@ import numpy.typing as npt
 from stretto.control.request import Params
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.orchestrator.admission import Ask
-from stretto.orchestrator.api import Event, Message, Modality, TextDelta
+from stretto.orchestrator.api import Event, Message, Modality, TextDelta, Usage
+from stretto.orchestrator.ticket import prompt_usage
 from stretto.prompt.hearing import Hearing
 from stretto.prompt.jobs import BuiltPrompt
 from stretto.prompt.mel import SAMPLE_RATE
@@ -228,9 +229,12 @@ class Session:
         instructions: str | None = None,
         items: Sequence[Item] | None = None,
         remember: bool = True,
+        on_prompt: Callable[[Usage], None] | None = None,
     ) -> AsyncGenerator[Event]:
         """Answer the conversation (or, instead, `items`). Events as those of `Engine.generate`; closing the iterator
-        cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came."""
+        cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came.
+        `on_prompt` is told what is asked, on the event loop, when it is: an answer that is closed has no end to tell
+        its usage."""
         self._check()
         setting = Setting(self._engine.check(modalities, voice), instructions, tools)
         params = params or self._engine.info.defaults
@@ -241,6 +245,8 @@ class Session:
         async def build() -> BuiltPrompt:
             await self.read()  # what is being read ahead is what this needs
             prompt = await self._fitting(setting, given, params.max_text_tokens, may_drop=items is None)
+            if on_prompt is not None:
+                on_prompt(prompt_usage(prompt.ids, self._engine.model.media_tokens))
             return self._built(prompt)
 
         ask = Ask(setting.speak, voice, params, None, session=self._name, owner=self._owner)

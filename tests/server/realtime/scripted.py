@@ -165,6 +165,8 @@ class ScriptedSession:
         try:
             if not ask.messages:
                 raise Invalid("messages is empty", "messages")
+            if (on_prompt := ask.given.get("on_prompt")) is not None:
+                on_prompt(Usage(10 * len(ask.messages), 0, 0, 0, 0, 3, 0))
             for i, event in enumerate(engine.script(ask)):
                 if engine.gate is not None:
                     await engine.gate(i)

@@ -151,6 +151,9 @@ def test_what_is_kept_is_what_was_heard(first: int, monkeypatch: pytest.MonkeyPa
             assert not engine.ledger.running
             assert running.do(tasks_of("response")) == 0
             usage = answer.end()["usage"]
+            assert usage["input_tokens"] == 10 * len(engine.asks[-1].messages) or (
+                at == 0 and not usage["input_tokens"]
+            )
             assert usage["output_token_details"]["text_tokens"] == sum(isinstance(e, TextDelta) for e in events[:at])
             clock.now += 100.0
 
@@ -210,6 +213,8 @@ def check_one(it: Served, c: Client, session: Session, rng: random.Random) -> No
     assert it.running.do(tasks_of("response")) == 0
     content = answer.end()["output"][0]["content"][0] if answer.end()["output"] else {}
     whole = content.get("transcript", "")
+    if answer.item:
+        assert answer.end()["usage"]["input_tokens"] > 5
     assert whole.startswith(answer.text)
     kept: list[Any] = []
     if answer.item:
