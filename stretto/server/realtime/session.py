@@ -33,6 +33,7 @@ log = logging.getLogger("stretto.realtime")
 
 MIN_COMMIT = INPUT_RATE // 10  # samples: 100 ms
 IN_A_THREAD = 64 << 10
+MAX_APPEND = 15 << 20  # bytes of one event
 MAX_MS = 1 << 32
 
 
@@ -165,6 +166,8 @@ class RealtimeSession:
     # -- sound
 
     async def _append(self, data: bytes) -> None:
+        if len(data) > MAX_APPEND:
+            raise Invalid(f"one event holds at most {MAX_APPEND >> 20} MiB of sound", "audio")
         most = int(self.service.config.realtime_held_mb * (1 << 20))
         coming = int(seconds_of(data, self.state.input_format) * INPUT_RATE) * SAMPLE_BYTES
         if self.listener.held + self.conversation.size + coming > most:
