@@ -64,7 +64,7 @@ class Stand:
             yield await self.one_by_one("session", args.lengths, args.turns)
             yield await self.one_by_one("whole", args.lengths, max(2, args.turns // 2))
             yield await self.encode_alone()
-        for count in sorted((n for n in args.sessions if n > 1), key=lambda n: (n != 32, n)):
+        for count in sorted((n for n in args.sessions if n > 1), key=lambda n: (n != 32, -n)):
             if self.late:
                 yield {"kind": "session", "sessions": count, "skipped": "no time was left"}
                 continue
