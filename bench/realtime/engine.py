@@ -345,6 +345,7 @@ class Stand:
 
     def told(self, kind: str, count: int, samples: Sequence[Found]) -> Found:
         found = {"kind": kind, "sessions": count, "by_length": by_length(samples), "samples": list(samples)}
+        found["windows_changed"] = self.engine.counts["windows_changed"]  # since the engine was opened
         if kind != "warm":
             show(found)
         return found
