@@ -199,8 +199,14 @@ class Ticket:
 
 def prompt_usage(ids: Sequence[int], media: MediaTokens) -> Usage:
     """Of a prompt that was asked, before there is an answer."""
-    audio, image = (sum(map(ids.count, of)) for of in (media.audio, media.image))
-    return Usage(len(ids), 0, 0, 0, audio_prompt_tokens=audio, image_prompt_tokens=image)
+    return Usage(
+        prompt_tokens=len(ids),
+        text_tokens=0,
+        frames=0,
+        samples=0,
+        audio_prompt_tokens=sum(ids.count(i) for i in media.audio),
+        image_prompt_tokens=sum(ids.count(i) for i in media.image),
+    )
 
 
 def _reason(reason: str) -> FinishReason:

@@ -235,7 +235,7 @@ LENGTH = [
 ]
 
 USAGE = [
-    ("prompt_tokens", TICKET, "Usage(len(ids), 0", "Usage(len(ids) - 1, 0", [ENDED]),
+    ("prompt_tokens", TICKET, "prompt_tokens=len(ids)", "prompt_tokens=len(ids) - 1", [ENDED]),
     ("text_tokens", TICKET, "text_tokens=self.ids", "text_tokens=self.ids - 1", [ENDED]),
     (
         "frames",
