@@ -129,6 +129,12 @@ def _score(a: argparse.Namespace) -> None:
     score.run(a.work, a.speech, a.recogniser, a.audio, a.wav, sphinx.Sphinx() if a.second_opinion else None)
 
 
+def _heard(a: argparse.Namespace) -> None:
+    from recipes.nano import heard
+
+    heard.run(a.work, a.checkpoint, a.voices, a.count)
+
+
 def _card(a: argparse.Namespace) -> None:
     from recipes.nano import card
 
@@ -182,9 +188,7 @@ def main() -> None:
             p.add_argument("--hours", type=float)
             p.add_argument("--rate", type=float, default=1e-3)
             p.add_argument("--audio", type=Path, help="where the teacher speaks on meanwhile")
-            p.add_argument(
-                "--domain", type=int, default=2, help="how often the domain's answers come"
-            )
+            p.add_argument("--domain", type=int, default=2, help="how often the domain's answers come")
             p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
     p = step("voices", _voices, "spoken questions in many voices, two of them held out")
     p.add_argument("--out", type=Path, default=Path("voices"), help="folder of the speech")
@@ -226,6 +230,10 @@ def main() -> None:
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
+    p = step("heard", _heard, "spoken questions to the finished checkpoint, in voices that it never heard")
+    p.add_argument("--checkpoint", type=Path, required=True)
+    p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` made")
+    p.add_argument("--count", type=int, default=200, help="questions of each voice")
     p = step("card", _card, "the model card, with pictures and sounds")
     p.add_argument("--speech", type=Path, required=True, help="files written by `speak`")
     p.add_argument("--audio", type=Path, required=True, help="the teacher's speech")

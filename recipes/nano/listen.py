@@ -151,7 +151,7 @@ class Ears(nn.Module):
         def draw(low: float, high: float) -> Tensor:
             return low + (high - low) * torch.rand(b, 1, device=device)
 
-        speed, lead = draw(0.87, 1.15), draw(0, 0.35) * voices.RATE
+        speed, lead = draw(0.82, 1.2), draw(0, 0.35) * voices.RATE
         rest = (n - lead - lengths[:, None] / speed).clamp_min(0)
         tail = torch.minimum(draw(0.05, 0.5) * voices.RATE, rest)
         place = (torch.arange(n, device=device)[None] - lead) * speed
