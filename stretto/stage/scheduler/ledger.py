@@ -5,7 +5,7 @@ asserts that."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from stretto.errors import Bug
 from stretto.stage.request import BlockId, Reason, StageRequest, State
@@ -64,15 +64,18 @@ class Ledger:
     def admit(self, idle: bool) -> None:
         """Gives rows to waiting requests, strictly in order, while rows and blocks last. `idle`: nothing is in
         flight."""
+        new: set[StageRequest] = set()
+        # Two that wait for input right behind what was found for them could else take it from each other for ever.
         while (head := self.waiting.head(self.step, self.config.patience)) is not None:
             if head.in_flight or not self._has_row():
                 return
             reuse = self.config.prefix_cache and not head.blocks
             found = self.holdings.find_prefix(head) if reuse else []
-            if not self._has_room(head, found, idle):
+            if not self._has_room(head, found, idle, new):
                 self.pool.release(found)
                 return
             self.holdings.seat(head, found)
+            new.add(head)
             self._move(head, State.RUNNING)
             self.settle(head)  # what it lacks input of may begin right behind what was found
 
@@ -102,7 +105,7 @@ class Ledger:
                 self.holdings.unseat(min(starved, key=by_age), Leave.PARKED)
         return self.holdings.num_free_rows > 0
 
-    def _has_room(self, head: StageRequest, found: list[BlockId], idle: bool) -> bool:
+    def _has_room(self, head: StageRequest, found: list[BlockId], idle: bool, new: set[StageRequest]) -> bool:
         """Whether all known rows of `head` fit beside what the running requests need now, with a block to spare for
         each of those: otherwise it would be preempted, or preempt, at once, and a running request that lacks a block
         could lack it for ever. Running requests of a lower priority make room for it."""
@@ -111,6 +114,7 @@ class Ledger:
             head,
             idle and not running,
             lambda other: other.spec.priority > head.spec.priority and other.order > head.order,
+            new,
         )
         num_blocks = self.holdings.num_blocks
         own = num_blocks(head.cursor.known) - len(head.blocks) - len(found)
@@ -139,15 +143,20 @@ class Ledger:
         return False
 
     def _victims(
-        self, request: StageRequest, stuck: bool, may_lose: Callable[[StageRequest], bool]
+        self,
+        request: StageRequest,
+        stuck: bool,
+        may_lose: Callable[[StageRequest], bool],
+        new: Collection[StageRequest] = (),
     ) -> list[StageRequest]:
         """Who gives up its blocks for `request`: those that `may_lose` allows, least urgent first. If nothing can move
-        before input arrives (`stuck`), then also those that wait for input, however urgent they are. Never one whose
-        span is in the batch being made already."""
+        before input arrives (`stuck`), then also those that wait for input, however urgent they are; but not those that
+        have just been seated (`new`). Never one whose span is in the batch being made already."""
         holders = [r for r in self.requests.values() if r.blocks and r is not request and r.last_step != self.step]
         holders.sort(key=by_order, reverse=True)
         losers = [r for r in holders if may_lose(r)]
-        last = [r for r in holders if stuck and r.state in (State.STARVED, State.WAITING) and r not in losers]
+        resting = (State.STARVED, State.WAITING)
+        last = [r for r in holders if stuck and r.state in resting and r not in losers and r not in new]
         return losers + last
 
     def _preempt(self, victim: StageRequest) -> None:
