@@ -26,7 +26,9 @@ from stretto.orchestrator.invitation import Invitation
 from stretto.orchestrator.remote import RemoteLauncher
 from tests.orchestrator.agents import SECRET, ProcessAgent, ProcessStarter
 from tests.orchestrator.common import CHATS, collect, expected, run, same
+from tests.orchestrator.spoken import Plain, Recorder, check_realtime, check_session
 from tests.pipeline import STAGES
+from tests.server.real_engine import served
 
 pytestmark = pytest.mark.netns
 BRIDGE, OURS = "strettobr", "10.77.0.1"
@@ -99,6 +101,7 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
                 got = await collect(it.generate(CHATS[chat], params=SHORT))
                 same(got, expected(models, builder, CHATS[chat], SHORT))
             assert [h.address for h in it._pipelines[0]._hosts] == [address(0), address(1)]
+            await check_session(it, Plain(models, builder))
             events = it.generate(CHATS["text"], params=LONG)
             async for e in events:
                 if type(e).__name__ == "AudioChunk":
@@ -117,3 +120,15 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
         await starter.ended()
 
     run(work())
+
+
+def test_realtime_with_stages_at_other_addresses_answers_exactly(network: None, tiny_dir: Path, models: Models) -> None:
+    plain = Plain(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)))
+    starter = Apart()
+    it = Recorder(tiny_dir, EngineConfig(placement="two", connector="tcp"), RemoteLauncher(starter, SECRET, OURS))
+    it.answers = []
+    with served(it) as server:
+        assert [h.address for h in it._pipelines[0]._hosts] == [address(0), address(1)]
+        check_realtime(server.running, it, plain)
+        server.do(it.close())
+        server.do(starter.ended())
