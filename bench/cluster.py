@@ -3,7 +3,7 @@
     python -m bench cluster --out bench/results/cluster.json
 
 Needs the extra `stretto[ray]`. Parts:
-    deaths     hosts, workers and raylets of a two-host pipeline are killed by turns, seeded, while somebody listens
+    kills      hosts, workers, raylets and the replica are killed, seeded, while somebody listens; nothing may be left
     replicas   one of two Serve replicas is killed while others ask
     ingress    32 streams of packets through Serve's HAProxy and from plain uvicorn, by turns in one run
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from bench.cluster_kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
 from bench.harness.results import arguments, parser, write
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +42,7 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "1000",
 }
-KINDS = ("host", "worker", "raylet")
+END_S = 5.0  # for what was told to end
 STREAMS, PACKETS, EVERY_S, BYTES = 32, 48, 1 / 12, 4096
 
 
@@ -51,9 +52,9 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    it = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "resources": {"head": 1}})
+    it = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"head": 1}})
     try:
-        it.named = {name: it.add_node(num_cpus=3, num_gpus=2, resources={name: 1}) for name in ("a", "b")}
+        it.named = {name: it.add_node(num_cpus=NODE_CPUS, resources={name: 1}) for name in NODES}
         it.wait_for_nodes()
         ray.init(address=it.address, namespace="stretto", log_to_driver=False)
         yield it
@@ -68,109 +69,6 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
         name: ordered[min(len(ordered) - 1, int(part * len(ordered)))]
         for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
     } | {"min": ordered[0]}
-
-
-# ---- deaths
-
-
-async def deaths(it: Any, model: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Each kill in the middle of an answer; the next answer must equal the first."""
-    import ray
-    from ray.util.placement_group import placement_group
-
-    from stretto.cluster.secret import read_secret
-    from stretto.cluster.starter import RayStarter
-    from stretto.control.cluster import ClusterConfig
-    from stretto.control.request import Params
-    from stretto.control.settings import EngineConfig
-    from stretto.errors import StageDead
-    from stretto.orchestrator.api import AudioChunk, CodeFrames
-    from stretto.orchestrator.engine import PipelineEngine
-    from stretto.orchestrator.remote import RemoteLauncher
-
-    secret = model.parent / "secret"
-    secret.write_text(secrets.token_hex(32))
-    config = ClusterConfig("ray", str(secret), insecure_cluster=True)
-    hosts = [{"CPU": 1.0, "GPU": 1.0, node: 0.01} for node in ("a", "b")]
-    group = placement_group([{"CPU": 0.5, "head": 0.01}, *hosts], strategy="SPREAD")
-    await group.ready()
-    launcher = RemoteLauncher(
-        RayStarter(group, str(model), config), read_secret(str(secret)), ray.util.get_node_ip_address()
-    )
-    engine = PipelineEngine(model, EngineConfig(placement="two", connector="tcp"), launcher)
-    started = time.monotonic()
-    await engine.start()
-    found: dict[str, Any] = {"start_s": time.monotonic() - started, "kills": []}
-    ask: list[dict[str, Any]] = [{"role": "user", "content": "Hello, what is the weather like?"}]
-    short = Params(max_text_tokens=8, max_frames=10, greedy_speech=True, want_codes=True, seed=5)
-    long = Params(max_text_tokens=900, max_frames=3000, min_frames=3000, ignore_eos=True, seed=5)
-
-    async def codes() -> list[Any]:
-        found: list[Any] = []
-        async for e in engine.generate(ask, params=short):
-            if isinstance(e, CodeFrames):
-                found += e.codes.tolist()
-        return found
-
-    want = await codes()
-    rng = random.Random(seed)
-    pipeline = engine._pipelines[0]
-    for number in range(kills):
-        kind, which = KINDS[number % len(KINDS)], rng.randrange(2)
-        agent = pipeline._hosts[which].pid
-        assert agent is not None
-        events = engine.generate(ask, params=long)
-        async for e in events:
-            if isinstance(e, AudioChunk) and rng.random() < 0.3:
-                break
-        node = ("a", "b")[which]
-        begun = time.monotonic()
-        if kind == "host":
-            os.kill(children(agent)[0], signal.SIGKILL)
-        elif kind == "worker":
-            os.kill(agent, signal.SIGKILL)
-        else:
-            os.kill(it.named[node].all_processes["raylet"][0].process.pid, signal.SIGKILL)
-        told = None
-        try:
-            async for _ in events:
-                pass
-        except StageDead as e:
-            told = str(e)
-        seen_s = time.monotonic() - begun
-        if kind == "raylet":
-            it.remove_node(it.named[node], allow_graceful=False)  # what is left of it
-            it.named[node] = it.add_node(num_cpus=3, num_gpus=2, resources={node: 1})
-        joined = time.monotonic()
-        while not pipeline.ready(engine.model.pipeline.names):
-            await asyncio.sleep(0.01)
-        up_s = time.monotonic() - (joined if kind == "raylet" else begun)
-        exact = await codes() == want
-        found["kills"].append(
-            {"kind": kind, "host": which, "seen_s": seen_s, "up_s": up_s, "told": told, "exact": exact}
-        )
-        print(kind, which, f"seen {seen_s:.3f} s, up {up_s:.2f} s, exact {exact}: {told}", flush=True)
-    pids = [pid for h in pipeline._hosts if h.pid for pid in (h.pid, *children(h.pid))]
-    await engine.close()
-    await asyncio.sleep(2.0)
-    found["left"] = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    for kind in KINDS:
-        some = [k for k in found["kills"] if k["kind"] == kind]
-        if some:
-            found[kind] = {name: quantiles([k[name] for k in some]) for name in ("seen_s", "up_s")}
-    return found
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == pid and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 # ---- replicas
@@ -340,8 +238,9 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
 
 def main(given: Sequence[str]) -> int:
     p = parser("cluster", __doc__)
-    p.add_argument("--parts", default="deaths,replicas,ingress")
+    p.add_argument("--parts", default="kills,replicas,ingress")
     p.add_argument("--kills", type=int, default=100)
+    p.add_argument("--seconds", type=float, default=3600.0, help="for the kills: as many as fit")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(given)
@@ -350,25 +249,29 @@ def main(given: Sequence[str]) -> int:
 
     require_ray()
     parts: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
-        "deaths": lambda it, model, port: asyncio.run(deaths(it, model, args.kills, args.seed)),
+        "kills": lambda it, model, port: kills(it, model, port, args.kills, args.seconds, args.seed),
         "replicas": lambda it, model, port: replicas(model, port),
         "ingress": lambda it, model, port: ingress(port, args.rounds),
     }
     found: dict[str, Any] = {"arguments": arguments(args)}
+    run = os.environ[MARK] = secrets.token_hex(8)
+    before = segments()
     with tempfile.TemporaryDirectory() as folder, cluster() as it:
+        from ray import serve
+        from ray.serve.config import HTTPOptions
+
         model = Path(folder) / "tiny"
         write_tiny(model)
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        if args.parts != "deaths":
-            from ray import serve
-            from ray.serve.config import HTTPOptions
-
-            serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="0.0.0.0", port=port))
+        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="0.0.0.0", port=port))
         for name in args.parts.split(","):
             found[name] = parts[name](it, model, port)
             write(args.out, found)
-        if args.parts != "deaths":
-            serve.shutdown()
+        serve.shutdown()
+    time.sleep(END_S)
+    found["left"] = {"processes": left_of(run), "segments": sorted(segments() - before)}
+    print(found["left"], flush=True)
+    write(args.out, found)
     return 0

@@ -5,6 +5,7 @@ its own back-off. Runs in a Ray worker; imports no torch."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import ray
@@ -34,7 +35,9 @@ class HostAgent:
         """Until the host is over: whether another one could do better, and why it ended."""
         invitation = Invitation(address, nonce, name)
         try:
-            agent = Agent(invitation, read_secret(secret_file), ray.util.get_node_ip_address())
+            # A worker's parent is its node's raylet. Ray ends workers two or three seconds after that has died.
+            keeper, secret = os.getppid(), read_secret(secret_file)
+            agent = Agent(invitation, secret, ray.util.get_node_ip_address(), keeper=keeper)
             return True, agent.run()
         except Unusable as e:
             return False, str(e)

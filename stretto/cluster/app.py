@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from stretto.cluster import scaling
 from stretto.cluster.extra import require_ray
+from stretto.cluster.leaving import say_goodbye, shutdown_flag
 from stretto.cluster.metrics import Export
 from stretto.cluster.secret import read_secret
 from stretto.cluster.starter import RayStarter
@@ -143,11 +144,12 @@ def replica_app(spec: Spec) -> Starlette:
             if service.failure is not None:
                 raise StageDead(service.failure)
             export = Export(serve.get_replica_context().replica_tag, lambda: metrics_of(service))
-            exporting = asyncio.create_task(export.run())
+            beside = [asyncio.create_task(w) for w in (export.run(), say_goodbye(service, shutdown_flag()))]
             try:
                 yield state
             finally:
-                exporting.cancel()
+                for task in beside:
+                    task.cancel()
 
     app.router.lifespan_context = lifespan
     return app

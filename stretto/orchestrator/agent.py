@@ -2,8 +2,9 @@
 
 Run by whatever starts things there (a Ray actor), in one thread, from `run` to its end. The host is the same program on
 the same socket pair as on the orchestrator's machine and knows nothing of this. The agent dials the orchestrator and
-says hello. When the connection ends, the host is killed; when the host ends, the orchestrator is told why and the
-connection ends. Nothing is buffered but one message each way: whoever is slow slows the other. Imports no torch."""
+says hello. When the connection ends, the host is killed; when the host ends, or the process that this machine's hosts
+depend on, the orchestrator is told why and the connection ends. Nothing is buffered but one message each way: whoever
+is slow slows the other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -37,6 +39,7 @@ from stretto.orchestrator.invitation import (
 
 DIAL_S = 10.0
 LAST_WORDS_MS = 2000
+ORPHANED = "the process that keeps its machine's hosts died"
 END_S = 5.0  # for a host whose orchestrator said nothing more to end by itself
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -44,14 +47,23 @@ _EVENT = struct.Struct("<HI")
 
 
 class Agent:
-    """`address`: of this machine, as other hosts reach it."""
+    """`address`: of this machine, as other hosts reach it. `keeper`: a process without which the host must not go on,
+    since nobody would end it."""
 
-    def __init__(self, invitation: Invitation, secret: bytes, address: str, version: str | None = None) -> None:
+    def __init__(
+        self,
+        invitation: Invitation,
+        secret: bytes,
+        address: str,
+        version: str | None = None,
+        keeper: int | None = None,
+    ) -> None:
         more = {} if version is None else {"version": version}
         self._invitation = invitation
         self._hello = Hello.make(invitation, secret, address, os.getpid(), **more)
         self._key = key_of(secret, invitation.purpose)
         self._process: subprocess.Popen[bytes] | None = None
+        self._keeper = keeper
 
     def run(self) -> str:
         """Until the host or the orchestrator is gone; says which. `StageDead`: it did not come to that."""
@@ -107,7 +119,12 @@ class Agent:
             )
             theirs.close()
             ours.setblocking(False)
-            end = _Relay(dealer, monitor, ours).run()
+            with _watched(self._keeper) as keeper:
+                end = _Relay(dealer, monitor, ours, keeper).run()
+        if end == ORPHANED:
+            self._process.kill()
+            self._tell_end(dealer, ORPHANED)
+            return ORPHANED
         if end is None:
             return "the orchestrator is gone"
         try:
@@ -116,29 +133,54 @@ class Agent:
             self._process.kill()
             code = self._process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-        with suppress(zmq.Again):
-            dealer.send_multipart([ENDED, f"its process {how}".encode()], zmq.NOBLOCK)
+        self._tell_end(dealer, f"its process {how}")
         return f"the host {how}"
+
+    def _tell_end(self, dealer: zmq.Socket[bytes], why: str) -> None:
+        with suppress(zmq.Again):
+            dealer.send_multipart([ENDED, why.encode()], zmq.NOBLOCK)
+
+
+@contextmanager
+def _watched(pid: int | None) -> Iterator[int | None]:
+    """A descriptor that is readable when this process has ended; None where there is none, or the kernel gives none."""
+    try:
+        descriptor = None if pid is None else os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise StageDead(ORPHANED) from None
+    except OSError:
+        descriptor = None
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 class _Relay:
     """Bytes both ways, and at most one message of each in hand."""
 
-    def __init__(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], host: socket.socket) -> None:
-        self.dealer, self.monitor, self.host = dealer, monitor, host
+    def __init__(
+        self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], host: socket.socket, keeper: int | None
+    ) -> None:
+        self.dealer, self.monitor, self.host, self.keeper = dealer, monitor, host, keeper
         self.inward = memoryview(b"")  # for the host, which has no room
         self.outward = b""  # for the orchestrator
 
     def run(self) -> str | None:
-        """Until the host has closed its end; None: the orchestrator is gone."""
+        """Until the host has closed its end, or its keeper is gone; None: the orchestrator is gone."""
         poller = zmq.Poller()
         poller.register(self.monitor, zmq.POLLIN)
+        if self.keeper is not None:
+            poller.register(self.keeper, zmq.POLLIN)
         while True:
             poller.register(self.dealer, (0 if self.inward else zmq.POLLIN) | (zmq.POLLOUT if self.outward else 0))
             poller.register(self.host, (0 if self.outward else zmq.POLLIN) | (zmq.POLLOUT if self.inward else 0))
             ready: dict[Any, int] = dict(poller.poll())
             if self.monitor in ready and _event_of(self.monitor) & (_GONE | _REFUSED):
                 return None
+            if self.keeper in ready:
+                return ORPHANED
             if self.dealer in ready and not self.inward:
                 self._hear()
             if self.inward:

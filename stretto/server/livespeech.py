@@ -33,7 +33,7 @@ MAX_MESSAGE = 6 * MAX_INPUT + 1024
 WRITING_S = 30.0
 """From one piece of a text to the next, at most."""
 SUBPROTOCOL = "speech"  # for pages, which bring their key as another one
-DONE, POLICY, INTERNAL = 1000, 1008, 1011
+DONE, POLICY, INTERNAL, RESTART = 1000, 1008, 1011, 1012
 _encode = msgspec.json.Encoder().encode
 
 
@@ -252,7 +252,8 @@ class LiveReading:
         told = ErrorBody(body.error.message, body.error.type, param, body.error.code)
         with contextlib.suppress(Gone):
             await self._tell(ErrorEvent(told.message, told))
-        await self._close(POLICY if status < 500 else INTERNAL, told.message)
+        fault = RESTART if told.code == "draining" else INTERNAL
+        await self._close(POLICY if status < 500 else fault, told.message)
 
     async def _close(self, code: int, words: str) -> None:
         with contextlib.suppress(Gone, RuntimeError):

@@ -9,11 +9,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from stretto.server.realtime.connection import DRAINING
 
 pytestmark = pytest.mark.ray
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -111,7 +116,54 @@ def test_replicas_tell_their_numbers_to_ray(served: Served, cluster: Any) -> Non
     until(lambda: len(scraped()) == 2, "both replicas in the exporters' pages")
 
 
-def test_a_replica_that_goes_lets_its_streams_end(served: Served) -> None:
+def test_a_replica_shows_when_it_is_told_to_go(served: Served) -> None:
+    """The flag that is no API is there in this version of Ray, and false while the replica serves."""
+    import ray
+    from ray.util.state import list_actors
+
+    from stretto.cluster.leaving import shutdown_flag
+
+    def look(replica: Any) -> bool | None:
+        going = shutdown_flag()
+        return None if going is None else going()
+
+    found = list_actors(filters=[("state", "=", "ALIVE")])
+    names = [(a.name, a.ray_namespace) for a in found if "ServeReplica" in a.class_name]
+    assert len(names) == 2
+    handles = [ray.get_actor(name, namespace) for name, namespace in names]
+    assert ray.get([h.__ray_call__.remote(look) for h in handles]) == [False, False]
+    assert shutdown_flag() is None, "this process has no replica"
+
+
+@contextmanager
+def talking(served: Served, number: int) -> Iterator[ClientConnection]:
+    where, session = f"ws{served.base.removeprefix('http')}/v1/realtime", {"x-session-id": f"s{number}"}
+    with connect(where, additional_headers=session, open_timeout=60) as socket:
+        assert json.loads(socket.recv(timeout=60))["type"] == "session.created"
+        yield socket
+
+
+def last_words(socket: ClientConnection) -> tuple[int, str]:
+    """With which it was closed."""
+    with pytest.raises(ConnectionClosed) as told:
+        socket.recv(timeout=60)
+    assert told.value.rcvd is not None, "cut without a word"
+    return told.value.rcvd.code, told.value.rcvd.reason
+
+
+def test_a_replica_that_goes_says_good_bye_and_lets_its_streams_end(served: Served) -> None:
+    """A new deployment replaces both: each WebSocket is told at once, though answers still run."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(talking(served, i)) for i in range(8)]
+        go(served)
+        assert {last_words(s) for s in sockets} == {(1012, DRAINING.words)}
+    with talking(served, 0) as again:
+        again.send(json.dumps({"type": "session.update", "session": {"type": "realtime"}}))
+        assert json.loads(again.recv(timeout=60))["type"] == "session.updated"
+
+
+def go(served: Served) -> None:
+    """Deploy anew while four listen and others ask: nobody is cut, nobody refused."""
     ended: list[bool] = []
 
     def listen(number: int) -> None:
@@ -131,4 +183,4 @@ def test_a_replica_that_goes_lets_its_streams_end(served: Served) -> None:
         t.join()
     assert ended == [True] * 4
     assert refused == 0
-    until(lambda: served.replicas() == 1, "the other replica is gone")
+    until(lambda: served.replicas() == 1, "the others are gone")

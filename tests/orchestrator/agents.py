@@ -50,13 +50,14 @@ class ProcessStarter:
     wrong: Mapping[int, tuple[bytes, str | None]] = field(default_factory=dict)
     address: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()  # of the agents' command
+    keeper: int | None = None
     agents: list[ProcessAgent] = field(default_factory=list)
 
     async def start(self, invitation: Invitation, number: int) -> ProcessAgent:
         if self.failures:
             raise self.failures.pop(0)
         secret, version = self.wrong.get(number, (SECRET, None))
-        told = msgspec.json.encode([invitation, secret.hex(), self.address, version])
+        told = msgspec.json.encode([invitation, secret.hex(), self.address, version, self.keeper])
         process = await asyncio.create_subprocess_exec(
             *self.prefix, sys.executable, "-m", "tests.orchestrator.agents", stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, env=dict(os.environ),
@@ -98,13 +99,13 @@ async def gone(*pids: int) -> None:
 
 
 def main() -> None:
-    invitation, secret, address, version = msgspec.json.decode(
-        sys.stdin.buffer.readline(), type=tuple[Invitation, str, str, str | None]
+    invitation, secret, address, version, keeper = msgspec.json.decode(
+        sys.stdin.buffer.readline(), type=tuple[Invitation, str, str, str | None, int | None]
     )
     if "AGENT_OUTLIVES" not in os.environ:
         die_with_parent()
     try:
-        sys.stdout.write(f"over: {Agent(invitation, bytes.fromhex(secret), address, version).run()}\n")
+        sys.stdout.write(f"over: {Agent(invitation, bytes.fromhex(secret), address, version, keeper).run()}\n")
     except StageDead as e:
         sys.stdout.write(f"{type(e).__name__}: {e}\n")
 

@@ -29,6 +29,7 @@ from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator import remote
+from stretto.orchestrator.agent import ORPHANED
 from stretto.orchestrator.clock import DRIFT, ClockOffset
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.invitation import HELLO, Hello, Invitation
@@ -131,6 +132,26 @@ def test_exact_far_away_and_after_every_death(tiny_dir: Path, models: Models, bu
         finally:
             await it.close()
         await gone(*left)
+        await starter.ended()
+
+    run(work())
+
+
+def test_hosts_end_with_the_process_that_keeps_them(tiny_dir: Path) -> None:
+    """A node's raylet: Ray ends what it started seconds later."""
+
+    async def work() -> None:
+        keeper = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+        starter = ProcessStarter(keeper=keeper.pid)
+        it = engine(tiny_dir, starter, "one")
+        await it.start()
+        try:
+            [host] = children(starter.agents[0].process.pid)
+            assert ORPHANED in await dies(it, keeper.pid)
+            await gone(host, starter.agents[0].process.pid)
+            await keeper.wait()
+        finally:
+            await it.close()
         await starter.ended()
 
     run(work())

@@ -253,7 +253,7 @@ def test_a_server_that_goes_keeps_nobody_who_says_nothing() -> None:
         tell(socket, "session.config")
         it.running.loop.call_soon_threadsafe(it.running.server.service.sessions.drain)
         events, _ = heard(socket)
-    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("draining", 1011)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("draining", 1012)
 
 
 def test_the_longest_duration() -> None:

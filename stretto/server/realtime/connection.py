@@ -28,7 +28,7 @@ SUBPROTOCOL = "realtime"
 TURN_S = 0.002  # how long one client's small events may keep the event loop
 POLL_S = 1.0
 LAST_WORDS_S = 2.0  # for what is left to send, and for the close frame
-GOING_AWAY, POLICY, INTERNAL = 1001, 1008, 1011
+GOING_AWAY, POLICY, INTERNAL, RESTART = 1001, 1008, 1011, 1012
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ LEFT = Ending("left")
 EXPIRED = Ending("expired", GOING_AWAY, "the session has reached its longest duration")
 IDLE = Ending("idle", POLICY, "nothing was sent for too long")
 SLOW = Ending("slow", POLICY, "the client does not read what it is sent")
-DRAINING = Ending("draining", GOING_AWAY, "the server is shutting down")
+DRAINING = Ending("draining", RESTART, "the server is shutting down")
 FAILED = Ending("failed", INTERNAL, "the server failed")
 
 

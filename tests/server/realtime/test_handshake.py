@@ -146,11 +146,11 @@ def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
         busy.send("response.create")
         busy.until("response.created")
         running.loop.call_soon_threadsafe(running.server.stop)
-        assert closed(quiet) == (1001, module.DRAINING.words)
+        assert closed(quiet) == (1012, module.DRAINING.words)
         assert refused(running)[0] == 503
         go_on()
         assert busy.until("response.done")["response"]["status"] == "completed"
-        assert closed(busy) == (1001, module.DRAINING.words)
+        assert closed(busy) == (1012, module.DRAINING.words)
 
 
 def test_a_client_that_vanishes_leaves_nothing(running: Running, engine: TalkEngine) -> None:

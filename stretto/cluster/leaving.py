@@ -1,0 +1,47 @@
+"""A replica that goes says good-bye to its WebSockets: they would last until Serve kills it, and end without a word.
+
+Serve has no public hook for the beginning of a replica's shutdown; its end comes when all requests are over, which a
+WebSocket never is. The replica's own flag is looked at instead, here and nowhere else. Runs on the replica's event
+loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from stretto.server.service import Service
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+MISSING = (
+    "this Ray does not show when a replica is told to go: open WebSockets will be cut at the end of --drain-timeout"
+)
+
+
+def shutdown_flag() -> Callable[[], bool] | None:
+    """Tells whether the replica of this process was told to go. None where no replica or no such flag is found."""
+    from ray._private.worker import global_worker
+
+    for actor in getattr(global_worker, "actors", {}).values():
+        replica = getattr(actor, "_replica_impl", None)
+        if isinstance(getattr(replica, "_shutting_down", None), bool):
+            return lambda: bool(replica._shutting_down)
+    return None
+
+
+async def say_goodbye(service: Service, going: Callable[[], bool] | None) -> None:
+    """Wait until the replica goes; then end each WebSocket when it has said what it is saying. Requests are taken on:
+    the ingress sends some until it has heard of it. What runs after the time that it has is told so and cut."""
+    if going is None:
+        log.warning(MISSING)
+        return
+    while not going():
+        await asyncio.sleep(POLL_S)
+    log.info("this replica goes: %d realtime sessions are told", service.sessions.running)
+    service.sessions.drain()
+    await asyncio.sleep(service.config.drain_timeout)
+    service.draining = True
+    if not service.cut.done():
+        service.cut.set_result(None)
