@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,9 @@ from stretto.orchestrator.invitation import Invitation
 
 log = logging.getLogger(__name__)
 
-CHECK_S = 60.0  # for an actor to be placed and to answer: a node that died a moment ago takes none
+FIRST_CHECK_S, CHECK_S = 8.0, 60.0
+"""For an actor to be placed and to answer. One that was given to a node that had died a moment ago may never: so the
+first try is given up soon, and each that follows has twice the time, since a busy node is slow."""
 CALLS = 4  # at once, in an actor: one of them is `run`
 
 
@@ -56,6 +59,10 @@ class RayStarter:
         assert config.cluster_secret_file is not None
         self._group, self._model, self._config = group, model, config
         self._secret_file = config.cluster_secret_file
+        self._silent: Counter[int] = Counter()  # actors in a row that never answered, by host
+
+    def patience(self, number: int) -> float:
+        return min(FIRST_CHECK_S * 2 ** self._silent[number], CHECK_S)
 
     async def start(self, invitation: Invitation, number: int) -> RayAgent:
         where = PlacementGroupSchedulingStrategy(self._group, number + 1)
@@ -72,12 +79,15 @@ class RayStarter:
                 )
                 .remote()
             )
-            lacks = await asyncio.wait_for(_answer(actor.check.remote(self._model, self._secret_file)), CHECK_S)
+            check = actor.check.remote(self._model, self._secret_file)
+            lacks = await asyncio.wait_for(_answer(check), self.patience(number))
+            del self._silent[number]
             if lacks is not None:
                 raise Unusable(lacks)
             told = (invitation.address, invitation.nonce, invitation.name, self._secret_file)
             return RayAgent(actor, actor.run.remote(*told))
         except (RayError, TimeoutError) as e:
+            self._silent[number] += isinstance(e, TimeoutError)
             _end_soon(actor)
             raise OSError(f"no agent could be started: {first_line(e) or 'its node does not answer'}") from e
         except BaseException:

@@ -54,10 +54,14 @@ def run_plan(args: argparse.Namespace) -> int:
     plan = make_plan(table, load, goal)
     cost = plan.cost(args.price)
     if args.json:
-        sys.stdout.write(json.dumps({**asdict(plan), "cost_per_speech_hour": cost, "error": table.error}) + "\n")
+        told = {**asdict(plan), "cost_per_speech_hour": cost, "error": table.error, "worst": table.worst}
+        sys.stdout.write(json.dumps(told) + "\n")
         return 0
     s = plan.seen
-    errors = ", ".join(f"{name} {100 * value:.0f} %" for name, value in table.error.items())
+    errors = ", ".join(
+        f"{name} {100 * value:.0f} % (worst {100 * table.worst.get(name, value):.0f} %)"
+        for name, value in table.error.items()
+    )
     sys.stdout.write(
         f"{plan.cards} x {table.gpu} for {load.sessions} sessions of {table.model}: {s.sessions} on each, which would "
         f"carry {plan.most}\n"

@@ -14,7 +14,7 @@ from itertools import takewhile
 from random import Random
 from typing import Literal
 
-from stretto.planner.table import StageTimes, Table, at, share_at, vocoder_ms
+from stretto.planner.table import StageTimes, Table, at, power_at, share_at, vocoder_ms
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.request import RequestSpec
 from stretto.stage.scheduler.batch import Batch, Outcome, StepResult
@@ -23,7 +23,7 @@ from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.types import RequestId
 
 Lane = Literal["text", "frames", "vocoder"]
-CLOSING = 9  # rows of a frames prompt that come with the first token of text
+OPENING = 8  # rows of a frames prompt behind those of the text; the last one comes with the first token of text
 FIRST, EACH, RAMP = 1, 8, 2  # frames of packets
 JITTER = 0.3
 
@@ -77,6 +77,7 @@ class _Stage:
     times: StageTimes
     scheduler: Scheduler
     running: deque[_Step] = field(default_factory=deque)
+    known: dict[int, float] = field(default_factory=dict)  # what decodes take, by rows
 
     def launch(self) -> None:
         """The next step; behind one that holds prompts, the one after it too."""
@@ -87,11 +88,16 @@ class _Stage:
             self.running.append(_Step(batch, self._takes(batch)))
 
     def _takes(self, batch: Batch) -> float:
-        decodes = at(self.times.decode, batch.num_decodes) if batch.num_decodes else 0.0
+        decodes = self._decodes(batch.num_decodes) if batch.num_decodes else 0.0
         if batch.decode_only:
             return decodes
         prompts = at(self.times.prompt, batch.num_tokens)
         return max(decodes, prompts) + self.times.mixed * min(decodes, prompts)
+
+    def _decodes(self, rows: int) -> float:
+        if rows not in self.known:
+            self.known[rows] = power_at(self.times.decode, 1 + (rows - 1) * self.times.alike)
+        return self.known[rows]
 
     def retire(self) -> list[Outcome]:
         step = self.running.popleft()
@@ -109,13 +115,20 @@ class _Voice:
 
 
 @dataclass(slots=True)
+class _Arriving:
+    arrived: float
+    asked: Asked
+    left_ms: float
+
+
+@dataclass(slots=True)
 class _Call:
     streams: list[tuple[RequestId, int]]
     left_ms: float
 
 
 class Card:
-    """`ask` brings requests, `run` lets time pass until all of them are answered or `until`."""
+    """`arrive` brings requests, `advance` lets time pass."""
 
     def __init__(self, table: Table, max_rows: int | None = None, seed: int = 0) -> None:
         self.table, self.now = table, 0.0
@@ -133,8 +146,9 @@ class Card:
         self._rhythm = Rhythm(table.frame_s, table.opening_s)
         self._voices: dict[RequestId, _Voice] = {}
         self._call: _Call | None = None
-        self._number = 0
-        self._free = 0.0  # when the server can take the next request
+        self._number = self._seen = 0
+        self._arriving: list[_Arriving] = []  # that the server works on
+        self._coming: list[tuple[float, int, _Arriving]] = []  # on their way to the stages: a heap, by when they come
         self._random = Random(seed)
         # Outcomes that the host has not passed on yet, by stage.
         self._told: dict[Lane, deque[tuple[float, list[Outcome]]]] = {"text": deque(), "frames": deque()}
@@ -142,24 +156,22 @@ class Card:
 
     @property
     def running(self) -> int:
-        return sum(h.end is None for h in self.heard.values())
+        """Requests that are not answered yet."""
+        return len(self._arriving) + len(self._coming) + len(self._voices)
 
-    def announced(self, arrived: float) -> float:
-        """When a request that arrives then is announced to the stages: the server takes them one after the other, each
-        for `serial_ms`, and the whole way is a little shorter or longer for each."""
-        t = self.table
-        self._free = max(self._free, arrived) + t.serial_ms / 1e3
-        return self._free + t.overhead_ms / 1e3 * self._random.uniform(1 - JITTER, 1 + JITTER)
+    def arrive(self, asked: Asked) -> None:
+        """A request reaches the server now. The server does a little of each of those that are there by turns,
+        `serial_ms` of its time for each; the rest of the way to the stages takes `overhead_ms`, more or less."""
+        self._arriving.append(_Arriving(self.now, asked, self.table.serial_ms))
 
-    def ask(self, asked: Asked, arrived: float) -> None:
-        """A request that is announced now."""
-        id = RequestId(f"r{self._number}")
+    def _announce(self, a: _Arriving) -> None:
+        """All rows of a prompt are known to the frames stage at once, but for the last one."""
+        id, asked = RequestId(f"r{self._number}"), a.asked
         self._number += 1
-        self.heard[id] = Heard(arrived, asked)
+        self.heard[id] = Heard(a.arrived, asked)
         self._voices[id] = _Voice(Pace(FIRST, EACH, RAMP, self._rhythm))
-        self._frames.scheduler.submit(
-            RequestSpec(id, asked.frames, paced=True, last_on_device=True, cache_output=False), 0, closed=False
-        )
+        spec = RequestSpec(id, asked.frames, paced=True, last_on_device=True, cache_output=False)
+        self._frames.scheduler.submit(spec, asked.prompt + OPENING, closed=False)
         self._text.scheduler.submit(RequestSpec(id, asked.text), asked.prompt)
 
     # -- time
@@ -172,9 +184,13 @@ class Card:
         idle = self._call is None and any(v.waiting for v in self._voices.values())
         look = self.now + LOOK_S if idle else until
         told = [waiting[0][0] for waiting in self._told.values() if waiting]
+        told += [c[0] for c in self._coming[:1]]
+        if self._arriving:
+            told.append(self.now + min(a.left_ms for a in self._arriving) / 1e3 * len(self._arriving))
         then = max(self.now, min([self.now + s for s, _ in ends] + [until, look, *told]))
         passed = then - self.now
         self.now = then
+        self._admit(passed)
         for step, rate in rates.values():
             step.left_ms -= 1e3 * passed * rate
         for lane, (step, _) in rates.items():
@@ -184,6 +200,18 @@ class Card:
             while waiting and waiting[0][0] <= self.now:
                 for outcome in waiting.popleft()[1]:
                     (self._wrote if lane == "text" else self._spoke)(outcome)
+
+    def _admit(self, passed: float) -> None:
+        share = 1e3 * passed / max(1, len(self._arriving))
+        for a in self._arriving:
+            a.left_ms -= share
+        for a in [a for a in self._arriving if a.left_ms <= 1e-6]:
+            self._arriving.remove(a)
+            self._seen += 1
+            then = self.now + self.table.overhead_ms / 1e3 * self._random.uniform(1 - JITTER, 1 + JITTER)
+            heapq.heappush(self._coming, (then, self._seen, a))
+        while self._coming and self._coming[0][0] <= self.now:
+            self._announce(heapq.heappop(self._coming)[2])
 
     def _rates(self) -> dict[Lane, tuple[_Step | _Call, float]]:
         """What runs, and how fast."""
@@ -196,7 +224,11 @@ class Card:
                 beside = share_at(t.text, len(batch.spans)) if batch.decode_only else t.prompt
             found["text"] = (text[0], beside * slowed)
         if frames:
-            found["frames"] = (frames[0], (t.frames if text else 1.0) * slowed)
+            beside = 1.0
+            if text:
+                rows = len(frames[0].batch.spans)
+                beside = share_at(t.frames, rows) if text[0].batch.decode_only else t.frames_prompt
+            found["frames"] = (frames[0], beside * slowed)
         if self._call:
             found["vocoder"] = (self._call, t.vocoder if found else 1.0)
         return found
@@ -220,14 +252,11 @@ class Card:
     def _wrote(self, o: Outcome) -> None:
         id, frames = o.request.id, self._frames.scheduler
         heard = self.heard[id]
-        prompt = min(o.confirmed, heard.asked.prompt) - o.start
-        if prompt > 0:
-            frames.append_rows(id, prompt)
         if o.token is None:
             return
         if heard.first_text is None:
             heard.first_text = self.now - heard.arrived
-            frames.append_rows(id, CLOSING, last=True)
+            frames.append_rows(id, 1, last=True)
         else:
             frames.append_text(id)
         if o.reason is not None:
@@ -275,33 +304,29 @@ class Card:
 
 def replay(card: Card, arrivals: Iterator[tuple[float, Asked]], until: float) -> list[Heard]:
     """An open load: requests come when they come. Those that arrived until then, all of them answered."""
-    due: list[tuple[float, float, int, Asked]] = []
-    for number, (when, asked) in enumerate(takewhile(lambda a: a[0] < until, arrivals)):
-        due.append((card.announced(when), when, number, asked))
-    for then, when, _, asked in sorted(due):
-        while card.now < then:
-            card.advance(then)
-        card.ask(asked, when)
+    for when, asked in takewhile(lambda a: a[0] < until, arrivals):
+        while card.now < when:
+            card.advance(when)
+        card.arrive(asked)
     while card.running:
         card.advance(card.now + 1.0)
     return list(card.heard.values())
 
 
 def replay_closed(card: Card, asked: Asked, streams: int, requests: int) -> list[Heard]:
-    """So many clients, each of whom asks again when he has been answered, until all requests are made."""
-    due = [(card.announced(0.0), 0.0) for _ in range(streams)]  # when it is announced, and when it arrived
-    heapq.heapify(due)
-    left = requests - streams
+    """So many clients, each of whom asks again when he has been answered. After a first round, which does not count, so
+    many requests are made."""
+    left = requests
 
     def again(heard: Heard) -> None:
         nonlocal left
         if left > 0:
             left -= 1
-            heapq.heappush(due, (card.announced(card.now), card.now))
+            card.arrive(asked)
 
     card.ended = again
-    while due or card.running:
-        while due and due[0][0] <= card.now:
-            card.ask(asked, heapq.heappop(due)[1])
-        card.advance(due[0][0] if due else card.now + 1.0)
-    return list(card.heard.values())
+    for _ in range(streams):
+        card.arrive(asked)
+    while card.running:
+        card.advance(card.now + 1.0)
+    return sorted(card.heard.values(), key=lambda h: h.arrived)[streams:]

@@ -5,6 +5,7 @@ A table says what their steps take alone, by size, and how much slower they are 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Curve  # rows: a step in which each row is one request's next token
     prompt: Curve  # rows of a step that holds prompts
     mixed: float  # of a step with both: what the quicker part adds to the slower one
+    alike: float  # of a row beside others: what is new in it, where the measured rows chose experts at random
     tokens: int  # that its KV pool holds
 
 
@@ -29,7 +31,8 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     text: Curve  # of the text stage beside the frames stage, by rows
     prompt: float  # of a step of it that holds prompts
-    frames: float  # of the frames stage beside the text stage
+    frames: Curve  # of the frames stage beside the text stage, by its rows
+    frames_prompt: float  # of the same beside a step that holds prompts
     vocoder: float  # beside any of them
     beside_vocoder: float  # of any of them
 
@@ -50,7 +53,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     serial_ms: float  # of that, what the server does for one request after the other
     host_us: float  # of the host's thread, for each row of a step
     made_by: str
-    error: dict[str, float] = {}  # of the replay against the measured runs, as shares
+    error: dict[str, float] = {}  # of the replay against the measured runs, as shares: the mean
+    worst: dict[str, float] = {}  # and of the run that it is farthest from
 
 
 def read_table(path: Path) -> Table:
@@ -78,6 +82,12 @@ def at(curve: Sequence[tuple[float, float]], size: float) -> float:
     i = min(bisect_left(sizes, size), len(curve) - 1)
     (a, low), (b, high) = curve[i - 1], curve[i]
     return low + (high - low) * (size - a) / (b - a)
+
+
+def power_at(curve: Sequence[tuple[float, float]], size: float) -> float:
+    """The same for times that grow as a power of the size, as those of a decode step do: the more rows, the fewer of
+    the experts that each of them needs are not read yet."""
+    return math.exp(at([(math.log(s), math.log(t)) for s, t in curve], math.log(size)))
 
 
 def share_at(curve: Sequence[tuple[float, float]], size: float) -> float:

@@ -23,6 +23,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.invitation import Invitation
 from stretto.orchestrator.remote import RemoteLauncher
 from tests.orchestrator.agents import children, gone
 from tests.orchestrator.common import CHATS, collect, expected, run, same
@@ -181,3 +182,26 @@ def test_an_open_cluster_is_refused_and_bundles_that_fit_nowhere(
         check_nodes(spec_of(str(tiny_dir), EngineConfig(replicas=9), server, config))
     with pytest.raises(Invalid, match="TLS"):
         spec_of(str(tiny_dir), engine, ServerConfig(ssl_certfile="c", ssl_keyfile="k"), config)
+
+
+def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(
+    cluster: Any, group: Any, config: ClusterConfig, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was given to a node which had just died. Here none can be up so soon."""
+    from stretto.cluster import starter
+
+    monkeypatch.setattr(starter, "FIRST_CHECK_S", 0.01)
+    it = starter.RayStarter(group, str(tiny_dir), config)
+
+    async def work() -> None:
+        for wait in (0.01, 0.02, 0.04):
+            assert it.patience(0) == wait
+            with pytest.raises(OSError, match="its node does not answer"):
+                await it.start(Invitation("127.0.0.1:1", "nonce", "p0.0"), 0)
+        it._silent[0] = 50
+        assert it.patience(0) == starter.CHECK_S
+        assert it.patience(1) == 0.01
+        while actors():
+            await asyncio.sleep(0.1)
+
+    run(work(), 120)
