@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from stretto.server.service import Service
 
@@ -25,7 +26,7 @@ def shutdown_flag() -> Callable[[], bool] | None:
     from ray._private.worker import global_worker
 
     for actor in getattr(global_worker, "actors", {}).values():
-        replica = getattr(actor, "_replica_impl", None)
+        replica: Any = getattr(actor, "_replica_impl", None)
         if isinstance(getattr(replica, "_shutting_down", None), bool):
             return lambda: bool(replica._shutting_down)
     return None

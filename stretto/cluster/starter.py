@@ -62,7 +62,7 @@ class RayStarter:
         self._silent: Counter[int] = Counter()  # actors in a row that never answered, by host
 
     def patience(self, number: int) -> float:
-        return min(FIRST_CHECK_S * 2 ** self._silent[number], CHECK_S)
+        return min(FIRST_CHECK_S * 2.0 ** self._silent[number], CHECK_S)
 
     async def start(self, invitation: Invitation, number: int) -> RayAgent:
         where = PlacementGroupSchedulingStrategy(self._group, number + 1)

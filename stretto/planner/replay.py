@@ -26,6 +26,7 @@ Lane = Literal["text", "frames", "vocoder"]
 OPENING = 8  # rows of a frames prompt behind those of the text; the last one comes with the first token of text
 FIRST, EACH, RAMP = 1, 8, 2  # frames of packets
 JITTER = 0.3
+TEXT_GROUP, TEXT_WAIT_S = 4, 0.025  # tokens that are told together, at most, and how long one waits for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class _Stage:
 
     def _decodes(self, rows: int) -> float:
         if rows not in self.known:
-            self.known[rows] = power_at(self.times.decode, 1 + (rows - 1) * self.times.alike)
+            one, more = self.times.decode[0][1], power_at(self.times.decode, rows)
+            self.known[rows] = one * (more / one) ** self.times.alike
         return self.known[rows]
 
     def retire(self) -> list[Outcome]:
@@ -112,6 +114,9 @@ class _Voice:
     waiting: int = 0
     made: int = 0
     sent: int = 0
+    told: int = 0  # tokens of text
+    untold: int = 0
+    told_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -147,6 +152,8 @@ class Card:
         self._voices: dict[RequestId, _Voice] = {}
         self._call: _Call | None = None
         self._number = self._seen = 0
+        self._free = 0.0  # when the server has sent all that it has
+        self._ending: deque[RequestId] = deque()  # whose last packet is on its way
         self._arriving: list[_Arriving] = []  # that the server works on
         self._coming: list[tuple[float, int, _Arriving]] = []  # on their way to the stages: a heap, by when they come
         self._random = Random(seed)
@@ -185,12 +192,14 @@ class Card:
         look = self.now + LOOK_S if idle else until
         told = [waiting[0][0] for waiting in self._told.values() if waiting]
         told += [c[0] for c in self._coming[:1]]
+        told += [self.heard[id].end or 0.0 for id in list(self._ending)[:1]]
         if self._arriving:
             told.append(self.now + min(a.left_ms for a in self._arriving) / 1e3 * len(self._arriving))
         then = max(self.now, min([self.now + s for s, _ in ends] + [until, look, *told]))
         passed = then - self.now
         self.now = then
         self._admit(passed)
+        self._end()
         for step, rate in rates.values():
             step.left_ms -= 1e3 * passed * rate
         for lane, (step, _) in rates.items():
@@ -254,8 +263,9 @@ class Card:
         heard = self.heard[id]
         if o.token is None:
             return
+        self._tell(id, o.reason is not None)
         if heard.first_text is None:
-            heard.first_text = self.now - heard.arrived
+            heard.first_text = self._free - heard.arrived
             frames.append_rows(id, 1, last=True)
         else:
             frames.append_text(id)
@@ -293,13 +303,33 @@ class Card:
         for id, n in self._call.streams:
             heard, voice = self.heard[id], self._voices[id]
             seconds = n * self.table.frame_s - (0.0 if heard.packets else self.table.opening_s)
-            heard.packets.append((self.now, seconds))
+            heard.packets.append((self._delivered(), seconds))
             voice.sent += n
             if voice.sent == heard.asked.frames:
-                heard.end = self.now
-                del self._voices[id]
-                self.ended(heard)
+                heard.end = self._free
+                self._ending.append(id)
         self._call = None
+
+    # -- the way back
+
+    def _delivered(self) -> float:
+        """When something that the stages have made now is with its listener: the server sends one after the other."""
+        self._free = max(self.now, self._free) + self.table.server_us / 1e6
+        return self._free
+
+    def _tell(self, id: RequestId, last: bool) -> None:
+        """A token was written; the stage tells several at a time."""
+        voice = self._voices[id]
+        voice.untold += 1
+        if last or voice.untold >= min(TEXT_GROUP, 1 + voice.told // 2) or self.now - voice.told_at >= TEXT_WAIT_S:
+            voice.told, voice.untold, voice.told_at = voice.told + voice.untold, 0, self.now
+            self._delivered()
+
+    def _end(self) -> None:
+        while self._ending and (self.heard[self._ending[0]].end or 0.0) <= self.now:
+            id = self._ending.popleft()
+            del self._voices[id]
+            self.ended(self.heard[id])
 
 
 def replay(card: Card, arrivals: Iterator[tuple[float, Asked]], until: float) -> list[Heard]:

@@ -22,7 +22,7 @@ class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Curve  # rows: a step in which each row is one request's next token
     prompt: Curve  # rows of a step that holds prompts
     mixed: float  # of a step with both: what the quicker part adds to the slower one
-    alike: float  # of a row beside others: what is new in it, where the measured rows chose experts at random
+    alike: float  # power of what more rows take, since rows in service choose experts less at random than measured ones
     tokens: int  # that its KV pool holds
 
 
@@ -52,6 +52,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overhead_ms: float  # from a request's arrival to its announcement, and back to the client
     serial_ms: float  # of that, what the server does for one request after the other
     host_us: float  # of the host's thread, for each row of a step
+    server_us: float  # of the server's thread, for each packet and each piece of text
     made_by: str
     error: dict[str, float] = {}  # of the replay against the measured runs, as shares: the mean
     worst: dict[str, float] = {}  # and of the run that it is farthest from

@@ -4,6 +4,7 @@ the shipped table is as near to the measured runs as it says."""
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ TABLE = Table(
     text=StageTimes([(1, 2.0), (8, 4.0)], [(16, 10.0), (1000, 20.0)], 0.0, 1.0, 100_000),
     frames=StageTimes([(1, 5.0), (8, 10.0)], [(16, 3.0), (1000, 4.0)], 0.0, 1.0, 100_000),
     vocoder=[(1, 1, 1.0), (8, 1, 2.0), (1, 8, 2.0), (8, 8, 4.0)],
-    together=ALONE, frame_s=0.08, opening_s=0.02, overhead_ms=0.0, serial_ms=0.0, host_us=0.0, made_by="hand",
+    together=ALONE, frame_s=0.08, opening_s=0.02, overhead_ms=0.0, serial_ms=0.0, host_us=0.0,
+    server_us=0.0, made_by="hand",
 )  # fmt: skip
 ASKED = Asked(16, 10, 20)
 
@@ -85,8 +87,17 @@ def test_frames_beside_a_prompt_have_a_speed_of_their_own() -> None:
 
 def test_rows_that_are_alike_take_less() -> None:
     alike = with_(text=msgspec.structs.replace(TABLE.text, alike=0.5))
-    known = [Card(t)._text._decodes(7) for t in (TABLE, alike)]
-    assert known == pytest.approx([power_at(TABLE.text.decode, 7), power_at(TABLE.text.decode, 4)])
+    takes = [[Card(t)._text._decodes(n) for n in (1, 8)] for t in (TABLE, alike)]
+    assert takes == [pytest.approx([2.0, 4.0]), pytest.approx([2.0, 2.0 * 2**0.5])]
+
+
+def test_the_server_sends_one_after_the_other() -> None:
+    """What eight requests that go together have made at the same time is with them by turns."""
+    heard = replay(Card(with_(server_us=1000.0)), iter([(0.0, ASKED)] * 8), 1.0)
+    texts, sounds = (sorted(f(h) for h in heard) for f in (lambda h: h.first_text, lambda h: h.first_audio))
+    for firsts in (texts, sounds):
+        assert all(b - a >= 0.001 - 1e-9 for a, b in pairwise(firsts))
+    assert all(h.end == h.packets[-1][0] for h in heard)
 
 
 def with_(**changed: Any) -> Table:
