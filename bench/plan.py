@@ -34,19 +34,19 @@ GIB = 1 << 30
 
 FITTED: dict[str, dict[str, float]] = {
     "h200": {
-        "text_128_ms": 62.0,
-        "frames_128_ms": 12.0,
+        "text_128_ms": 60.0477,
+        "frames_128_ms": 13.5579,
         "text_alike": 0.7,
         "frames_alike": 0.9,
         "mixed": 0.5,
-        "beside_prompt": 0.55,
+        "beside_prompt": 0.5652,
         "frames_beside_prompt": 0.38,
         "beside_vocoder": 0.5,
         "vocoder_beside": 0.85,
-        "overhead_ms": 3.5,
+        "overhead_ms": 3.3774,
         "serial_ms": 1.3,
-        "host_us": 60.0,
-        "server_us": 250.0,
+        "host_us": 56.7636,
+        "server_us": 252.9014,
     }
 }
 LARGE = 128
