@@ -72,14 +72,6 @@ class Cursor:
     confirmed: int = 0
     sent: int = 0
 
-    def check(self) -> None:
-        if not (
-            0 <= self.sent <= self.confirmed <= self.launched <= self.known
-            and 0 <= self.filled <= self.launched
-            and self.prompt <= self.known
-        ):
-            raise Bug(f"cursor out of order: {self}")
-
     def append(self, rows: int) -> None:
         """More rows of an open prompt."""
         if rows < 0 or self.known != self.prompt:

@@ -25,6 +25,7 @@ from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, PayloadStore, Stage
 from stretto.types import RequestId, Span
 from tests.solo import Options
+from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
 
 CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
@@ -97,7 +98,7 @@ class Desk:
                     self.clock.move_to(due - self.rng.randrange(MS))
                 else:
                     self.stage.wait()
-            self.stage.scheduler.check()
+            check_scheduler(self.stage.scheduler)
         raise AssertionError("no end in sight")
 
     # -- the thinker

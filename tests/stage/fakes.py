@@ -24,6 +24,7 @@ from stretto.stage.scheduler import (
     StepResult,
 )
 from stretto.types import RequestId, Span
+from tests.stage.invariants import check_scheduler
 
 VOCAB = 7  # small, so that prefixes meet and stops come soon
 STOP = 0
@@ -323,7 +324,7 @@ class Driver:
         return outcomes
 
     def _check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         findable = set(self.scheduler.pool._index.values())
         for step in self.flying:
             assert not findable & step.written, "a block that others may read is being written"

@@ -18,6 +18,7 @@ from stretto.stage.request import (
     State,
 )
 from stretto.types import RequestId
+from tests.stage.invariants import check_cursor
 
 
 def request(prompt: list[int], **spec: object) -> StageRequest:
@@ -134,7 +135,7 @@ def test_the_watermarks_stay_in_order_whatever_is_tried(operations: list[tuple[s
                     cursor.send(cursor.confirm(0))
         except Bug:
             assert positions(cursor) == before
-        cursor.check()
+        check_cursor(cursor)
 
 
 def test_limits_of_an_open_a_closed_and_a_paced_request() -> None:

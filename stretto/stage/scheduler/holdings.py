@@ -6,10 +6,8 @@ uses it, and comes free when that step retires."""
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import islice
 
-from stretto.errors import Bug
 from stretto.stage.request import BlockId, RowId, StageRequest
 from stretto.stage.scheduler.batch import Leave, RowJoin, RowLeave
 from stretto.stage.scheduler.blocks import BlockPool, chain_keys
@@ -145,20 +143,3 @@ class Holdings:
             self.drop(request)
             request.cursor.disown(join.reused_from)
         return True
-
-    def check(self, requests: list[StageRequest]) -> None:
-        """Every block and row is held exactly by those who say so."""
-        refs = Counter(block for request in requests for block in request.blocks)
-        limbo = [entry for entries in self._limbo.values() for entry in entries]
-        refs.update(block for blocks, _ in limbo for block in blocks)
-        self.pool.check([refs[BlockId(b)] for b in range(self.pool.num_blocks)])
-        if self.num_limbo != sum(len(blocks) for blocks, _ in limbo):
-            raise Bug("limbo miscounted")
-        rows = self._free_rows + list(self.seated) + [leave.row for _, leave in limbo if leave is not None]
-        if sorted(rows) != list(range(self.max_rows)):
-            raise Bug(f"rows lost or shared: {sorted(rows)}")
-        if {r.arrival for r in requests if r.row is not None} != {r.arrival for r in self.seated.values()}:
-            raise Bug("seated requests and their rows differ")
-        for request in requests:
-            if request.cursor.filled > len(request.blocks) * self.block_size:
-                raise Bug(f"{request.id}: {request.cursor.filled} rows in {len(request.blocks)} blocks")

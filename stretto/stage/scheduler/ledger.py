@@ -1,13 +1,12 @@
 """The scheduler's books: every live request, its state, and who gives up memory for whom. `Scheduler` is the only
-caller, on the stage's loop thread. Each public method leaves states, queue, rows and blocks in agreement; `check`
-asserts that."""
+caller, on the stage's loop thread. Each public method leaves states, queue, rows and blocks in agreement
+(`tests/stage/invariants.py`)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from stretto.errors import Bug
 from stretto.stage.request import BlockId, Reason, StageRequest, State
 from stretto.stage.scheduler.batch import Leave
 from stretto.stage.scheduler.blocks import BlockPool
@@ -160,18 +159,3 @@ class Ledger:
             victim.num_preemptions += 1
             victim.refresh_order(self.config.max_preemptions)
         self.settle(victim)
-
-    def check(self) -> None:
-        requests = list(self.requests.values())
-        self.holdings.check(requests)
-        for request in requests:
-            request.cursor.check()
-            state, seated = request.state, request.row is not None
-            if state is State.DONE or (state is State.RUNNING and not seated):
-                raise Bug(f"{request.id} is {state.name} and seated={seated}")
-            if seated and state is State.WAITING:
-                raise Bug(f"{request.id} is {state.name} and has a row")
-            if (state is State.WAITING) != (request in self.waiting):
-                raise Bug(f"{request.id} is {state.name}, and in the queue or not against that")
-            if request.starved != (state is State.STARVED):
-                raise Bug(f"{request.id} is {state.name}, starved={request.starved}")

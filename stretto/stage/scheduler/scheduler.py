@@ -264,13 +264,6 @@ class Scheduler:
         self._ledger.holdings.retire(batch.step)
         return outcomes
 
-    def check(self) -> None:
-        """Asserts every invariant that can be seen from outside a method. For tests and for idle moments."""
-        self._ledger.check()
-        for request in self.requests():
-            if request.in_flight != sum(request in placed for _, placed in self._in_flight):
-                raise Bug(f"{request.id}: {request.in_flight} steps in flight")
-
     # -- scheduling, in parts
 
     def _turns(

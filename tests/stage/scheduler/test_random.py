@@ -17,6 +17,7 @@ from stretto.stage.request import StageRequest
 from stretto.stage.scheduler import SchedulerConfig
 from stretto.types import RequestId, Span
 from tests.stage.fakes import Driver
+from tests.stage.invariants import check_scheduler
 
 COMMON = [1, 2, 2, 1, 2, 1, 1, 1, 2, 2, 1, 2]
 rows = st.builds(lambda n, tail: COMMON[:n] + tail, st.integers(0, 12), st.lists(st.integers(1, 2), max_size=3))
@@ -199,7 +200,7 @@ class Lives(RuleBasedStateMachine):
         # Rows may be computed again after a preemption, each request a bounded number of times.
         assert len(driver.batches) - before <= 20 + work * (3 + driver.config.max_preemptions)
         assert not driver.live
-        driver.scheduler.check()
+        check_scheduler(driver.scheduler)
         driver.check_idle()
 
     def finish_input(self, request: StageRequest) -> None:
