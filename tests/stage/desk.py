@@ -17,12 +17,13 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.prompt.prompt import Prompt
 from stretto.stage.ahead import Ahead
+from stretto.stage.mediarows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
-from stretto.stage.stage import Output, PayloadStore, Stage
+from stretto.stage.stage import Output, Stage
 from stretto.types import RequestId, Span
 from tests.solo import Options
 from tests.stage.invariants import check_scheduler

@@ -31,9 +31,10 @@ from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.guide import GrammarGuide, Grammars, Guide, PenaltyGuide
 from stretto.stage.links import Outlet
+from stretto.stage.mediarows import MediaOutput
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
-from stretto.stage.stage import Emit, MediaOutput, Output, Stage
+from stretto.stage.stage import Emit, Output, Stage
 from stretto.types import Mark, RequestId, Span
 
 OTHERS = 15
