@@ -117,7 +117,7 @@ async def deaths(it: Any, model: Path, kills: int, seed: int) -> dict[str, Any]:
     pipeline = engine._pipelines[0]
     for number in range(kills):
         kind, which = KINDS[number % len(KINDS)], rng.randrange(2)
-        agent = pipeline._hosts[which].pid
+        agent = pipeline.upkeep.hosts[which].pid
         assert agent is not None
         events = engine.generate(ask, params=long)
         async for e in events:
@@ -150,7 +150,7 @@ async def deaths(it: Any, model: Path, kills: int, seed: int) -> dict[str, Any]:
             {"kind": kind, "host": which, "seen_s": seen_s, "up_s": up_s, "told": told, "exact": exact}
         )
         print(kind, which, f"seen {seen_s:.3f} s, up {up_s:.2f} s, exact {exact}: {told}", flush=True)
-    pids = [pid for h in pipeline._hosts if h.pid for pid in (h.pid, *children(h.pid))]
+    pids = [pid for h in pipeline.upkeep.hosts if h.pid for pid in (h.pid, *children(h.pid))]
     await engine.close()
     await asyncio.sleep(2.0)
     found["left"] = [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -443,13 +443,14 @@ class Played:
         self.builder = PromptBuilder.open(model, OmniConfig.read(model))
         self.prompt = pack(self.builder.build(CHATS["text"]))
         self.pipeline = self.engine._pipelines[0]
-        self.engine._up = self.pipeline._started = True
-        self.pipeline._links = dict.fromkeys(self.pipeline._links, True)
-        self.pipeline._hosts = [self.host(i) for i in range(len(STAGES))]
+        self.engine._up = self.pipeline.upkeep.started = True
+        links = self.pipeline.upkeep.links
+        links.up = dict.fromkeys(links.up, True)
+        self.pipeline.upkeep.hosts = [self.host(i) for i in range(len(STAGES))]
         self.deaths = 0
 
     def host(self, index: int) -> HostProcess:
-        host = self.pipeline._host(index)
+        host = self.pipeline.upkeep.make_host(index)
         host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
         return host
 
@@ -462,12 +463,12 @@ class Played:
 
     async def fill(self) -> None:
         """Bring back what is dead or over, so that there is always something to spoil."""
-        for i, host in enumerate(self.pipeline._hosts):
+        for i, host in enumerate(self.pipeline.upkeep.hosts):
             if host.state == "dead":
                 self.deaths += 1
-                self.pipeline._hosts[i] = self.host(i)
+                self.pipeline.upkeep.hosts[i] = self.host(i)
         while not self.pipeline.ready(STAGES):
-            await self.pipeline._join()
+            await self.pipeline.upkeep.links.join()
         for t in self.tickets:
             while not t.events.empty():
                 event = t.events.get_nowait()
@@ -482,9 +483,9 @@ class Played:
     def look(self) -> None:
         p = self.pipeline
         assert len(self.engine._tickets) == p.active == len(IDS), (len(self.engine._tickets), p.active)
-        assert set(p.progress) == set(STAGES), p.progress
-        assert set(p.memory) <= {*STAGES, "allocated"}, p.memory
-        assert len(p._tasks) <= len(LINKS) + 1, p._tasks
+        assert set(p.upkeep.progress) == set(STAGES), p.upkeep.progress
+        assert set(p.upkeep.memory) <= {*STAGES, "allocated"}, p.upkeep.memory
+        assert len(p.upkeep._tasks) <= len(LINKS) + 1, p.upkeep._tasks
         assert self.engine.progress.state == "ready"
         assert all(isinstance(v, int | float) for v in self.engine.metrics().values())
 
@@ -522,7 +523,7 @@ async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Ca
         await played.fill()
         header, blob = changed(rng, corpus, [t.id for t in played.tickets])
         which = rng.randrange(len(STAGES))
-        host = played.pipeline._hosts[which]
+        host = played.pipeline.upkeep.hosts[which]
         with named(index, "from a host", header, blob):
             message = readable(decode_from_host, header)
             what = "refused" if message is None else type(message).__name__

@@ -126,11 +126,11 @@ class PipelineEngine:
         stages = {
             (stage if len(self._pipelines) == 1 else f"{p.name}.{stage}"): what
             for p in self._pipelines
-            for stage, what in p.progress.items()
+            for stage, what in p.upkeep.progress.items()
         }
         if self._error is not None:
             return Progress("dead", stages, self._error)
-        trouble = "; ".join(filter(None, (p.trouble for p in self._pipelines))) or None
+        trouble = "; ".join(filter(None, (p.upkeep.trouble for p in self._pipelines))) or None
         if not self._up:
             return Progress("loading", stages, trouble)
         if self._draining:

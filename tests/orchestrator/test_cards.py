@@ -173,7 +173,7 @@ def test_a_host_that_waits_for_its_card_is_not_started_after_the_end() -> None:
         await settle()
         await p.close()
         launcher.hosts[0].state = "ready"
-        p._notify()
+        p.upkeep.notify()
         await settle()
         assert [h.started for h in launcher.hosts] == [True, False]
         start.cancel()

@@ -98,7 +98,7 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
             for chat in CHATS:
                 got = await collect(it.generate(CHATS[chat], params=SHORT))
                 same(got, expected(models, builder, CHATS[chat], SHORT))
-            assert [h.address for h in it._pipelines[0]._hosts] == [address(0), address(1)]
+            assert [h.address for h in it._pipelines[0].upkeep.hosts] == [address(0), address(1)]
             events = it.generate(CHATS["text"], params=LONG)
             async for e in events:
                 if type(e).__name__ == "AudioChunk":
