@@ -68,6 +68,15 @@ def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
     return params
 
 
+def seed_of(params: Params) -> int:
+    return params.seed if params.seed is not None else fresh_seed()
+
+
+def fresh_seed() -> int:
+    """For a request that names none. As many bits as are exact in any language."""
+    return secrets.randbits(53)
+
+
 class Names:
     """The ids that all stages know requests by. None comes twice: stages remember those of requests that are over, and
     ignore what comes for them."""

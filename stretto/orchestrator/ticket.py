@@ -17,7 +17,7 @@ from stretto.control.messages import Cancel, Ended, Finish, Throttle
 from stretto.control.request import Params
 from stretto.errors import Bug, StrettoError
 from stretto.family import Model, OutputKind
-from stretto.orchestrator.api import AudioChunk, Event, Finished, FinishReason, TextDelta, Usage
+from stretto.orchestrator.events import AudioChunk, Event, Finished, FinishReason, TextDelta, Usage
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.timeline import timeline
 from stretto.prompt.packed import Packed

@@ -242,7 +242,7 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
         unread = ticket("unread", 500, 100)
         unread.events.put_nowait(StageDead("any event"))
         for t in list(engine._tickets.values()):
-            engine._look(t)
+            engine.watch.look(t)
         failed = {t.id for t in engine._tickets.values() if t.failed}
         assert failed == {stopped.id, too_long.id, alone.id}
         assert not lively.failed
