@@ -72,7 +72,7 @@ class LinkEnds:
         end.incoming = incoming = Incoming(receiver, m.link, self.ring, uploader=uploader, recorder=self.recorder)
         incoming.metrics.copy = uploader.took
         incoming.start()
-        inlet.attach(incoming)
+        inlet.away.attach(incoming)
         record_link(self.recorder, m.link, "in", incoming, receiver)
         self.report(Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint)), b"")
 
@@ -88,7 +88,7 @@ class LinkEnds:
             sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h, recorder=self.recorder
         )
         outgoing.start()
-        outlet.attach(outgoing)
+        outlet.away.attach(outgoing)
         record_link(self.recorder, m.link, "out", outgoing, sender)
         self.report(Linked(m.link, m.generation), b"")
 
@@ -120,10 +120,10 @@ class LinkEnds:
             return
         self.recorder.forget(link=name)
         if end.outgoing is not None:
-            self.outlets[name][1].detach()
+            self.outlets[name][1].away.detach()
             end.outgoing.close(drain=False)
         if end.incoming is not None:
-            self.inlets[name][1].detach()
+            self.inlets[name][1].away.detach()
             end.incoming.close()
 
     def close(self) -> None:

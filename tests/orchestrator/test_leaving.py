@@ -232,7 +232,7 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left[f"{name}: rows"] = stage.scheduler.num_seated
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.lane.inputs)
-            left[f"{name}: out"] = len(node.outlet) + len(node.outlet._slow) + len(node.outlet._full)
+            left[f"{name}: out"] = len(node.outlet) + len(node.outlet._slow) + len(node.outlet.away.full)
             mine = (
                 (node.tellings, node.encoders.requests)
                 if isinstance(node, ThinkerNode)
