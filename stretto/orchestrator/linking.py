@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
-from stretto.control.messages import Connect, LinkDown, Linked, Listen, Listening, Unlink
+from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening, Unlink
 from stretto.control.settings import EngineConfig
 from stretto.errors import StageDead, WireError
 from stretto.family import LinkSpec

@@ -7,19 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from stretto.control.messages import (
-    Broken,
-    Ended,
-    Features,
-    FromHost,
-    LinkDown,
-    Linked,
-    Listening,
-    Loading,
-    Ready,
-    Stats,
-    ToHost,
-)
+from stretto.control.life import Broken, LinkDown, Linked, Listening, Loading, Ready, Stats
+from stretto.control.messages import Ended, Features, FromHost, ToHost
 from stretto.control.settings import EngineConfig
 from stretto.errors import StrettoError, WireError
 from stretto.family import PipelineSpec

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from stretto.control.devices import shown
-from stretto.control.messages import Quit
+from stretto.control.life import Quit
 from stretto.device import cards
 from stretto.orchestrator.hosts import ENDED, Host, OnDeath, OnMessage
 from stretto.prompt.packed import Bytes

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from stretto.control.messages import Broken, Configure, LinkDown, Linked, Listening, Loading, Ready
+from stretto.control.life import Broken, Configure, LinkDown, Linked, Listening, Loading, Ready
 from stretto.control.settings import EngineConfig, places
 from stretto.errors import StageDead, StrettoError, WireError
 from stretto.family import PipelineSpec

@@ -17,6 +17,7 @@ from stretto.errors import Invalid
 from stretto.prompt.packed import Packed, PromptMeta
 from stretto.prompt.prompt import Piece
 from stretto.prompt.spool import Spool
+from stretto.types import Wire
 
 MAX_DATAGRAM = 1 << 16
 MAX_WORDS = 4096  # characters of an error's message
@@ -25,10 +26,6 @@ MAX_REFERENCES = 1024  # they fit into a datagram
 
 ByteRange = tuple[int, int]
 """Bytes of a memory file: from, to."""
-
-
-class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
 
 
 # -- jobs
@@ -41,7 +38,7 @@ class Build(Wire, frozen=True, tag="build"):
     messages: ByteRange
     tools: ByteRange | None = None
     audio_in_video: bool = False
-    variables: dict[str, bool | int | float | str | None] = {}  # of the chat template
+    variables: dict[str, bool | int | float | str | None] = msgspec.field(default_factory=dict)  # of the chat template
 
 
 class Read(Wire, frozen=True, tag="read"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import Loading
+from stretto.control.life import Loading
 from stretto.control.settings import HostSettings
 from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead

@@ -16,7 +16,7 @@ from stretto.connector.contract import Endpoint, LinkOptions, OnLink, Receiver, 
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import Registry, connectors
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import Connect, LinkDown, Linked, Listen, Listening
+from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening
 from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.observe.recorder import Recorder

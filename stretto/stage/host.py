@@ -21,26 +21,8 @@ import torch
 
 from stretto.child import die_with_parent
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import (
-    Admit,
-    Broken,
-    Cancel,
-    Configure,
-    Connect,
-    Features,
-    Finish,
-    LinkDown,
-    Listen,
-    Ping,
-    Quit,
-    Ready,
-    Say,
-    Stats,
-    Supply,
-    Throttle,
-    ToHost,
-    Unlink,
-)
+from stretto.control.life import Broken, Configure, Connect, LinkDown, Listen, Ping, Quit, Ready, Stats, Unlink
+from stretto.control.messages import Admit, Cancel, Features, Finish, Say, Supply, Throttle, ToHost
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.named import load

@@ -18,21 +18,8 @@ import numpy as np
 import pytest
 
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import (
-    Admit,
-    Cancel,
-    Codes,
-    Connect,
-    Ended,
-    Failed,
-    FromHost,
-    Listen,
-    Listening,
-    Sampling,
-    Text,
-    ToHost,
-    Unlink,
-)
+from stretto.control.life import Connect, Listen, Listening, Unlink
+from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, FromHost, Sampling, Text, ToHost
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast import dtypes
 from stretto.models.qwen3_omni.config import OmniConfig

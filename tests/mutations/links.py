@@ -8,7 +8,7 @@ from __future__ import annotations
 
 SHM, ENDPOINT, ZMQ = (f"stretto/connector/{name}.py" for name in ("shm", "endpoint", "zmqsocket"))
 PENDING, SLOTS = (f"stretto/connector/{name}.py" for name in ("pending", "slots"))
-LINKING, MESSAGES = "stretto/orchestrator/linking.py", "stretto/control/messages.py"
+LINKING, LIFE = "stretto/orchestrator/linking.py", "stretto/control/life.py"
 ENDS, OUTBOX = "stretto/stage/ends.py", "stretto/stage/outbox.py"
 
 _SHM = "tests/contract/test_strangers_shm.py::test_"
@@ -389,7 +389,7 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     ),
     (
         "messages: a link without a secret",
-        MESSAGES,
+        LIFE,
         "Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]",
         "Secret = bytes",
         [_LINKS + "a_host_understands_no_link_without_a_secret[0]"],

@@ -15,13 +15,8 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from stretto.control.messages import (
-    Admit,
-    Ended,
-    Failed,
-    FromHost,
-    Stats,
-)
+from stretto.control.life import Stats
+from stretto.control.messages import Admit, Ended, Failed, FromHost
 from stretto.control.request import Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.load import Models

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.control.devices import check_cards, shown, spread
-from stretto.control.messages import Configure, Ready
+from stretto.control.life import Configure, Ready
 from stretto.control.settings import EngineConfig, HostSettings, parse_devices, parse_placement
 from stretto.device import card_of, visible
 from stretto.errors import Invalid

@@ -13,15 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from stretto.connector.contract import PutFailed
-from stretto.control.messages import (
-    Ended,
-    Failed,
-    LinkDown,
-    Loading,
-    Sampling,
-    Unlink,
-    encode,
-)
+from stretto.control.life import LinkDown, Loading, Unlink
+from stretto.control.messages import Ended, Failed, Sampling, encode
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StageDead, StrettoError

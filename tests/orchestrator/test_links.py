@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import (
-    PREFIX,
-    Connect,
-    LinkDown,
-    Linked,
-    Listen,
-    Listening,
-    decode_to_host,
-    encode,
-)
+from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening
+from stretto.control.messages import PREFIX, decode_to_host, encode
 from stretto.control.settings import EngineConfig
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.family import PIPELINE

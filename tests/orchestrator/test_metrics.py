@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from stretto.control.messages import Stats
+from stretto.control.life import Stats
 from stretto.control.settings import EngineConfig, Placement, places
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.observe.recorder import Histogram, Recorder, labelled

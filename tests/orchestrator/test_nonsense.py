@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import (
-    PREFIX,
-    Ended,
-    FromHost,
-    Linked,
-    Loading,
-    Ready,
-    Text,
-    decode_from_host,
-    decode_to_host,
-    encode,
-)
+from stretto.control.life import Linked, Loading, Ready
+from stretto.control.messages import PREFIX, Ended, FromHost, Text, decode_from_host, decode_to_host, encode
 from stretto.control.settings import EngineConfig
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.family import PIPELINE

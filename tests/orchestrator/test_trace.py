@@ -6,16 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.control.messages import (
-    Cancel,
-    Ended,
-    Pcm,
-    Ping,
-    Sampling,
-    Stats,
-    Text,
-    Working,
-)
+from stretto.control.life import Ping, Stats
+from stretto.control.messages import Cancel, Ended, Pcm, Sampling, Text, Working
 from stretto.control.request import ChunkSizes, Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt

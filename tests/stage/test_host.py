@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import (
-    Admit,
-    Broken,
-    Cancel,
-    Failed,
-    Quit,
-    Ready,
-    Sampling,
-    ToHost,
-    encode,
-)
+from stretto.control.life import Broken, Quit, Ready
+from stretto.control.messages import Admit, Cancel, Failed, Sampling, ToHost, encode
 from stretto.control.settings import HostSettings
 from stretto.orchestrator.process import HostProcess
 from stretto.prompt.packed import PromptMeta
