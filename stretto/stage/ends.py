@@ -16,7 +16,7 @@ from stretto.connector.contract import Endpoint, LinkOptions, OnLink, Receiver, 
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import Registry, connectors
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening
+from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening, Unlink
 from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.observe.recorder import Recorder
@@ -57,6 +57,17 @@ class LinkEnds:
     ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
     streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
     due_ns: int | None = field(init=False, default=None)
+
+    def handle(self, m: Listen | Connect | Unlink, switches: OverlapSwitches) -> None:
+        match m:
+            case Unlink(link=name):
+                self.unlink(name)
+            case Listen(link=name, generation=g) if name in self.inlets and g >= 0:
+                self.listen(m, switches)
+            case Connect(link=name, generation=g) if name in self.outlets and g >= 0:
+                self.connect(m, switches)
+            case _:
+                raise WireError(f"link {m.link!r}, generation {m.generation}, has no such end here")
 
     def listen(self, m: Listen, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)

@@ -117,23 +117,13 @@ class Host:
             case Throttle(request=id, on=on):
                 for node in self.nodes.values():
                     node.throttle(id, on)
-            case Listen(link=name) | Connect(link=name) if not self._has_end(message):
-                raise WireError(f"link {name!r}, generation {message.generation}, has no such end here")
-            case Listen():
-                self.links.listen(message, self.switches)
-            case Connect():
-                self.links.connect(message, self.switches)
-            case Unlink(link=name):
-                self.links.unlink(name)
+            case Listen() | Connect() | Unlink():
+                self.links.handle(message, self.switches)
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
                 self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
-
-    def _has_end(self, m: Listen | Connect) -> bool:
-        ends = self.links.inlets if isinstance(m, Listen) else self.links.outlets
-        return m.link in ends and m.generation >= 0
 
     def _admit(self, a: Admit, blob: Bytes) -> None:
         """Announce a request to its stages here, the last one first, so that its inputs find it ready. One that cannot

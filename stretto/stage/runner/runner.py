@@ -18,6 +18,7 @@ import torch
 from stretto.errors import Bug, StageDead, StrettoError
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
+from stretto.stage.runner.columns import write_guides
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.lane import Lane, SideRows, decode_step
 from stretto.stage.runner.rows import How
@@ -103,7 +104,7 @@ class Runner:
             self._ways[join.row] = how.sampled | how.penalty << 1
         lane.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
         plan = self._plan(batch, find)
-        self._mask(plan)
+        write_guides(lane.rows, plan.spans, plan.requests)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
         ways = 0
         for i in samples:
@@ -114,19 +115,6 @@ class Runner:
         else:
             tokens, captured = self._mixed(plan, samples, how)
         return self._publish(batch, [plan.index[i] for i in samples], tokens, captured)
-
-    def _mask(self, plan: _Plan) -> None:
-        """What guided requests may pick in this step. Their last tokens are known: they run one step at a time."""
-        for span, request in zip(plan.spans, plan.requests, strict=True):
-            guide = request.spec.guide
-            if guide is not None and span.samples:
-                masks, bias = self.lane.rows.masks, self.lane.rows.bias
-                if masks is None or bias is None:
-                    raise Bug(f"{request.id}: this stage follows no guide")
-                if (bits := guide.mask()) is not None:
-                    masks.write(span.row, bits)
-                if (pairs := guide.bias()) is not None:
-                    bias.write(span.row, pairs)
 
     def _plan(self, batch: Batch, find: Find) -> _Plan:
         if batch.decode_only and all(s.from_device for s in batch.spans):

@@ -15,9 +15,10 @@ from stretto.kernels.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
+from stretto.stage.runner.columns import BiasColumns, FloorColumns, MaskColumns
 from stretto.stage.runner.lane import HostInput, Picked, SideRows
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import BiasColumns, DeviceRows, FloorColumns, How, MaskColumns, SamplingColumns
+from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
