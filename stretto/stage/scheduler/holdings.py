@@ -6,11 +6,9 @@ uses it, and comes free when that step retires."""
 
 from __future__ import annotations
 
-from itertools import islice
-
 from stretto.stage.request import BlockId, RowId, StageRequest
 from stretto.stage.scheduler.batch import Leave, RowJoin, RowLeave
-from stretto.stage.scheduler.blocks import BlockPool, chain_keys
+from stretto.stage.scheduler.blocks import BlockPool
 
 
 class Holdings:
@@ -31,26 +29,6 @@ class Holdings:
 
     def num_blocks(self, rows: int) -> int:
         return -(-rows // self.block_size)
-
-    def find_prefix(self, request: StageRequest) -> list[BlockId]:
-        """Cached blocks for the start of a request that has none, held for it from now on."""
-        found = self.search(request)
-        self.pool.hold(found)
-        return found
-
-    def search(self, request: StageRequest) -> list[BlockId]:
-        """Those that `find_prefix` would find. At least the last known row is left to compute, because its output is
-        not in the cache."""
-        cursor, size = request.cursor, self.block_size
-        chain_keys(request, cursor.known - 1, size)
-        # Rows that were confirmed before need no payload: it has been published.
-        needs = request.spec.needs_payload
-        # A generator, because most searches end early and one that finds no room is repeated at every step.
-        wanted = (
-            (key, needs and media and (i + 1) * size > cursor.confirmed)
-            for i, (key, media) in enumerate(islice(request.keys, (cursor.known - 1) // size))
-        )
-        return self.pool.find(wanted)
 
     def seat(self, request: StageRequest, found: list[BlockId]) -> None:
         """Gives the request a row, and the blocks found for its prefix."""

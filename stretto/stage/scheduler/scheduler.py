@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from stretto.errors import Bug, Busy, Gone, Invalid, StrettoError, TooLong
 from stretto.stage.request import OPAQUE, BlockId, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, chain_keys
+from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.ledger import Ledger
+from stretto.stage.scheduler.prefix import publish, search
 from stretto.stage.scheduler.queues import aged_first, most_urgent_first, split
 from stretto.types import RequestId, Span
 
@@ -144,7 +145,7 @@ class Scheduler:
         request = self.request(id)
         if request.row is not None or request.blocks or not self.config.prefix_cache:
             return request.cursor.filled
-        return len(self._ledger.holdings.search(request)) * self._size
+        return len(search(self.pool, request, self._size)) * self._size
 
     def append_text(self, id: RequestId, count: int = 1) -> None:
         """`count` more text tokens arrived for a paced request: as many more decode steps may run."""
@@ -372,7 +373,7 @@ class Scheduler:
         published: tuple[Published, ...] = ()
         next_full = (request.published + 1) * self._size
         if request.proven and next_full <= span.stop and next_full <= request.keyable and self.config.prefix_cache:
-            published = self._publish(request, span.stop)
+            published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
             self._ledger.end(request, reason)
         return Outcome(request, index, start, confirmed, token if span.samples else None, reason, published)
@@ -381,22 +382,6 @@ class Scheduler:
         confirmed = request.cursor.confirm(0)  # nothing new
         self.fail(request.id, error)
         return Outcome(request, index, confirmed, confirmed, None, Reason.FAILED, ())
-
-    def _publish(self, request: StageRequest, stop: int) -> tuple[Published, ...]:
-        """Makes blocks findable that are full with the step that computed rows up to `stop`. (`confirmed` may be
-        ahead of it: then these rows are computed for a second time, and those after them are not there yet.)"""
-        size = self._size
-        # A request that was preempted while the step was in flight has no blocks left to offer.
-        rows = min(stop, request.keyable, len(request.blocks) * size)
-        chain_keys(request, rows, size)
-        awaiting = []
-        for index in range(request.published, rows // size):
-            key, media = request.keys[index]
-            brings_payload = media and request.spec.needs_payload
-            if self.pool.publish(request.blocks[index], key, brings_payload) and brings_payload:
-                awaiting.append(Published(request.blocks[index], key, index * size, (index + 1) * size))
-        request.published = max(request.published, rows // size)
-        return tuple(awaiting)
 
     # -- input, checked before anything changes
 
