@@ -21,7 +21,7 @@ MUTATIONS = [
     (
         "a caller that leaves ends its process",
         "stretto/prompt/pool.py",
-        "            self._tell(Stop(call.number))\n",
+        "            self.worker.tell(Stop(call.number))\n",
         "",
         [f"{POOL}::test_a_caller_that_leaves_ends_its_process"],
     ),
