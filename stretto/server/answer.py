@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 from stretto.errors import Bug, Gone
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.server.body import Body
-from stretto.server.exchange import Exchange, Left, Visit
+from stretto.server.exchange import Exchange, Left
 from stretto.server.schema import Report, TimelineEntry
 from stretto.server.service import Service
+from stretto.server.visit import Visit
 
 R = TypeVar("R")
 MAX_PIECE = 6 << 16  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third

@@ -27,7 +27,6 @@ from stretto.server.body import ON_THE_LOOP
 from stretto.server.chat import answer_chat, read_chat
 from stretto.server.config import ServerConfig
 from stretto.server.door import Door
-from stretto.server.exchange import VISIT, Visit
 from stretto.server.failures import Refused, respond
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.openapi import document
@@ -39,6 +38,7 @@ from stretto.server.schema import Health, ModelCard, ModelList, Version, VoiceDe
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
 from stretto.server.transcribe import answer_sound, reader
+from stretto.server.visit import VISIT, Visit
 from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
 VOICES = "/v1/audio/voices"

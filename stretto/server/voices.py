@@ -12,9 +12,10 @@ from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.prompt.jobs import Conversation
 from stretto.server.body import Body
-from stretto.server.exchange import Exchange, Visit, decode
+from stretto.server.exchange import Exchange, decode
 from stretto.server.schema import VoiceId, VoiceRequest
 from stretto.server.service import Service
+from stretto.server.visit import Visit
 
 _HIGH, _LOW = ("chelsie", "serena"), ("ethan", "aiden")
 ALIASES = {

@@ -33,7 +33,7 @@ def by_hand(state: str) -> list[str]:
 ENGINE, ADMISSION, TICKET = (f"stretto/orchestrator/{f}.py" for f in ("engine", "admission", "ticket"))
 THINKER, PREFIX = (f"stretto/models/qwen3_omni/nodes/{f}.py" for f in ("thinker", "prefix"))
 TALKER, CODE2WAV = (f"stretto/models/speech/{f}_node.py" for f in ("talker", "vocoder"))
-CHAT = "stretto/server/chat.py"
+CHAT, FIELDS = "stretto/server/chat.py", "stretto/server/chatparams.py"
 
 OWNERS = [
     ("no owner in the thinker's cache", THINKER, "            cache_root=a.cache_root,\n", "", [ROOTS]),
@@ -206,7 +206,7 @@ LENGTH = [
     ("a token too many", *MIN_NEW, "request.cursor.prompt + given.min_new + 1)", [f"{LENGTHS}[3-2]", LEAST]),
     ("a frame too few", *MIN_FRAMES, "len(given.prompt) + given.min_frames - 1\n", [f"{LENGTHS}[3-2]"]),
     ("a frame too many", *MIN_FRAMES, "len(given.prompt) + given.min_frames + 1\n", [f"{LENGTHS}[3-2]"]),
-    ("min_tokens not read", CHAT, '        "min_text_tokens": r.min_tokens,\n', "", [LEAST]),
+    ("min_tokens not read", FIELDS, '        "min_text_tokens": r.min_tokens,\n', "", [LEAST]),
     (
         "ignore_eos not heeded",
         "stretto/models/qwen3_omni/params.py",
