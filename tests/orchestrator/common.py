@@ -233,7 +233,7 @@ class HandDriven:
         told = configure(str(model), STAGES, settings.as_dict())
         self.host = Host(told, settings, lambda message, blob: self.reports.append((message, blob)))
         self.host.load()
-        self.host.nodes["thinker"].loop_clock = lambda: 0  # no time passes: encoders never rest for others
+        self.host.nodes["thinker"].encoders.clock = lambda: 0  # no time passes: encoders never rest for others
         for name in ("thinker", "talker"):
             self._watch(name, self.host.nodes[name].stage.runner)
 

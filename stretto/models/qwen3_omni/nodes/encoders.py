@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stretto.control.messages import Lacking, Working
+from stretto.errors import Bug, StrettoError
 from stretto.layers.upload import to_device
 from stretto.models.parts import Parts
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
@@ -19,6 +21,7 @@ from stretto.models.qwen3_omni.pieces import MediaPiece, missing_runs
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.models.qwen3_omni.vision_encoder import VisionRows
 from stretto.prompt.prompt import Piece
+from stretto.stage.context import StageContext
 from stretto.stage.request import StageRequest
 from stretto.stage.stage import Stage
 from stretto.types import RequestId
@@ -26,8 +29,10 @@ from stretto.types import RequestId
 AHEAD = 2048
 """Rows that encoding may be ahead of the prefill: enough for the next step, and no more than others can wait for."""
 KEPT_BYTES = 64 << 20
+OTHERS = 15
+"""While there are other requests, encoding media takes one part of the loop's time in 1 + this: on a CPU, where a part
+takes as long as several steps, listeners would have to wait for it. (On a GPU a part is launched in no time.)"""
 
-Ask = Callable[[RequestId, tuple[bytes, ...]], None]
 Key = tuple[bytes, bytes, bool]
 Rows = tuple[torch.Tensor, torch.Tensor]
 """What an encoder made of a piece: rows, and DeepStack levels of a picture's."""
@@ -79,13 +84,24 @@ class Encoding:
 
 
 class Encoders:
-    def __init__(self, model: Thinker, stage: Stage, ask: Ask) -> None:
-        self.model, self.stage, self.ask = model, stage, ask
+    def __init__(
+        self, model: Thinker, stage: Stage, context: StageContext, fail: Callable[[RequestId, StrettoError], None]
+    ) -> None:
+        """`fail` ends a request whose media cannot be encoded, and says why."""
+        self.model, self.stage, self.report, self.fail = model, stage, context.report, fail
+        self.num_requests, self.clock = context.num_requests, context.clock
         self.kept = Kept()
         self.encoded = 0  # pieces
         self.asked = 0
         self.requests: dict[RequestId, Encoding] = {}
         vision, hidden = model.config.thinker.vision, model.config.thinker.text.hidden_size
+        self._rests_ns = 0  # not before this is the next part encoded
+        for name, read in {
+            "stretto_stage_encoding": lambda: self.num_due,
+            "stretto_stage_encoded_total": lambda: self.encoded,
+            "stretto_stage_asked_total": lambda: self.asked,
+        }.items():
+            context.recorder.number(name, read, stage=stage.name)
         self._flat = torch.empty(len(vision.deepstack_layers), 0, hidden, device=model.device, dtype=model.dtype)
 
     def add(self, request: StageRequest, given: ThinkerInput, root: bytes, pieces: list[MediaPiece]) -> None:
@@ -115,6 +131,32 @@ class Encoders:
         return e.encoded
 
     @property
+    def due_ns(self) -> int | None:
+        """When the next part is to be encoded, by the loop's clock."""
+        return self._rests_ns if self.due is not None else None
+
+    def turn(self) -> bool:
+        """Encode a part of one request's media, if it is time for it. True: it was."""
+        now, due = self.clock(), self.due
+        if due is None or now < self._rests_ns:
+            return False
+        others = self.num_requests() > self.num_due
+        self._encode(due)
+        # Others have the time between two parts, and more of it than the parts take.
+        self._rests_ns = self.clock() + (OTHERS * (self.clock() - now) if others else 0)
+        return True
+
+    def _encode(self, id: RequestId) -> None:
+        self.report(Working(id, self.stage.name), b"")
+        try:
+            with self.stage.runner.on_stream(), torch.inference_mode():
+                self.run(id)
+        except torch.AcceleratorError:
+            raise  # the device is lost
+        except Exception as e:  # noqa: BLE001  what features that fit nothing make of the models
+            self.fail(id, e if isinstance(e, StrettoError) else Bug(f"its media cannot be encoded: {e!r}"))
+
+    @property
     def due(self) -> RequestId | None:
         """A request of which a piece is to be encoded now, each in its turn."""
         return next((id for id, e in self.requests.items() if self._next(e) is not None), None)
@@ -142,7 +184,7 @@ class Encoders:
         if digests:
             e.asked.update(digests)
             self.asked += len(digests)
-            self.ask(e.request.id, tuple(digests))
+            self.report(Lacking(e.request.id, self.stage.name, tuple(digests)), b"")
 
     def run(self, id: RequestId) -> None:
         """Encode a part of what is due of a request; then it is behind the others."""
