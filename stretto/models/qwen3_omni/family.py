@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 
 from stretto.embedded import read_ideas
-from stretto.family import Ear, LinkSpec, Listening, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.family import Ear, LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.generation import read_defaults
+from stretto.models.qwen3_omni.listening import LISTENING
 from stretto.models.qwen3_omni.params import stage_params
 
 PIPELINE = PipelineSpec(
@@ -33,19 +34,6 @@ PIPELINE = PipelineSpec(
         "speech_ahead": ("thinker", "talker"),
     },
 )
-
-
-LISTENING = Listening(
-    transcribe="Transcribe the audio into text.",
-    transcribe_language="Transcribe the {language} audio into text.",
-    translate="Listen to the provided speech and produce a translation in English text.",
-    languages={
-        "en": "English", "zh": "Chinese", "ko": "Korean", "ja": "Japanese", "de": "German", "ru": "Russian",
-        "it": "Italian", "fr": "French", "es": "Spanish", "pt": "Portuguese", "ms": "Malay", "nl": "Dutch",
-        "id": "Indonesian", "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese", "ar": "Arabic", "ur": "Urdu",
-    },
-)  # fmt: skip
-"""In the words that the released model's documentation uses."""
 
 
 @dataclass(frozen=True, slots=True)
