@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from stretto.errors import Bug, StrettoError
 from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead
@@ -38,19 +36,12 @@ class Output:
     confirmed: Confirmed
     token: int | None  # newly certain; for a frame, its code 0
     row: Sequence[int]  # all columns of the token (a frame's codes); empty without a token
-    step: Step | None  # whose `tokens[at]` is the same row on the device
-    at: int
     media: MediaOutput | None
     reason: Reason | None  # the request ended here
 
     @property
     def error(self) -> StrettoError | None:
         return self.request.error
-
-    @property
-    def device_row(self) -> torch.Tensor:
-        assert self.step is not None, "no token, no row"
-        return self.step.tokens[self.at]
 
 
 Emit = Callable[[Output], None]
@@ -191,7 +182,7 @@ class Stage:
             if media is not None:  # certain already, and never computed for this request
                 request = seat.request
                 seat.media.append(media)
-                self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, 0, media, None))
+                self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), media, None))
 
     def _retire(self, step: Step, kind: str, launching: int, launched: int) -> None:
         start = self.clock()
@@ -211,16 +202,15 @@ class Stage:
             if index in captured:
                 media = MediaOutput(step.captured.places[index], captured[index], step.captured_at)
                 self._seats[request.id].media.append(media)
-            at, row = 0, _NO_ROW
+            row = _NO_ROW
             if token is not None:
-                at = rows[index]
-                row = columns[at]
+                row = columns[rows[index]]
                 self.stats.tokens += 1
                 confirm(request, row)
             if outcome.published:
                 handed, attach = self._seats[request.id].media, self.scheduler.attach_payload
                 self.store.keep(outcome.published, handed, self.runner.joined, attach)
-            self._emit(Output(request, outcome.confirmed, token, row, step, at, media, outcome.reason))
+            self._emit(Output(request, outcome.confirmed, token, row, media, outcome.reason))
         for span in step.batch.spans:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:

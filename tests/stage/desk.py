@@ -76,7 +76,6 @@ class Desk:
         if o.token is not None:
             self.tokens[id].append(o.token)
             self.rows[id].append(list(o.row))
-            assert o.device_row.tolist() == list(o.row)
         if o.media is not None:
             if o.media.event is not None:
                 o.media.event.synchronize()

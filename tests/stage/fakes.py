@@ -162,7 +162,7 @@ class OrderCheck:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        self._ready = {r.id: (r, scheduler.num_steps - r.since) for r in scheduler.requests() if self._is_ready(r)}
+        self._ready = {r.id: (r, scheduler._ledger.step - r.since) for r in scheduler.requests() if self._is_ready(r)}
 
     def _is_ready(self, request: StageRequest) -> bool:
         """Ready without a new block: only the budget can keep it out."""
@@ -375,7 +375,7 @@ class Driver:
         assert not self.live
         pool = self.scheduler.pool
         assert pool.num_held == 0
-        assert self.scheduler.num_seated == 0
+        assert not self.scheduler._ledger.holdings.seated
         assert self.scheduler.num_waiting == 0
         pool.clear_cache()
         assert pool.num_available == pool.num_blocks

@@ -27,7 +27,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_cursor(c: Cursor) -> None:
-    assert 0 <= c.sent <= c.confirmed <= c.launched <= c.known, c
+    assert 0 <= c.confirmed <= c.launched <= c.known, c
     assert 0 <= c.filled <= c.launched, c
     assert c.prompt <= c.known, c
 

@@ -41,17 +41,8 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def num_steps(self) -> int:
-        """Batches made so far."""
-        return self._ledger.step
-
-    @property
     def num_waiting(self) -> int:
         return len(self._ledger.waiting)
-
-    @property
-    def num_seated(self) -> int:
-        return len(self._ledger.holdings.seated)
 
     @property
     def only_decodes_wait(self) -> bool:
@@ -405,6 +396,6 @@ class Scheduler:
             # All rows ran before anyone knew that the last of them should sample: it runs again. What of them is
             # still in flight is given up and runs again too, so that no block is written by two steps at once.
             request.epoch += 1
-            cursor.rollback(cursor.known)
+            cursor.recall()
             cursor.vacate(cursor.known - 1)
             self._ledger.holdings.trim(request)

@@ -159,13 +159,6 @@ class Lives(RuleBasedStateMachine):
         if id is not None:
             self.driver.scheduler.set_deadline(RequestId(id), deadline)
 
-    @rule(index=pick)
-    def send(self, index: int) -> None:
-        id = self.among(self.live, index)
-        if id is not None:
-            cursor = self.driver.live[id].cursor
-            cursor.send(cursor.confirm(0))
-
     # -- steps
 
     @rule(turns=st.lists(st.booleans(), min_size=10, max_size=40))
@@ -277,7 +270,6 @@ def soak(seed: int, turns: int) -> Driver:
             lives.provide(index=index, at=rng.randrange(3))
             lives.block(index=index, blocked=rng.random() < 0.1)
             lives.deadline(index=index, deadline=rng.choice([None, rng.random()]))
-            lives.send(index=index)
         elif roll < 0.27 and lives.live and odd:
             lives.cancel(index=index)
         elif roll < 0.30 and lives.driver.flying:
