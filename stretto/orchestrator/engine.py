@@ -29,7 +29,7 @@ from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.named import load
 from stretto.observe.trace import TraceWriter
-from stretto.orchestrator.admission import Ask, Names, announce, fitted, seed_of, supply
+from stretto.orchestrator.admission import Ask, Names, announce, fitted, seed_of
 from stretto.orchestrator.api import Message, Modality
 from stretto.orchestrator.cards import Cards
 from stretto.orchestrator.events import AudioChunk, CodeFrames, Event, Finished, Product, Progress
@@ -39,6 +39,7 @@ from stretto.orchestrator.reading import Reader
 from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.status import numbers_of, progress_of
+from stretto.orchestrator.supply import supply
 from stretto.orchestrator.ticket import Ticket
 from stretto.orchestrator.watch import Watch
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
@@ -331,7 +332,7 @@ class PipelineEngine:
             case Working():
                 pass  # that is all it says
             case Lacking():
-                t.supplying = asyncio.create_task(_supply(t, message, t.supplying))
+                t.supplying = asyncio.create_task(supply(t, message, t.supplying))
             case Failed(stage=stage, kind=kind, message=text):
                 t.fail(_error(kind, f"{stage}: {text}"))
             case _:
@@ -364,13 +365,6 @@ class PipelineEngine:
     def pids(self) -> list[int | None]:
         """Of all hosts, for tests and tools."""
         return [pid for p in self._pipelines for pid in p.pids]
-
-
-async def _supply(t: Ticket, asked: Lacking, before: asyncio.Task[None] | None) -> None:
-    """One after the other: their pieces must not be mixed."""
-    if before is not None:
-        await before
-    await supply(t, asked)
 
 
 def _error(kind: str, message: str) -> StrettoError:

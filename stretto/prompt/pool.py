@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
 Work = Build | Read | Outline | Cut
+A = TypeVar("A", Built, Outlined, Windows)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +98,7 @@ class PromptPool:
             made.append(files[1])
         try:
             work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
-            return self._built(await self._do(work, files, talk.sender))
+            return _built(*await self._do(Built, work, files, talk.sender))
         finally:
             for file in made:
                 file.close()
@@ -107,23 +109,17 @@ class PromptPool:
         source, size = Spool.of(words + how), len(words)
         work = Read((0, size), (size, size + len(how)) if how else None)
         try:
-            return self._built(await self._do(work, [source], sender))
+            return _built(*await self._do(Built, work, [source], sender))
         finally:
             source.close()
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         """Cut a large JSON object; the caller closes the file that comes back."""
-        answer, file = await self._do(Outline(long, most), [body], sender)
-        if not isinstance(answer, Outlined) or file is None:
-            raise errors.Bug(f"an outline was answered with {type(answer).__name__}")
-        return answer, file
+        return await self._do(Outlined, Outline(long, most), [body], sender)
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
-        answer, file = await self._do(Cut(seconds), [sound], sender)
-        if not isinstance(answer, Windows) or file is None:
-            raise errors.Bug(f"a sound was answered with {type(answer).__name__}")
-        return answer, file
+        return await self._do(Windows, Cut(seconds), [sound], sender)
 
     def metrics(self) -> Mapping[str, float]:
         return {
@@ -136,13 +132,18 @@ class PromptPool:
 
     # -- jobs
 
-    async def _do(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
+    async def _do(self, kind: type[A], work: Work, files: list[Spool], sender: str) -> tuple[A, Spool]:
+        """The answer, which must be of this kind and come with a memory file. Once more, if the worker died a moment
+        ago and nothing was done."""
         await self.worker.wait_until_ready(PATIENCE_S)
         try:
-            return await self._ask(work, files, sender)
-        except NotSent:  # the worker died a moment ago: nothing of this was done
+            answer, file = await self._ask(work, files, sender)
+        except NotSent:
             await self.worker.wait_until_ready(PATIENCE_S)
-            return await self._ask(work, files, sender)
+            answer, file = await self._ask(work, files, sender)
+        if not isinstance(answer, kind) or file is None:
+            raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
+        return answer, file
 
     async def _ask(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
@@ -246,18 +247,16 @@ class PromptPool:
                 raise Invalid("the request cannot be prepared: what it holds breaks its decoder", "messages")
         return answer
 
-    def _built(self, result: tuple[FromWorker, Spool | None]) -> BuiltPrompt:
-        answer, file = result
-        if not isinstance(answer, Built) or file is None:
-            raise errors.Bug(f"a prompt was answered with {type(answer).__name__}")
-        features = Stored(file, answer.start)
-        try:
-            head = decode_head(file.read(0, answer.head))
-        except msgspec.MsgspecError as e:
-            raise errors.Bug(f"a prompt cannot be understood: {e}") from None
-        packed = Packed(head.meta, features)
-        packed.check()
-        return BuiltPrompt(packed, head.spoken)
+
+def _built(answer: Built, file: Spool) -> BuiltPrompt:
+    features = Stored(file, answer.start)  # frees the file, whatever is in it
+    try:
+        head = decode_head(file.read(0, answer.head))
+    except msgspec.MsgspecError as e:
+        raise errors.Bug(f"a prompt cannot be understood: {e}") from None
+    packed = Packed(head.meta, features)
+    packed.check()
+    return BuiltPrompt(packed, head.spoken)
 
 
 def _error(kind: str, message: str, param: str | None) -> StrettoError:

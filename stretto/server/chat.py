@@ -23,7 +23,7 @@ from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usa
 from stretto.prompt.jobs import Conversation, references
 from stretto.prompt.template import check_variables
 from stretto.server import codecs
-from stretto.server.answer import closing, finish_reason, note, report, slices, together, unfinished
+from stretto.server.answer import closing, finish_reason, note, report, slices, unfinished
 from stretto.server.body import ON_THE_LOOP, Body
 from stretto.server.chatparams import NONE, audio_format, refuse_unsupported, to_params
 from stretto.server.exchange import Exchange, decode
@@ -47,6 +47,7 @@ from stretto.server.schema import (
     ToolCallDelta,
 )
 from stretto.server.service import Service
+from stretto.server.several import together
 from stretto.server.tools import Call, ToolParser
 from stretto.server.visit import Visit
 from stretto.server.voices import find_voice

@@ -48,11 +48,12 @@ class AudioOutput:
 
 
 AudioEmit = Callable[[AudioOutput], None]
+NOTHING = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True, eq=False)
 class CodecStep:
-    parts: list[tuple[Stream, int, int, int]]  # stream, frames before, frames, frames' end in the queue's count
+    parts: list[tuple[Stream, int, int]]  # stream, its frames before, those that it takes
     host: torch.Tensor  # [slots, samples], pinned
     copied: torch.cuda.Event | None
     error: StrettoError | None = None
@@ -138,7 +139,7 @@ class CodecStage:
             stream.num_pending += len(codes)
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
-            self._finish(stream, np.zeros(0, np.float32), self._start(stream, stream.done))
+            self._pass_on(stream, NOTHING, stream.done, last)
 
     def cancel(self, id: RequestId) -> bool:
         """Drop a stream at once; samples on their way are never emitted."""
@@ -245,14 +246,14 @@ class CodecStage:
             assert stream.slot is not None
             stream.take(n, codes[stream.slot])
             counts[stream.slot] = n
-            taken.append((stream, stream.launched, n, stream.launched + n))
+            taken.append((stream, stream.launched, n))
             stream.launched += n
             stream.in_flight += 1
         with self.on_stream():
             try:
                 step = CodecStep(taken, *self.run(slots, size))
-                for stream, before, _, end in taken:
-                    if before < stream.primed == end:
+                for stream, before, n in taken:
+                    if before < stream.primed == before + n:
                         self.primers.keep(stream)
             except RuntimeError as e:
                 step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
@@ -284,48 +285,45 @@ class CodecStage:
 
     def _retire(self, step: CodecStep) -> None:
         wav = step.host.numpy()
-        for stream, before, n, end in step.parts:
+        for stream, before, n in step.parts:
             stream.in_flight -= 1
             if stream.gone:
                 if not stream.in_flight:
                     self._slots.release(stream)
-                continue
-            if step.error is not None:
-                self._fail(stream, step.error)
-                continue
-            assert stream.slot is not None
+            elif step.error is not None:
+                self._pass_on(stream, NOTHING, stream.done, Reason.FAILED, step.error)
+            else:
+                self._take_samples(stream, before, n, wav)
+
+    def _take_samples(self, stream: Stream, before: int, n: int, wav: npt.NDArray[np.float32]) -> None:
+        """Of a step that took `n` frames of a stream behind `before` others."""
+        assert stream.slot is not None
+        stream.done = before + n
+        last = stream.ended is not None and not stream.num_pending and not stream.in_flight
+        if before >= stream.primed:
             span = self.model.valid(before, n)
             # Copied: the step's buffer is shared by all streams and must not be kept alive by a slow reader.
             samples = wav[stream.slot, span.start : span.stop].copy()
-            stream.done = end
-            if before < stream.primed and not (stream.ended is not None and end == stream.primed):
-                continue
-            start = self._start(stream, before)
-            if before < stream.primed:
-                samples = samples[:0]
-            if stream.ended is not None and not stream.num_pending and not stream.in_flight:
-                self._finish(stream, samples, start)
-            else:
-                self.emit(AudioOutput(stream.request, start, samples, stream.done - stream.primed, None))
+            self._pass_on(stream, samples, before, stream.ended if last else None)
+        elif last:  # nothing came behind its primer
+            self._pass_on(stream, NOTHING, before, stream.ended)
 
-    def _start(self, stream: Stream, frames: int) -> int:
-        """Where the samples behind so many frames begin, from the first that is heard."""
-        before = self.model.num_samples(stream.primed) if stream.primed else 0
-        return max(0, self.model.num_samples(frames) - before)
-
-    def _finish(self, stream: Stream, samples: npt.NDArray[np.float32], start: int) -> None:
-        del self._streams[stream.request]
-        self._slots.give_up(stream)
-        frames = max(0, stream.done - stream.primed)
-        self.emit(AudioOutput(stream.request, start, samples, frames, stream.ended))
-
-    def _fail(self, stream: Stream, error: StrettoError) -> None:
-        self._streams.pop(stream.request, None)
-        stream.gone = True
-        self._slots.give_up(stream)
-        start, frames = self._start(stream, stream.done), max(0, stream.done - stream.primed)
-        none = np.zeros(0, np.float32)
-        self.emit(AudioOutput(stream.request, start, none, frames, Reason.FAILED, error))
+    def _pass_on(
+        self,
+        stream: Stream,
+        samples: npt.NDArray[np.float32],
+        before: int,
+        reason: Reason | None,
+        error: StrettoError | None = None,
+    ) -> None:
+        """Samples that begin behind so many frames; with a reason, the last of the stream."""
+        if reason is not None:
+            del self._streams[stream.request]
+            stream.gone = True
+            self._slots.give_up(stream)
+        unheard = self.model.num_samples(stream.primed) if stream.primed else 0
+        start, frames = self.model.num_samples(before) - unheard, stream.done - stream.primed
+        self.emit(AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error))
 
     def _stream(self, id: RequestId) -> Stream:
         try:
