@@ -31,7 +31,7 @@ def loaded(module: str) -> set[str]:
         ("stretto.cpu", {"torch"}),
         ("stretto.client.command", {"torch"}),
         ("stretto.connector.shm", {"stretto.models.qwen3_omni.thinker", "stretto.stage.stage"}),
-        ("stretto.stage.host", {"transformers", "stretto.server"}),
+        ("stretto.stage.process", {"transformers", "stretto.server"}),
         ("stretto.kernels.paged", {"stretto.models", "stretto.stage"}),
     ],
 )

@@ -46,7 +46,7 @@ class HostProcess(Host):
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "stretto.stage.host",
+                "stretto.stage.process",
                 "--fd",
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),

@@ -11,6 +11,7 @@ import msgspec
 from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
 from stretto.prompt.prompt import Prompt
+from stretto.prompt.recall import recall
 from stretto.prompt.template import Tokenizer, check_variables
 
 Json = bytes | memoryview
@@ -71,23 +72,3 @@ def has_media(messages: Any) -> bool:
     contents = [m.get("content") for m in messages if isinstance(m, dict)]
     parts = [p for c in contents if isinstance(c, list) for p in c]
     return any(isinstance(p, dict) and p.get("type") != "text" for p in parts)
-
-
-def recall(messages: Any, recalled: Mapping[str, str]) -> Any:
-    """The messages with every reference to an earlier spoken answer replaced by its words."""
-    if not isinstance(messages, list):
-        return messages  # the builder says what is wrong with it
-    return [_resolve(m, recalled, f"messages[{i}].audio") for i, m in enumerate(messages)]
-
-
-def _resolve(message: Any, recalled: Mapping[str, str], at: str) -> Any:
-    if not isinstance(message, dict) or message.get("role") != "assistant" or message.get("audio") is None:
-        return message
-    reference = message["audio"]
-    audio_id = reference.get("id") if isinstance(reference, dict) else None
-    if not isinstance(audio_id, str):
-        raise Invalid(f"{at} must be an object with the id of an earlier answer", at)
-    if audio_id not in recalled:
-        raise Invalid(f"{at}.id: there is no answer {audio_id[:80]!r} (any more); send its words as content", at)
-    rest = {k: v for k, v in message.items() if k != "audio"}
-    return {**rest, "content": recalled[audio_id] or rest.get("content") or ""}

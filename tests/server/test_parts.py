@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.observe.logs import JsonLines
-from stretto.prompt.work import recall
+from stretto.prompt.recall import recall
 from stretto.server import codecs
 from stretto.server.access import Admission
 from stretto.server.command import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
