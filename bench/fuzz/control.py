@@ -71,7 +71,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
-from stretto.orchestrator import pipeline as pipelines
+from stretto.orchestrator import linking, upkeep
 from stretto.orchestrator.admission import Ask
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
@@ -552,8 +552,9 @@ async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Ca
 
 def fuzz_control(inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
     """Half of them each way; what came of them."""
-    logging.getLogger(pipelines.__name__).setLevel(logging.ERROR)  # it warns of each death
-    pipelines.LINK_DELAYS = (0.0,) * len(pipelines.LINK_DELAYS)
+    for module in (upkeep, linking):  # they warn of each death
+        logging.getLogger(module.__name__).setLevel(logging.ERROR)
+    linking.LINK_DELAYS = (0.0,) * len(linking.LINK_DELAYS)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
         write_tiny(model)
