@@ -83,7 +83,7 @@ class Inlet(Generic[P]):
 
     def turn(self) -> bool:
         """Take what has arrived from another host. True: something had."""
-        return self.away.turn()
+        return not self.within and self.away.turn()
 
     def _unpack(self, id: RequestId, chunk: Chunk) -> None:
         self._read(id, Arrival(unpack(self.kind, chunk), chunk.header.mark, chunk.event))

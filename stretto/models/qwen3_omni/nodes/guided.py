@@ -40,18 +40,15 @@ class Compiling:
 
     def __init__(self, grammars: Grammars, ring: Callable[[], None]) -> None:
         self._grammars, self._ring = grammars, ring
-        self._waiting: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}
 
     def add(self, known: Admitted) -> None:
-        self._waiting[known.admit.request] = known, self._grammars.compile(known.params.grammar, self._ring)
+        self.waiting[known.admit.request] = known, self._grammars.compile(known.params.grammar, self._ring)
 
     def drop(self, id: RequestId) -> None:
-        self._waiting.pop(id, None)
+        self.waiting.pop(id, None)
 
     def done(self) -> list[tuple[Admitted, Future[GrammarGuide]]]:
         """Those whose grammar is there, or is none."""
-        ids = [id for id, (_, made) in self._waiting.items() if made.done()]
-        return [self._waiting.pop(id) for id in ids]
+        ids = [id for id, (_, made) in self.waiting.items() if made.done()]
+        return [self.waiting.pop(id) for id in ids]

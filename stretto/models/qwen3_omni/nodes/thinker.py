@@ -80,11 +80,14 @@ class ThinkerNode:
         self.encoders = Encoders(model, self.stage, context, self._fail)
 
     def __len__(self) -> int:
-        return len(self.tellings) + len(self.compiling)
+        return len(self.tellings) + len(self.compiling.waiting)
 
     @property
     def due_ns(self) -> int | None:
-        return min((at for at in (self.stage.due_ns, self.encoders.due_ns) if at is not None), default=None)
+        own, encoding = self.stage.due_ns, self.encoders.due_ns
+        if own is None or encoding is None:
+            return own if encoding is None else encoding
+        return min(own, encoding)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -164,7 +167,7 @@ class ThinkerNode:
     def turn(self) -> bool:
         for id in self.outlet.flush():
             self.outlet.tell(id, self.stage.scheduler)
-        for known, made in self.compiling.done() if self.compiling else ():
+        for known, made in self.compiling.done() if self.compiling.waiting else ():
             try:
                 self._submit(known, made.result())
             except StrettoError as error:
