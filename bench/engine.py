@@ -2,13 +2,16 @@
 
     python -m bench engine --model released -c 1 4 8 16 32 --workload text-100 --host max_rows=64 --out engine.json
     python -m bench engine --model DIR -r 1 4 16 -d 30 --workload text-20 audio-2s --max-requests 128
-    python -m bench engine --model tts-0.6b --read --workload text-20 -c 1        # a model that reads aloud
+    python -m bench engine --model tts-0.6b --read --out tts.json                 # a model that reads aloud
     python -m bench engine --workload small -c 1 2                                # the tiny model, on any machine
 
 Closed: each of N streams sends its next request when it has its answer. Open: R requests a second on average, at random
-moments (Poisson, seeded), whether or not the engine keeps up; those that it refuses are counted. Hosts run as in
-service; this is the process that would be the server. Times are taken when an event leaves the engine. A server is
-measured by `python -m bench serve`, and from outside by `stretto bench`."""
+moments (Poisson, seeded), whether or not the engine keeps up; those that it refuses are counted. Search: how many
+listeners, each of whom hears an answer before asking again, have no underrun. With `--read` and none of these given,
+all three: 1, 8, 32, 128 streams, 1, 10, 20 requests a second, and a search from what the closed loops made. Each part
+is bounded in time, and the result is written behind each. Hosts run as in service; this is the process that would be
+the server. Times are taken when an event leaves the engine. A server is measured by `python -m bench serve`, and from
+outside by `stretto bench`."""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ import soundfile
 
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
 from bench.harness.env import describe
+from bench.harness.listening import Listeners, Listening, highest, smooth
 from bench.harness.results import arguments, parser, write
 from bench.harness.workload import WORKLOADS, Workload
 from stretto.client.bench import Bench, Closed, Level, Load, Open, Send, SystemClock, Targets
-from stretto.client.report import record, table
+from stretto.client.report import rates, record, table
 from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.control.request import Manner
 from stretto.control.settings import EngineConfig, HostSettings, parse_placement
@@ -41,15 +45,19 @@ from stretto.prompt.jobs import Conversation
 from stretto.prompt.template import Tokenizer
 
 PREBUFFERS = (0.0, 0.2)
+FRAME_S = 0.08
+READ_STREAMS, READ_RATES, READ_S = [1, 8, 32, 128], [1.0, 10.0, 20.0], 4.0
+LEAST = 16
+"""Requests of an open loop that reads aloud, however slowly they come."""
 
 
-def add_engine_arguments(p: argparse.ArgumentParser) -> None:
+def add_engine_arguments(p: argparse.ArgumentParser, requests: int | None = 64) -> None:
     add_model_arguments(p)
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU")
     p.add_argument("--placement", default="one", help="one, two, processes, or such as thinker,talker+code2wav")
     p.add_argument("--connector", default="shm", help="between processes: shm, tcp, mooncake (default: %(default)s)")
     p.add_argument("--replicas", type=int, default=1)
-    p.add_argument("--max-requests", type=int, default=64, help="running at once; more are refused")
+    p.add_argument("--max-requests", type=int, default=requests, help="running at once; more are refused")
     p.add_argument("--min-pace", type=float, default=0.0, help="refuse while a stream is slower than this x real time")
 
 
@@ -148,30 +156,85 @@ async def reader(engine: PipelineEngine) -> Manner:
     return Manner(voice=await engine.enrol(clip))
 
 
+@dataclass(slots=True, eq=False)
+class Run:
+    """One run: what was measured so far, and the file that has it."""
+
+    args: argparse.Namespace
+    config: EngineConfig
+    engine: PipelineEngine
+    tokenizer: Tokenizer
+    manner: Manner | None
+    clock: SystemClock
+    found: dict[str, Any] = field(default_factory=dict)  # beside the levels
+    levels: list[tuple[Workload, Level]] = field(default_factory=list)
+
+    async def measure(self, workload: Workload, loads: list[tuple[Load, Targets]]) -> None:
+        questions = Questions(workload, self.tokenizer)
+        bench = Listeners(sender(self.engine, questions, self.clock, self.manner), self.clock)
+        begun = 0
+        for load, limits in loads:
+            num = limits.warmup + (limits.requests or 0)
+            questions.prepare(begun, num)
+            begun += num
+            await self.level(bench, workload, load, limits)
+        if self.args.search:
+            await self.search(bench, workload)
+
+    async def level(self, bench: Bench, workload: Workload, load: Load, limits: Targets) -> Level:
+        """One part; reading aloud, it is ended where it takes much longer than it should."""
+        task = asyncio.create_task(bench.run(load, limits))
+        done, _ = await asyncio.wait({task}, timeout=self.args.most_s if self.args.read else None)
+        if not done:
+            task.cancel()
+        level = await task
+        print(f"{workload.name}, {table(level, PREBUFFERS)}\n", flush=True)
+        self.levels.append((workload, level))
+        self.write()
+        return level
+
+    async def search(self, bench: Bench, workload: Workload) -> None:
+        """From what the closed loops made in a second, which listeners cannot be more than."""
+        closed = [level for w, level in self.levels if w is workload and type(level.load) is Closed]
+        closed = [level for level in closed if len(level.samples) > 1]
+        made = max((rates(level)["audio_s_per_s"] for level in closed), default=8.0)
+        answer_s = workload.frames * FRAME_S
+
+        async def probe(listeners: int) -> bool:
+            limits = Targets(seconds=answer_s + self.args.search_s)
+            return smooth(await self.level(bench, workload, Listening(listeners, answer_s), limits))
+
+        most = self.args.max_requests
+        known = max((level.load.streams for level in closed if smooth(level)), default=0)  # type: ignore[union-attr]
+        limit = await highest(probe, known, round(0.8 * made), self.args.probes, most)
+        self.found.setdefault("listeners", {})[workload.name] = {"most": limit, "asked_at_most": most}
+        print(f"{workload.name}: {limit} listeners without an underrun\n", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        write(self.args.out, self.result())
+
+    def result(self) -> dict[str, Any]:
+        return result(self.args, self.config, self.levels) | self.found
+
+
 async def run_levels(
     args: argparse.Namespace, workloads: list[Workload], loads: list[tuple[Load, Targets]]
 ) -> dict[str, Any]:
     """Every workload at every load on one engine; prints a table for each and returns the whole record."""
-    config, clock, runs = engine_config(args), SystemClock(), []
+    config, clock = engine_config(args), SystemClock()
     with checkpoint(args.model) as directory:
-        tokenizer = Tokenizer.open(directory)
         start = clock.now()
         async with PipelineEngine.open(directory, config) as engine:
             ready = clock.now() - start
+            print(f"ready after {ready:.1f} s\n", flush=True)
             manner = await reader(engine) if args.read else None
+            run = Run(args, config, engine, Tokenizer.open(directory), manner, clock, {"ready_s": ready})
             for workload in workloads:
-                questions = Questions(workload, tokenizer)
-                bench = Bench(sender(engine, questions, clock, manner), clock)
-                begun = 0
-                for load, limits in loads:
-                    num = limits.warmup + (limits.requests or 0)
-                    questions.prepare(begun, num)
-                    begun += num
-                    level = await bench.run(load, limits)
-                    print(f"{workload.name}, {table(level, PREBUFFERS)}\n", flush=True)
-                    runs.append((workload, level))
-            settled = await idle(engine)
-    return result(args, config, runs) | {"ready_s": ready, "running_after": settled}
+                await run.measure(workload, loads)
+            run.found["running_after"] = await idle(engine)
+    run.write()
+    return run.result()
 
 
 async def idle(engine: PipelineEngine) -> float:
@@ -184,6 +247,7 @@ def result(args: argparse.Namespace, config: EngineConfig, runs: list[tuple[Work
     levels = record([level for _, level in runs], PREBUFFERS, {}, {}, env["date"])["levels"]
     for (workload, _), level in zip(runs, levels, strict=True):
         level["workload"] = workload.name
+        level["load"]["kind"] = "listening" if "answer_s" in level["load"] else level["load"]["kind"]
         level["refused"] = level["errors"].get("Busy", 0)
     used = {w.name: asdict(w) for w, _ in runs}
     return {"env": env, "arguments": arguments(args), "config": asdict(config), "workloads": used, "levels": levels}
@@ -195,29 +259,66 @@ def failures(found: dict[str, Any]) -> int:
 
 
 def levels(args: argparse.Namespace) -> list[tuple[Load, Targets]]:
-    if args.rate is None:
-        given = [
-            (n, args.requests or max(16, 4 * n), n if args.warmup is None else args.warmup) for n in args.concurrency
-        ]
-        return [(Closed(n), Targets(requests=requests, warmup=warmup)) for n, requests, warmup in given]
-    warmup = 4 if args.warmup is None else args.warmup
-    counts = [(rate, args.requests or max(1, round(rate * args.duration))) for rate in args.rate]
-    return [(Open(rate, args.seed), Targets(requests=requests, warmup=warmup)) for rate, requests in counts]
+    """Closed loops, then open ones. Reading aloud, they are bounded in time, and warming up once is enough: a host that
+    is ready has nothing left to compile."""
+    # The very first request by itself: what it pays for, if a host that says it is ready is not.
+    chosen: list[tuple[Load, Targets]] = [(Closed(1), Targets(requests=1))] if args.read else []
+    for n in args.concurrency or ():
+        requests, warmup = args.requests or max(16, 4 * n), n if args.warmup is None else args.warmup
+        if args.read and args.requests is None:
+            chosen.append((Closed(n), Targets(requests=16 * n, seconds=args.duration, warmup=args.warmup or 0)))
+        else:
+            chosen.append((Closed(n), Targets(requests=requests, warmup=warmup)))
+    least, warmup = (LEAST, 0) if args.read else (1, 4)
+    for rate in args.rate or ():
+        requests = args.requests or max(least, round(rate * args.duration))
+        chosen.append(
+            (Open(rate, args.seed), Targets(requests=requests, warmup=warmup if args.warmup is None else args.warmup))
+        )
+    return chosen
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fill in what was not said, by whether words are read aloud or answered."""
+    if args.read and args.concurrency is None and args.rate is None and not args.search:
+        args.concurrency, args.rate, args.search = READ_STREAMS, READ_RATES, True
+    elif args.concurrency is None and args.rate is None and not args.search:
+        args.concurrency = [1, 4]
+    args.workload = args.workload or ["read" if args.read else "text-100"]
+    args.duration = args.duration or (READ_S if args.read else 20.0)
+    args.max_requests = args.max_requests or (1024 if args.read else 64)
+    if args.read and not any(item.startswith("max_rows=") for item in args.host):
+        args.host.append("max_rows=128")
+    if args.read and not any(item.startswith("max_waiting=") for item in args.host):
+        args.host.append("max_waiting=1024")
 
 
 def main(given: Sequence[str]) -> int:
     p = parser("engine", __doc__)
     known = ", ".join(WORKLOADS)
-    p.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["text-100"], metavar="NAME", help=known)
-    p.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 4], metavar="N", help="closed loop: streams")
+    p.add_argument(
+        "--workload", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"(default: text-100, or read) {known}"
+    )
+    p.add_argument("-c", "--concurrency", type=int, nargs="+", metavar="N", help="closed loop: streams (default: 1 4)")
     p.add_argument("-r", "--rate", type=float, nargs="+", metavar="R", help="open loop: requests a second")
     p.add_argument("-n", "--requests", type=int, metavar="N", help="per level (default: 4 per stream, at least 16)")
-    p.add_argument("-d", "--duration", type=float, default=20.0, metavar="S", help="open loop: so long (default: 20)")
-    p.add_argument("--warmup", type=int, metavar="N", help="before each level (default: one per stream, or 4)")
+    p.add_argument(
+        "-d", "--duration", type=float, metavar="S",
+        help=f"open loop: so long (default: 20); reading aloud, closed loops too ({READ_S:g}, and {LEAST} requests)",
+    )  # fmt: skip
+    p.add_argument(
+        "--warmup", type=int, metavar="N", help="before each level (default: one per stream, or 4; reading: 0)"
+    )
     p.add_argument("--seed", type=int, default=0, help="of the arrivals")
     p.add_argument("--read", action="store_true", help="read the workload's words aloud, instead of answering them")
-    add_engine_arguments(p)
+    p.add_argument("--search", action="store_true", help="search for the most listeners without underrun")
+    p.add_argument("--probes", type=int, default=4, help="of the search, at most (default: %(default)s)")
+    p.add_argument("--search-s", type=float, default=4.0, metavar="S", help="of each, all listeners being there")
+    p.add_argument(
+        "--most-s", type=float, default=30.0, metavar="S", help="reading aloud, a part that takes longer is interrupted"
+    )
+    add_engine_arguments(p, requests=None)
     args = p.parse_args(given)
+    settle(args)
     found = asyncio.run(run_levels(args, [WORKLOADS[name] for name in args.workload], levels(args)))
-    write(args.out, found)
     return failures(found)

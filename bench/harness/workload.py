@@ -88,6 +88,7 @@ WORKLOADS = {
                  "prefix caches are for", Question(20, system_tokens=500), **TEN_S),
         Workload("frames", "as text-100, a packet for each frame: the most that a client can ask of a server",
                  Question(100), **TEN_S, packets=EACH),
+        Workload("read", "20 tokens to be read aloud, 5 s of speech", Question(20), 24, 63),
         Workload("small", "for the tiny model on a CPU: a short question, 24 tokens of answer, 3 s of speech",
                  Question(20), **SHORT, packets=EACH),
         Workload("small-audio", "as small with two seconds of sound", Question(20, audio_s=2.0), **SHORT, packets=EACH),

@@ -75,14 +75,34 @@ def _talker(a: argparse.Namespace) -> None:
         go_on=a.go_on,
         audio=a.audio,
         eager=a.eager,
+        domain=a.domain,
     )
     talker.train(a.work, settings)
 
 
-def _speak(a: argparse.Namespace) -> None:
-    from recipes.nano import speak
+def _voices(a: argparse.Namespace) -> None:
+    from recipes.nano import voices
 
-    speak.write(a.work, a.out, a.device, a.count)
+    if a.pack is not None:
+        voices.pack(a.pack)
+        return
+    if a.packed is not None:
+        voices.unpack(a.packed)
+    voices.speak_all(a.out, a.workers, a.seconds, a.chunks)
+
+
+def _listen(a: argparse.Namespace) -> None:
+    from recipes.nano import listen
+
+    settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first, rows=a.rows,
+                               go_on=a.go_on, device=a.device, steps=a.steps, eager=a.eager)  # fmt: skip
+    listen.train(a.work, settings)
+
+
+def _speak(a: argparse.Namespace) -> None:
+    from recipes.nano import speak, talker
+
+    speak.write(a.work, a.out, a.device, a.count, file=talker.LAST if a.last else talker.FILE)
 
 
 def _export(a: argparse.Namespace) -> None:
@@ -107,6 +127,12 @@ def _score(a: argparse.Namespace) -> None:
     from recipes.nano import score, sphinx
 
     score.run(a.work, a.speech, a.recogniser, a.audio, a.wav, sphinx.Sphinx() if a.second_opinion else None)
+
+
+def _heard(a: argparse.Namespace) -> None:
+    from recipes.nano import heard
+
+    heard.run(a.work, a.checkpoint, a.voices, a.count)
 
 
 def _card(a: argparse.Namespace) -> None:
@@ -162,7 +188,27 @@ def main() -> None:
             p.add_argument("--hours", type=float)
             p.add_argument("--rate", type=float, default=1e-3)
             p.add_argument("--audio", type=Path, help="where the teacher speaks on meanwhile")
+            p.add_argument("--domain", type=int, default=2, help="how often the domain's answers come")
             p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
+    p = step("voices", _voices, "spoken questions in many voices, two of them held out")
+    p.add_argument("--out", type=Path, default=Path("voices"), help="folder of the speech")
+    p.add_argument("--workers", type=int, default=1)
+    p.add_argument("--seconds", type=float, default=1e9)
+    p.add_argument("--chunks", type=int, default=120, help="of 200 questions")
+    p.add_argument("--pack", type=Path, help="write the synthesizers as this archive instead")
+    p.add_argument("--packed", type=Path, help="such an archive, where they are not installed")
+    p = step("listen", _listen, "audio encoder; the thinker learns along")
+    p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` makes")
+    p.add_argument("--seconds", type=float, default=300)
+    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--rate", type=float, default=1e-3)
+    p.add_argument("--clips", type=int, default=24000)
+    p.add_argument("--first", type=int, default=2000, help="questions that must be there to begin")
+    p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
+    p.add_argument("--rows", type=int, default=24000)
+    p.add_argument("--device")
+    p.add_argument("--steps", type=int, help="stop after so many steps instead")
+    p.add_argument("--eager", action="store_true", help="no CUDA graph")
     p = step("trim", _trim, "what the talker's training needs, the codes of the first chunks only, to be carried")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--chunks", type=int, required=True)
@@ -170,6 +216,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--device")
     p.add_argument("--count", type=int, help="only so many sentences")
+    p.add_argument("--last", action="store_true", help="by the talker at the end of training, not at its best")
     p = step("export", _export, "the checkpoint in the released layout")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--cool", type=float, default=1.0, help="temperature of codes 1 to 15")
@@ -183,6 +230,10 @@ def main() -> None:
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
+    p = step("heard", _heard, "spoken questions to the finished checkpoint, in voices that it never heard")
+    p.add_argument("--checkpoint", type=Path, required=True)
+    p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` made")
+    p.add_argument("--count", type=int, default=200, help="questions of each voice")
     p = step("card", _card, "the model card, with pictures and sounds")
     p.add_argument("--speech", type=Path, required=True, help="files written by `speak`")
     p.add_argument("--audio", type=Path, required=True, help="the teacher's speech")

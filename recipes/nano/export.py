@@ -1,6 +1,6 @@
 """The trained parts as one checkpoint in the released layout: the same tensor names, one tensor per expert.
 
-What nothing trains (the vision tower, and for now the audio tower) gets small random weights. Called by
+What nothing trains (the vision tower; the audio tower, if `listen` has not run) gets small random weights. Called by
 `__main__.py`."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipes.nano import codec, shape, talker, thinker, tokens
+from recipes.nano import codec, listen, shape, talker, thinker, tokens
 from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
 from stretto import embedded
@@ -34,6 +34,8 @@ GENERATION = {
 IDEAS = ["What is a stretto?", "Say: the old farmer carried a heavy basket across the bridge.", "Who are you?",
          "What is seven plus eight?", "Count from one to ten", "Tell me a joke"]  # fmt: skip
 Tensors = dict[str, torch.Tensor]
+AUDIO = "thinker.audio_tower."
+PARTS = ((AUDIO, listen.FILE), ("thinker.", thinker.FILE), ("talker.", talker.FILE), ("code2wav.", codec.DECODER))
 
 
 def _split(name: str, tensor: torch.Tensor) -> Tensors:
@@ -54,8 +56,8 @@ def collect(work: Path, cool: float = 1.0) -> Tensors:
     text = Text.open(work)
     wanted = checkpoint_shapes(text.config)
     trained: Tensors = {}
-    for prefix, file in (("thinker.", thinker.FILE), ("talker.", talker.FILE), ("code2wav.", codec.DECODER)):
-        for name, tensor in load_file(work / file).items():
+    for prefix, file in PARTS:
+        for name, tensor in load_file(work / file).items() if prefix != AUDIO or (work / file).exists() else ():
             full = prefix + name
             parts = _split(full, tensor) if ".experts." in full else {full: tensor}
             trained |= {k: v for k, v in parts.items() if k in wanted or prefix != "code2wav."}
@@ -83,20 +85,21 @@ def take_apart(folder: Path, work: Path) -> None:
     experts: dict[str, dict[int, Tensors]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            part, _, rest = name.partition(".")
+            part = next((p for p, _ in PARTS if name.startswith(p)), None)
             head, middle, tail = name.partition(".experts.")
             if middle:
                 number, projection, _ = tail.split(".")
                 experts.setdefault(head + ".experts", {}).setdefault(int(number), {})[projection] = tensor
-            elif not rest.startswith(("audio_tower.", "visual.")):
-                found.setdefault(part, {})[rest] = tensor
+            elif part is not None and not name.startswith("thinker.visual."):
+                found.setdefault(part, {})[name.removeprefix(part)] = tensor
     for name, numbered in experts.items():
-        part, _, rest = name.partition(".")
+        part = next(p for p, _ in PARTS if name.startswith(p))
+        rest = name.removeprefix(part)
         each = [numbered[i] for i in range(len(numbered))]
         joined = [torch.cat((e["gate_proj"], e["up_proj"])) for e in each]
         found[part][f"{rest}.gate_up_proj"] = torch.stack(joined)
         found[part][f"{rest}.down_proj"] = torch.stack([e["down_proj"] for e in each])
-    for part, file_name in (("thinker", thinker.FILE), ("talker", talker.FILE), ("code2wav", codec.DECODER)):
+    for part, file_name in PARTS:
         save_file(found[part], work / file_name)
 
 

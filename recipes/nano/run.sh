@@ -52,10 +52,12 @@ else
     nano talker --eager --seconds $((limit - SECONDS)) ${TALKER_ARGS:-} 2>&1 | tee -a "$out/talker.log"
   status=$?
   [ -n "$speaking" ] && kill $speaking 2>/dev/null && tail -n 2 "$out/corpus.log"
-  split -b 15M "$work/talker.safetensors" "$out/talker.safetensors.part-"
+  for file in talker talker-last; do split -b 15M "$work/$file.safetensors" "$out/$file.safetensors.part-"; done
   ls "$work"/codes-[5-9].npy >/dev/null 2>&1 && cp "$work"/codes-[5-9].npy "$work"/codes-index-5.npz "$out"/
-  nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee "$out/speak.log" || status=1
-  tar -C "$work" -cf "$out/small.tar" speech $(cd "$work" && ls report-*.json)
+  nano speak --out "$work/speech-last" --last ${SPEAK_ARGS:-} 2>&1 | tee "$out/speak.log" || status=1
+  nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee -a "$out/speak.log" || status=1
+  tar -C "$work" -cf "$out/small.tar" speech speech-last $(cd "$work" && ls report-*.json) -C "$out" speak.log talker.log
+  rm -f "$out"/*.log
 fi
 chmod 644 "$out"/*
 ls -l "$out"

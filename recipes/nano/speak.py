@@ -35,7 +35,9 @@ def domain_pairs(count: int = 40) -> list[grammar.Pair]:
     return rng.sample(held, count * 2 // 3) + rng.sample(grammar.domain_kinds()["talk"], count // 3)
 
 
-def write(work: Path, out: Path, device_name: str | None, count: int | None = None, limit: int = 130) -> None:
+def write(
+    work: Path, out: Path, device_name: str | None, count: int | None = None, limit: int = 130, file: str = talker.FILE
+) -> None:
     started = time.monotonic()
     device, text = device_of(device_name), Text.open(work)
     torch.manual_seed(0)
@@ -43,7 +45,7 @@ def write(work: Path, out: Path, device_name: str | None, count: int | None = No
     score, _ = codes.read(work, 0.2).split(corpus.chunk_texts(0))
     _save(out, "codec", score.texts, [score.codes[s : s + n] for s, n in zip(score.starts, score.frames, strict=True)])
     embedding = thinker.embedding(work, device)
-    model = talker.load(work, text, device)
+    model = talker.load(work, text, device, file)
     rng = Random("speak")
     asked = [(grammar.say(rng, t).question, t) for t in score.texts][:count]
     answers = [(p.question, p.answer) for p in domain_pairs()][:count]

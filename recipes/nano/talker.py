@@ -2,8 +2,9 @@
 
 Teacher-forced in the released layout (`layout.py`), with the thinker's embedding frozen. Much of the past is hidden
 (`hide.py`), and two more losses say where the talker is in the text (`aids.py`). The predictor learns on a sample of
-the frames of a step; the first codes weigh most, for they decide what is understood. The weights that are kept are the
-average at the best value on held-out sentences. Called by `__main__.py`, `speech.py` and the tests."""
+the frames of a step; the first codes weigh most, for they decide what is understood. Kept are the averaged weights at
+the best value on held-out sentences, and those at the end: the score decides. Called by `__main__.py`, `speech.py` and
+the tests."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from recipes.nano.tokens import Text
 from stretto.models.qwen3_omni.config import OmniConfig
 
 FILE = "talker.safetensors"
+LAST = "talker-last.safetensors"  # at the end: worse on held-out sentences, but surer of the domain's answers
 DROPOUT = 0.1
 END_WEIGHT = 3.0
 HEARD = 0.12  # share of questions that are sound: rows of zeros, 13 a second
@@ -188,13 +190,15 @@ def _residual(model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled
     return (wrong.view(-1, GROUPS - 1) * counts[:, None]).sum(dim=0) / counts.sum()
 
 
-def examples(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> list[tuple[layout.Example, int]]:
-    """Every utterance `epochs` times, each time asked for in another way."""
+def examples(
+    text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2
+) -> list[tuple[layout.Example, int]]:
+    """Every utterance `epochs` times, each time asked for in another way; the domain's answers `domain` times that."""
     rng = Random(seed)
     asked = _questions()
     jobs: list[tuple[str, list[str], int]] = []  # answer, questions, utterance
     for number, words in enumerate(spoken.texts):
-        for _ in range(epochs * (2 if words in asked else 1)):
+        for _ in range(epochs * (domain if words in asked else 1)):
             answer, question = _asked(rng, words, asked)
             earlier = [grammar.pair(rng).question for _ in range(rng.choices((0, 1, 2), (80, 15, 5))[0])]
             jobs.append((answer, [*earlier, question], number))
@@ -251,6 +255,7 @@ class Settings:
     audio: Path | None = None  # where the teacher speaks on meanwhile
     more_hours: float = 32.0  # of such speech to make room for
     eager: bool = False
+    domain: int = 2  # times that answers of the domain come for each time that a reading comes
 
 
 HELD = 2  # chunk that training does not hear, to know when it is best; the score's own is not used for that
@@ -262,7 +267,7 @@ def train(work: Path, s: Settings) -> None:
     torch.manual_seed(0)
     _, rest = codes.read(work, s.hours).split(corpus.chunk_texts(0))
     held, rest = rest.split(corpus.chunk_texts(HELD))
-    rows = _rows(text, rest, "talker", s.epochs)
+    rows = _rows(text, rest, "talker", s.epochs, s.domain)
     more = s.more_hours if s.audio is not None else 0.0
     share = 1 + more / rest.hours
     data = Data.room(int(len(rows.text) * share), int(len(rest.codes) * share), device)
@@ -309,8 +314,9 @@ def train(work: Path, s: Settings) -> None:
     reached = trainer.run(validate)
     if growing is not None:
         growing.save()
+    _save(model, work / LAST)
     best.put_back()
-    save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()}, work / FILE)
+    _save(model, work / FILE)
     held_ = {k: round(v, 4) for k, v in best.reached.items()}
     gate("talker", f"phones right with half of the past hidden {held_['phones_half']}, wanted above 0.8",
          held_["phones_half"] > 0.8)  # fmt: skip
@@ -318,8 +324,12 @@ def train(work: Path, s: Settings) -> None:
     note(work, "talker", minutes=minutes, hours=round(rest.hours, 2), best=held_, **reached)
 
 
-def _rows(text: Text, spoken: codes.Spoken, seed: str, epochs: int) -> layout.Batch:
-    return layout.side_by_side(examples(text, spoken, seed, epochs), WIDTH)
+def _save(model: Talker, path: Path) -> None:
+    save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()}, path)
+
+
+def _rows(text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2) -> layout.Batch:
+    return layout.side_by_side(examples(text, spoken, seed, epochs, domain), WIDTH)
 
 
 @torch.no_grad()
@@ -345,7 +355,7 @@ class Best:
         self.model.load_state_dict(self.weights)
 
 
-def load(work: Path, text: Text, device: torch.device) -> Talker:
+def load(work: Path, text: Text, device: torch.device, file: str = FILE) -> Talker:
     model = Talker(text.config)
-    model.load_state_dict({k: v.float() for k, v in load_file(work / FILE).items()})
+    model.load_state_dict({k: v.float() for k, v in load_file(work / file).items()})
     return model.to(device).eval()

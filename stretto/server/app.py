@@ -28,9 +28,11 @@ from stretto.server.chat import answer_chat, read_chat
 from stretto.server.config import ServerConfig
 from stretto.server.door import Door
 from stretto.server.failures import Refused, respond
+from stretto.server.livespeech import PATH as LIVE_SPEECH
+from stretto.server.livespeech import LiveSpeech
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.openapi import document
-from stretto.server.origins import FORMS
+from stretto.server.origins import FORMS, VOICES
 from stretto.server.pages import WEB, Pages
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.realtime.connection import Realtime
@@ -41,7 +43,6 @@ from stretto.server.transcribe import answer_sound, reader
 from stretto.server.visit import VISIT, Visit
 from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
-VOICES = "/v1/audio/voices"
 POSTS = ("/v1/chat/completions", "/v1/audio/speech", VOICES, *FORMS)
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
@@ -105,8 +106,10 @@ class Routes:
             named.append(("/metrics", "metrics", self.metrics))
         self.paths = {**dict.fromkeys(POSTS, "POST"), **{path: "GET" for path, *_ in named if "{" not in path}}
         realtime: ASGIApp = Realtime(self.service)
+        live: ASGIApp = LiveSpeech(self.service)
         return [
             *(WebSocketRoute(path, realtime) for path in REALTIME),
+            WebSocketRoute(LIVE_SPEECH, live),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in zip(POSTS, posts, strict=True)),
             *(Route(path, _counted(route, handler), methods=["GET"]) for path, route, handler in named),
             Route(VOICES, _counted("voices", self.voices), methods=["GET"]),
@@ -169,7 +172,7 @@ class Routes:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if path in POSTS:
             raise HTTPException(405, headers={"allow": "POST"})
-        if path in REALTIME:
+        if path in (*REALTIME, LIVE_SPEECH):
             raise HTTPException(426, "a WebSocket is expected here", headers={"upgrade": "websocket"})
         found = self.pages.get(path)
         if found is None:

@@ -12,7 +12,7 @@ from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid
 from stretto.server import codecs
 from stretto.server.answer import drop_none
-from stretto.server.schema import ABSENT, ChatRequest, SpeechRequest
+from stretto.server.schema import ABSENT, ChatRequest, SpeechFields
 
 NONE, _AUTO, _EMPTY = Raw(b'"none"'), Raw(b'"auto"'), Raw(b"[]")
 
@@ -71,7 +71,7 @@ def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, gramm
     return replace(defaults, **drop_none(given), packets=packets, grammar=grammar)
 
 
-def speech_fields(r: ChatRequest | SpeechRequest) -> dict[str, Any]:
+def speech_fields(r: ChatRequest | SpeechFields) -> dict[str, Any]:
     """How speech is drawn, as far as a request says it."""
     return {
         "greedy_speech": r.greedy_speech,

@@ -1,7 +1,7 @@
 """The first thing a request meets and the last: who may come in, ids, the log line, the numbers. An ASGI middleware.
 
 Everything is checked before a byte of the body is read: the name the server was called by, the page that calls, the
-key, the body's type. HTTP passes, and WebSockets to the realtime route, which are refused in HTTP
+key, the body's type. HTTP passes, and WebSockets to the routes that have one, which are refused in HTTP
 before the upgrade."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.server.exchange import CutConnection
 from stretto.server.failures import Refused, respond
+from stretto.server.livespeech import PATH as LIVE_SPEECH
 from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.service import Service
@@ -106,7 +107,7 @@ class Door:
 
         try:
             host = self.callers.check_host(headers)
-            if _path(scope) not in REALTIME:
+            if _path(scope) not in (*REALTIME, LIVE_SPEECH):
                 raise Refused(404, "there is no WebSocket here", code="not_found")
             if origin := headers.get("origin", ""):
                 self.callers.check_origin(origin, host, "https" if scope["scheme"] == "wss" else "http")

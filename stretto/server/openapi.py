@@ -89,7 +89,7 @@ def _paths() -> dict[str, Any]:
         "/v1/chat/completions": {"post": _post("Answer a conversation", "ChatRequest", chat)},
         "/v1/audio/speech": {"post": _post("Read a text aloud", "SpeechRequest", speech)},
         "/v1/audio/voices": {
-            "post": _post("Make a voice of a clip", "VoiceRequest", _as_json("VoiceCard")),
+            "post": _voice_post(),
             "get": _get("The model's voices, and your own", _as_json("VoiceList"), 401, 403, 421, 503),
         },
         "/v1/audio/voices/{name}": {
@@ -114,6 +114,16 @@ def _paths() -> dict[str, Any]:
 def _post(summary: str, request: str, content: dict[str, Any]) -> dict[str, Any]:
     body = {"required": True, "content": _as_json(request)}
     return {**_get(summary, content, *_ERRORS), "requestBody": body}
+
+
+def _voice_post() -> dict[str, Any]:
+    """In JSON, or as a form with a file."""
+    post = _post("Make a voice of a clip", "VoiceRequest", _as_json("VoiceCard"))
+    texts = {name: {"type": "string"} for name in ("name", "transcript", "model")}
+    file = {"type": "string", "contentMediaType": "application/octet-stream"}
+    form = {"type": "object", "properties": {"file": file, **texts}, "required": ["file", "name"]}
+    post["requestBody"]["content"]["multipart/form-data"] = {"schema": form}
+    return post
 
 
 def _get(summary: str, content: dict[str, Any], *errors: int) -> dict[str, Any]:

@@ -93,20 +93,26 @@ def preflight_headers(headers: Headers) -> dict[str, str]:
 
 FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """Routes that take files, as forms do."""
+VOICES = "/v1/audio/voices"
+"""Takes either."""
 
 
 def check_json(headers: Headers, path: str = "") -> None:
     """A body must say that it is JSON: a foreign page cannot, unless its browser asked us first. Forms it can send, and
     there its `Origin`, which browsers add to every foreign POST, has been looked at."""
     given = headers.get("content-type", "")
+    if path in (*FORMS, VOICES) and is_form(given):
+        return
     if path in FORMS:
-        if given.partition(";")[0].strip().lower() == "multipart/form-data":
-            return
         raise Refused(415, "a sound is sent as multipart/form-data, in the field file", code="unsupported_media_type")
     if given.partition(";")[0].strip().lower() != "application/json":
         sent = repr(given[:100]) if given else "nothing"
         message = f"a request's Content-Type must be application/json, and {sent} was stated"
         raise Refused(415, message, code="unsupported_media_type")
+
+
+def is_form(content_type: str) -> bool:
+    return content_type.partition(";")[0].strip().lower() == "multipart/form-data"
 
 
 @lru_cache(256)

@@ -14,7 +14,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**20)]
 Length = Annotated[int, Meta(ge=1, le=2**20)]
-VoiceName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
+VoiceName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9][A-Za-z0-9 ._-]*$(?!\\n)")]
 ChatFormat = Literal["pcm16", "wav", "mp3", "flac", "opus", "aac"]
 ABSENT = Raw(b"null")
 SpeechFormat = Literal["pcm", "wav", "mp3", "flac", "opus", "aac"]
@@ -118,12 +118,15 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     verbosity: str | None = None
 
 
-class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    input: Annotated[str, Meta(min_length=1, max_length=65536)]
+MAX_INPUT = 65536
+"""Characters of a text that is read aloud."""
+
+
+class SpeechFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a text is read aloud."""
+
     model: Name | None = None
     voice: Name | VoiceId | None = None
-    response_format: SpeechFormat | None = None  # None: mp3
-    stream_format: Literal["audio", "sse"] | None = None
     speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
     instructions: Annotated[str, Meta(max_length=4096)] | None = None  # without effect on models that take none
     language: Name | None = None  # ours; None: the model finds out
@@ -138,6 +141,12 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     speech_top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     speech_repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     timeline: bool | None = None
+
+
+class SpeechRequest(SpeechFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    input: Annotated[str, Meta(min_length=1, max_length=MAX_INPUT)]
+    response_format: SpeechFormat | None = None  # None: mp3
+    stream_format: Literal["audio", "sse"] | None = None
 
 
 class VoiceRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

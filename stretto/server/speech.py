@@ -16,7 +16,7 @@ from stretto.server.answer import closing, drop_none, note, report, slices, unfi
 from stretto.server.body import Body
 from stretto.server.chatparams import check_lengths, speech_fields
 from stretto.server.exchange import Exchange, decode
-from stretto.server.schema import SpeechDelta, SpeechDone, SpeechRequest, SpeechUsage
+from stretto.server.schema import SpeechDelta, SpeechDone, SpeechFields, SpeechRequest, SpeechUsage
 from stretto.server.service import Service
 from stretto.server.visit import Visit
 from stretto.server.voices import find_voice, voice_name
@@ -29,15 +29,28 @@ async def read_speech(service: Service, body: Body, visit: Visit) -> SpeechReque
 
 
 async def answer_speech(service: Service, request: SpeechRequest, exchange: Exchange) -> None:
-    engine, visit = service.engine(), exchange.visit
-    service.check_model(request.model, engine)
     format = request.response_format or "mp3"
     codecs.check(format, "response_format")
-    if request.speed not in (None, 1.0):
-        raise Invalid("speed: only 1 is supported", "speed")
     if not request.input.strip():
         raise Invalid("input has nothing to read", "input")
-    defaults = engine.info.defaults
+    events = speak(service, request, exchange.visit, request.input)
+    encoder = codecs.streamed(format, exchange.visit.sample_rate)
+    async with closing(events):
+        if request.stream_format == "sse":
+            await as_events(events, encoder, exchange, bool(request.timeline))
+        else:
+            await as_bytes(events, encoder, exchange, codecs.CONTENT_TYPES[format])
+
+
+def speak(
+    service: Service, request: SpeechFields, visit: Visit, text: str | AsyncIterator[str]
+) -> AsyncIterator[Event]:
+    """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the request."""
+    engine = service.engine()
+    info, defaults = engine.info, engine.info.defaults
+    service.check_model(request.model, engine)
+    if request.speed not in (None, 1.0):
+        raise Invalid("speed: only 1 is supported", "speed")
     check_lengths(request.min_audio_frames, request.max_audio_frames or defaults.max_frames, "min_audio_frames")
     given = {
         "seed": request.seed,
@@ -45,8 +58,8 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         "max_frames": request.max_audio_frames,
         "min_frames": request.min_audio_frames,
     }
-    visit.sample_rate = engine.info.sample_rate
-    name, info = voice_name(request.voice), engine.info
+    visit.sample_rate = info.sample_rate
+    name = voice_name(request.voice)
     made = service.voices.find(visit.owner, name) if name is not None else None
     manner = Manner(
         instructions=(request.instructions or "").strip() if info.instructions else "",
@@ -54,8 +67,8 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         voice=made or b"",
     )
     voice = find_voice(request.voice, info, "voice", service.voices.names(visit.owner)) if made is None else None
-    events = engine.speak(
-        request.input,
+    return engine.speak(
+        text,
         voice=voice,
         manner=manner,
         params=replace(defaults, **drop_none(given), packets=service.config.packets),
@@ -63,12 +76,6 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         owner=visit.owner,
         sender=visit.sender,
     )
-    encoder = codecs.streamed(format, engine.info.sample_rate)
-    async with closing(events):
-        if request.stream_format == "sse":
-            await as_events(events, encoder, exchange, bool(request.timeline))
-        else:
-            await as_bytes(events, encoder, exchange, codecs.CONTENT_TYPES[format])
 
 
 async def as_bytes(
@@ -111,7 +118,10 @@ async def as_events(events: AsyncIterator[Event], encoder: codecs.Encoder, excha
     if end is None:
         raise unfinished()
     await send(pieces.feed(await codecs.finish(encoder)) + pieces.finish())
-    made, usage = report(end, exchange.visit, timeline), end.usage
-    total = usage.prompt_tokens + usage.frames
-    await exchange.event(SpeechDone(SpeechUsage(usage.prompt_tokens, usage.frames, total, made)))
+    await exchange.event(SpeechDone(used(end, exchange.visit, timeline)))
     await exchange.write(b"", more=False)
+
+
+def used(end: Finished, visit: Visit, timeline: bool) -> SpeechUsage:
+    made, usage = report(end, visit, timeline), end.usage
+    return SpeechUsage(usage.prompt_tokens, usage.frames, usage.prompt_tokens + usage.frames, made)

@@ -296,8 +296,8 @@ USAGE = [
     (
         "a speech's total",
         "stretto/server/speech.py",
-        "total = usage.prompt_tokens + usage.frames",
-        "total = usage.frames",
+        "usage.frames, usage.prompt_tokens + usage.frames, made",
+        "usage.frames, usage.frames, made",
         [SPEECH],
     ),
     ("nothing cached", THINKER, "journal.cached = self.stage.num_cached(id)", "pass", [f"{PROMPTS}[text]"]),

@@ -162,6 +162,7 @@ def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
         ({"name": "../../x"}, "name"),
         ({"name": "a" * 65}, "name"),
         ({"name": "a\nb"}, "name"),
+        ({"name": "a\n"}, "name"),
         ({"text": "x" * 3000}, "text"),
         ({"extra": 1}, "extra"),
     ],
@@ -173,3 +174,76 @@ def test_bad_clips_are_refused_and_nothing_is_kept(base: Served, change: dict[st
 
 def test_models_without_cloning_make_no_voices(custom: Served) -> None:
     assert refused(custom, VOICES, {"name": "fine", "audio": sound()})["param"] == "model"
+
+
+def form(fields: dict[str, str | bytes], files: tuple[str, ...] = ("file",)) -> tuple[bytes, dict[str, str]]:
+    """A body of multipart/form-data, and its headers."""
+    parts = []
+    for name, value in fields.items():
+        extra = '; filename="../../etc/passwd"' if name in files else ""
+        data = value.encode() if isinstance(value, str) else value
+        parts.append(
+            f'--mark\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'.encode() + data + b"\r\n"
+        )
+    headers = {"authorization": "Bearer one", "Content-Type": "multipart/form-data; boundary=mark"}
+    return b"".join(parts) + b"--mark--\r\n", headers
+
+
+CLIP = base64.b64decode(sound())
+
+
+def test_a_clip_as_a_file_is_the_same_voice(base: Served) -> None:
+    base.post(VOICES, 1, name="json", audio=sound(), text="hello there")
+    for name, more in (("form", {"file": CLIP}), ("stock", {"audio_sample": CLIP, "consent": "cons_1"})):
+        said = {"transcript" if name == "form" else "text": "hello there"}
+        body, headers = form({"name": name, **said, **more}, ("file", "audio_sample"))
+        reply = base.running.ask(VOICES, body, headers=headers)
+        assert (reply.status, reply.json["name"], reply.json["has_text"]) == (200, name, True)
+        assert same(speech(base, voice=name), speech(base, voice="json"))
+    for name in ("json", "form", "stock"):
+        base.running.ask(f"{VOICES}/{name}", method="DELETE", headers={"authorization": "Bearer one"})
+    assert not base.running.server.service.voices._kept
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"file": b""}, "file"),
+        ({"file": b"not a sound at all"}, "file"),
+        ({"file": base64.b64decode(sound(0.3))}, "file"),
+        ({"file": base64.b64decode(sound(31.0, 8000))}, "file"),
+        ({"file": bytes((9 << 20) + 1)}, "file"),
+        ({"name": "../../x"}, "name"),
+        ({"name": ""}, "name"),
+        ({"name": None}, "name"),
+        ({"file": None}, "file"),
+        ({"transcript": "x" * 3000}, "transcript"),
+        ({"transcript": b"\xff\xfe"}, "transcript"),
+        ({"transcript": "a", "text": "a"}, "text"),
+        ({"audio_sample": "in words"}, "audio_sample"),
+        ({"colour": "red"}, "colour"),
+        ({"model": "other"}, "model"),
+    ],
+)
+def test_bad_forms_are_refused_and_nothing_is_kept(base: Served, change: dict[str, Any], param: str) -> None:
+    fields = {k: v for k, v in {"name": "fine", "file": CLIP, **change}.items() if v is not None}
+    body, headers = form(fields)
+    reply = base.running.ask(VOICES, body, headers=headers)
+    assert reply.status == (404 if "model" in change else 400), reply.body
+    assert reply.error["param"] == param, reply.error
+    assert not base.running.server.service.voices._kept
+
+
+def test_what_is_no_form_is_refused(base: Served) -> None:
+    body, headers = form({"name": "fine", "file": CLIP})
+    for data, type in (
+        (body[:200], headers["Content-Type"]),
+        (body, "multipart/form-data"),
+        (body, "application/x-www-form-urlencoded"),
+        (b"", headers["Content-Type"]),
+    ):
+        reply = base.running.ask(VOICES, data, headers={**headers, "Content-Type": type})
+        assert reply.status in (400, 415), reply.body
+    foreign = {**headers, "origin": "null", "authorization": "Bearer wrong"}
+    assert base.running.ask(VOICES, body, headers=foreign).status in (401, 403)
+    assert not base.running.server.service.voices._kept

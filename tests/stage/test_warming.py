@@ -17,22 +17,13 @@ from stretto.connector.switches import OverlapSwitches
 from stretto.control.life import Loading
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast.warm import Marker, Workers
+from stretto.models import warming as shared
 from stretto.models.qwen3_omni import host as building
 from stretto.models.qwen3_omni import warming
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.host import StageBuilder
-from stretto.models.qwen3_omni.warming import (
-    SPACE,
-    Task,
-    Warming,
-    WarmUp,
-    begin,
-    num_workers,
-    run,
-    share_out,
-    small,
-    tasks_of,
-)
+from stretto.models.qwen3_omni.warming import SPACE, begin, run, small
+from stretto.models.warming import Task, Warming, WarmUp, num_workers, share_out, tasks_of
 from stretto.stage.context import StageContext
 from stretto.stage.host import Host
 from stretto.stage.runner import prefill_graphs
@@ -72,10 +63,10 @@ def test_shares_are_even() -> None:
 
 
 def test_as_many_as_cores_and_memory_allow() -> None:
-    assert num_workers(16, 100 * SPACE) == warming.MOST
-    assert num_workers(6, 100 * SPACE) == 4
-    assert num_workers(16, 3 * SPACE - 1) == 2
-    assert num_workers(1, 100 * SPACE) == num_workers(16, 0) == num_workers(16, -SPACE) == 0
+    assert num_workers(16, 100 * SPACE, SPACE) == shared.MOST
+    assert num_workers(6, 100 * SPACE, SPACE) == 4
+    assert num_workers(16, 3 * SPACE - 1, SPACE) == 2
+    assert all(num_workers(*told, SPACE) == 0 for told in ((1, 100 * SPACE), (16, 0), (16, -SPACE)))
 
 
 def test_small_models_are_as_wide(tiny_config: OmniConfig) -> None:
@@ -90,7 +81,7 @@ def test_small_models_are_as_wide(tiny_config: OmniConfig) -> None:
 
 @pytest.mark.parametrize("blocks", [0, 14, 15, 16, 100, 16384])
 def test_small_pools_are_alike(blocks: int) -> None:
-    got = warming.blocks_alike(blocks)
+    got = shared.blocks_alike(blocks)
     assert (got % 16 == 0) == ((blocks + 1) % 16 == 0)
     assert 1 < got < 32
 
@@ -118,10 +109,10 @@ def test_a_process_runs_all_that_it_is_told(stage: str, tiny_dir: Path, monkeypa
         def forward(self, size: int) -> None:
             prompts.append(size)
 
-    spy(warming, "decode_step", lambda lane, rows, positions, values, how: decoded.append(len(rows)))
+    spy(shared, "decode_step", lambda lane, rows, positions, values, how: decoded.append(len(rows)))
     for lane in (warming.ThinkerLane, warming.TalkerLane):
         spy(lane, "pick", lambda self, rows, *args: picked.append(len(rows)))
-    monkeypatch.setattr(warming.PrefillGraphs, "where_usable", lambda *args: Passes())
+    monkeypatch.setattr(shared.PrefillGraphs, "where_usable", lambda *args: Passes())
     told = WarmUp(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of(stage, [1, 2, 4], [16, 32])))
     run(msgspec.json.decode(msgspec.json.encode(told), type=WarmUp))
     assert set(decoded) == {1, 2, 4}
@@ -142,11 +133,11 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[WarmUp]:
         jobs.append(msgspec.json.decode(text, type=WarmUp))
         return [sys.executable, "-c", "pass"]
 
-    monkeypatch.setattr(warming, "python", command)
+    monkeypatch.setattr(shared, "python", command)
     monkeypatch.setattr(warming, "compiled", lambda config, dtype, device: True)
-    monkeypatch.setattr(warming, "surroundings", lambda device: {"gpu": "none"})
-    monkeypatch.setattr(warming, "directory", lambda: tmp_path)
-    monkeypatch.setattr(warming.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(shared, "surroundings", lambda device: {"gpu": "none"})
+    monkeypatch.setattr(shared, "directory", lambda: tmp_path)
+    monkeypatch.setattr(shared.os, "sched_getaffinity", lambda pid: set(range(8)))
     return jobs
 
 

@@ -107,10 +107,12 @@ def pick_code0(
     table: torch.Tensor,
     x: torch.Tensor,
     out: FrameOut,
+    inputs: torch.Tensor | None = None,
 ) -> None:
     """Code 0 of each frame from logits [batch, vocabulary]; its row of `table` goes to `x` [batch, hidden] and
-    starts the sum. `suppress` [vocabulary] bool marks codes that must never be picked."""
-    _pick(logits, rows, positions, params, 0, table, x, out, answer=answer, suppress=suppress)
+    starts the sum. `suppress` [vocabulary] bool marks codes that must never be picked. With `inputs`, a table of
+    another width, it is this one's row that goes to `x`."""
+    _pick(logits, rows, positions, params, 0, table, x, out, inputs=inputs, answer=answer, suppress=suppress)
 
 
 def pick_residual(
@@ -122,9 +124,11 @@ def pick_residual(
     table: torch.Tensor,
     x: torch.Tensor,
     out: FrameOut,
+    inputs: torch.Tensor | None = None,
 ) -> None:
-    """Code `group` (1, 2, ...) of each frame; its row of `table` goes to `x` and joins the sum."""
-    _pick(logits, rows, positions, params, group, table, x, out)
+    """Code `group` (1, 2, ...) of each frame; its row of `table` goes to `x` and joins the sum. With `inputs`, it is
+    this one's row that goes to `x`."""
+    _pick(logits, rows, positions, params, group, table, x, out, inputs=inputs)
 
 
 def pick_last(
@@ -151,15 +155,18 @@ def _pick(
     x: torch.Tensor,
     out: FrameOut,
     *,
+    inputs: torch.Tensor | None = None,
     answer: PickState | None = None,
     suppress: torch.Tensor | None = None,
     last: bool = False,
 ) -> None:
     batch, size = logits.shape
     hidden = table.shape[1]
+    fed = table if inputs is None else inputs
     check_picks(logits, rows, positions)
     assert answer is None or answer.seen.is_contiguous(), "one row of marks after the other"
     assert table.is_contiguous(), "one row of the table per code"
+    assert fed.is_contiguous(), "and of the inputs'"
     assert x.stride(1) == out.total.stride(1) == out.codes.stride(1) == 1
     c = config("pick_code", (size,), {"warps": 4 if size <= 2048 else 8, "shortlist": 128})
     # The image of an unpenalised bfloat16 ends in 16 equal bits: search among the rest.
@@ -169,10 +176,11 @@ def _pick(
         logits, logits.stride(0), rows, positions, params.floats, params.ints, params.floats.shape[1],
         answer.seen.view(torch.uint8) if answer else None, answer.floor if answer else None,
         suppress.view(torch.uint8) if suppress is not None else None,
-        group, out.codes, out.codes.stride(0), table, x, x.stride(0), out.total, out.total.stride(0), found,
+        group, out.codes, out.codes.stride(0), table, fed, x, x.stride(0), out.total, out.total.stride(0), found,
         END=answer.end if answer else -1, FIRST=answer is not None, LAST=last, SIZE=size,
         BLOCK=triton.next_power_of_2(size), GROUPS=out.codes.shape[1], HIDDEN=hidden,
-        HIDDEN_BLOCK=triton.next_power_of_2(hidden), SHIFT=shift, CAP=c["shortlist"], num_warps=c["warps"],
+        HIDDEN_BLOCK=triton.next_power_of_2(hidden), FED=0 if inputs is None else fed.shape[1],
+        FED_BLOCK=triton.next_power_of_2(fed.shape[1]), SHIFT=shift, CAP=c["shortlist"], num_warps=c["warps"],
         **protocol(logits),
     )  # fmt: skip
 
@@ -231,10 +239,10 @@ def _draw_held(images, ids, top, temperature, top_k, top_p, seed, draw, SHIFT: t
 @triton.jit(do_not_specialize=["num_rows", "group"])
 def _pick_code(
     logits, logits_stride, rows, positions, floats, ints, num_rows, seen, floor, suppress, group,
-    codes, codes_stride, table, x_out, x_stride, total, total_stride, found,
+    codes, codes_stride, table, fed, x_out, x_stride, total, total_stride, found,
     END: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr, FED: tl.constexpr,
+    FED_BLOCK: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + m)
@@ -282,7 +290,12 @@ def _pick_code(
     if LAST:
         tl.store(x_out + row * x_stride + h, new.to(x_out.dtype.element_ty), mask=inside)
     else:
-        tl.store(x_out + m * x_stride + h, value, mask=inside)
+        if FED:  # the next input comes from a table of its own
+            f = tl.arange(0, FED_BLOCK)
+            next_input = tl.load(fed + code.to(tl.int64) * FED + f, mask=f < FED)
+            tl.store(x_out + m * x_stride + f, next_input, mask=f < FED)
+        else:
+            tl.store(x_out + m * x_stride + h, value, mask=inside)
         tl.store(sums, new, mask=inside)
 
 

@@ -21,8 +21,9 @@ from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.plan import plan, pool_sizes
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
-from stretto.models.qwen3_omni.warming import Warming, begin
+from stretto.models.qwen3_omni.warming import begin
 from stretto.models.speech.vocoder_node import VocoderNode
+from stretto.models.warming import Warming
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs

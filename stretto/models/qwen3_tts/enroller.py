@@ -1,12 +1,14 @@
 """The enroller: a stage of its own that makes a voice of a clip. It is not on the way of speech.
 
 Two encoders, in float32 whatever the others are, and a node that runs them in parts, so that the host's other stages
-have their turns. Called by the host and driven by the loop, on the loop thread."""
+have their turns. On a GPU they have a stream of their own, behind those of speech, and what they make is copied to the
+host while the loop goes on. Called by the host and driven by the loop, on the loop thread."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +18,8 @@ from torch import nn
 
 from stretto.control.messages import Admit, Made, Working
 from stretto.errors import Busy, Invalid
-from stretto.models.parts import Parts
+from stretto.layers.upload import to_device
+from stretto.models.parts import Parts, run_through
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.encoder import CodecEncoder
 from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
@@ -25,10 +28,13 @@ from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.report import Journal, failed
 from stretto.stage.request import Reason
+from stretto.stage.runner.waiter import Waiter
 from stretto.types import RequestId
 
 MOST = 8
 """Clips that may wait."""
+REHEARSED = 24_000
+"""Samples."""
 
 
 class Enroller(nn.Module):
@@ -42,22 +48,56 @@ class Enroller(nn.Module):
     def device(self) -> torch.device:
         return self.speaker_encoder.fc.weight.device
 
-    def run(self, samples: torch.Tensor, text: tuple[int, ...]) -> Parts[ClonedVoice]:
-        """With its text, the clip is kept as codes too: then new speech goes on where it ends."""
+    def run(self, samples: torch.Tensor, text: tuple[int, ...]) -> Parts[tuple[torch.Tensor, ...]]:
+        """The voice's vector; with the clip's text its codes too, since then new speech goes on where it ends. Both on
+        the device."""
         vector = yield from self.speaker_encoder.run(samples)
         yield
-        kept = b""
-        if text:
-            codes = yield from self.encoder.run(samples, self.per_frame)
-            yield
-            kept = codes.cpu().numpy().astype(np.int16).tobytes()
-        return ClonedVoice(vector.float().cpu().numpy().tobytes(), kept, text)
+        if not text:
+            return (vector.float(),)
+        codes = yield from self.encoder.run(samples, self.per_frame)
+        yield
+        return vector.float(), codes.to(torch.int16)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run over a second of silence for nobody: the first clip would wait for what the device loads and tries."""
+        run_through(self.run(torch.zeros(REHEARSED, device=self.device), (0,)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copied:
+    """What was made, on the host or on its way there."""
+
+    host: tuple[torch.Tensor, ...]
+    event: torch.cuda.Event | None  # None on a CPU: it is there
+
+    @classmethod
+    def of(cls, made: tuple[torch.Tensor, ...], waiter: Waiter | None) -> Copied:
+        """On the stream that made it; `waiter` rings when it is there."""
+        if waiter is None:
+            return cls(made, None)
+        host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in made)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        waiter.watch(event)
+        return cls(host, event)
+
+    @property
+    def ready(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def voice(self, text: tuple[int, ...]) -> ClonedVoice:
+        vector, *codes = (t.numpy().tobytes() for t in self.host)
+        return ClonedVoice(vector, codes[0], text) if codes else ClonedVoice(vector)
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    parts: Generator[None, None, ClonedVoice]
+    parts: Generator[None, None, tuple[torch.Tensor, ...]]
+    text: tuple[int, ...]
     journal: Journal
+    copied: Copied | None = None  # all parts are done
 
 
 class EnrollerNode:
@@ -65,13 +105,16 @@ class EnrollerNode:
     params = EnrollerParams
     cheap = False
     due_ns: int | None = None
-    stream: torch.cuda.Stream | None = None
 
     def __init__(self, model: Enroller, context: StageContext) -> None:
         self.model, self.report = model, context.report
         self.inlets: tuple[()] = ()
         self.outlets: tuple[()] = ()
         self.work: dict[RequestId, Work] = {}
+        self.waiter = context.waiter(self.name)
+        self.stream: torch.cuda.Stream | None = None
+        if self.waiter is not None:  # nobody hears this: its kernels go behind all others
+            self.stream = torch.cuda.Stream(model.device, priority=0)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.work)
@@ -85,8 +128,9 @@ class EnrollerNode:
             raise Invalid(f"the clip is too short: {len(samples)} samples, at least {SHORTEST} are needed", "audio")
         if len(self.work) >= MOST:
             raise Busy(f"{MOST} voices are being made already")
-        heard = torch.from_numpy(np.array(samples)).to(self.model.device)
-        self.work[a.request] = Work(self.model.run(heard, prompt.ids), Journal(time.monotonic()))
+        with self._running():
+            heard = to_device(np.array(samples), self.model.device, torch.float32)
+        self.work[a.request] = Work(self.model.run(heard, prompt.ids), prompt.ids, Journal(time.monotonic()))
 
     def cancel(self, id: RequestId) -> None:
         self.work.pop(id, None)
@@ -99,21 +143,33 @@ class EnrollerNode:
 
     @torch.inference_mode()
     def turn(self) -> bool:
-        """One part of the clip that came first."""
+        """Voices that have arrived, and one part of the clip that came first of the others."""
+        arrived = [id for id, work in self.work.items() if work.copied is not None and work.copied.ready]
+        for id in arrived:
+            self._end(id, self.work.pop(id))
         for id, work in self.work.items():
-            try:
-                next(work.parts)
-                self.report(Working(id, self.name), b"")
-            except StopIteration as end:
-                self._end(id, work, end.value)
-            except RuntimeError as e:  # of memory, most likely
-                self.cancel(id)
-                self.report(failed(id, self.name, Invalid(f"no voice can be made of this: {e}", "audio")), b"")
-            return True
-        return False
+            if work.copied is None:
+                self._part(id, work)
+                return True
+        return bool(arrived)
 
-    def _end(self, id: RequestId, work: Work, voice: ClonedVoice) -> None:
-        del self.work[id]
+    def _part(self, id: RequestId, work: Work) -> None:
+        try:
+            with self._running():
+                try:
+                    next(work.parts)
+                except StopIteration as end:
+                    work.copied = Copied.of(end.value, self.waiter)
+            self.report(Working(id, self.name), b"")
+        except RuntimeError as e:  # of memory, most likely
+            self.cancel(id)
+            self.report(failed(id, self.name, Invalid(f"no voice can be made of this: {e}", "audio")), b"")
+
+    def _running(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    def _end(self, id: RequestId, work: Work) -> None:
+        assert work.copied is not None
         work.journal.mark(time.monotonic())
-        self.report(Made(id), msgspec.msgpack.encode(voice))
+        self.report(Made(id), msgspec.msgpack.encode(work.copied.voice(work.text)))
         self.report(work.journal.ended(id, self.name, Reason.STOP), b"")

@@ -5,6 +5,7 @@ Called once by the host, on its main thread, before its loop runs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,57 +16,110 @@ from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.plan import plan, pool_sizes
 from stretto.models.qwen3_tts.talker_node import TalkerNode
 from stretto.models.qwen3_tts.vocoder_node import CodecNode
+from stretto.models.qwen3_tts.warming import begin
+from stretto.models.warming import Warming
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Emit, Stage
 
 
-def build(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
-    s = c.settings
-    source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False)
-    blocks = pool_sizes(source.config, stages, s, source.dtype, c.device, c.beside)
-    c.fit(plan(source.config, stages, s, blocks, source.dtype))
-    nodes: dict[str, Node] = {}
-    for name in stages:
-        room = f"{blocks[name] * s.block_size} tokens" if name in blocks else f"{s.max_rows} streams"
-        c.progress(name, f"loading, with room for {room}" if name != "enroller" else "loading")
-        nodes[name] = _node(name, source, blocks, c)
-    if c.device.type == "cuda":
-        torch.cuda.synchronize()
-    return nodes
+def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
+    return StageBuilder(stages, context).build()
 
 
-def _node(name: str, source: Source, blocks: dict[str, int], c: StageContext) -> Node:
-    match name:
-        case "talker":
-            return _talker(source, blocks["talker"], c)
-        case "code2wav":
-            return _vocoder(source, c)
-        case "enroller":
-            return EnrollerNode(source.enroller(), c)
-        case _:
-            raise Bug(f"no stage is called {name!r}")
+@dataclass(slots=True, eq=False)
+class StageBuilder:
+    """Of one host's stages."""
 
+    stages: Sequence[str]  # in the order of the data's way
+    context: StageContext
+    blocks: dict[str, int] = field(init=False, default_factory=dict)  # of the KV pool
+    warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
 
-def _talker(source: Source, blocks: int, c: StageContext) -> TalkerNode:
-    s, model = c.settings, source.talker()
-    lane = TalkerLane(model, model.cache(blocks + 1, s.block_size), s.max_rows, s.max_context)
+    def build(self) -> dict[str, Node]:
+        """The stages' nodes, if all of them fit.
 
-    def capture(stream: torch.cuda.Stream) -> None:
-        prompts = PrefillGraphs.where_usable(model.model, lane.cache, lane.rows, None)
-        if prompts is not None:
-            c.progress("talker", "capturing prompts")
-            prompts.capture(stream)
-            lane.prompts = prompts
+        On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
+        have ended before the KV pool is allocated. The talker, whose kernels they are, comes last."""
+        c, s = self.context, self.context.settings
+        source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False)
+        order = sorted(self.stages, key=lambda name: name == "talker")
+        self._plan(source, order)
+        try:
+            nodes = {name: self._node(name, source) for name in order}
+        finally:
+            if self.warming is not None:
+                self.warming.close()
+        if c.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {name: nodes[name] for name in self.stages}
 
-    def stage(emit: Emit) -> Stage:
-        # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
-        return c.autoregressive("talker", lane, blocks, emit, priority=-1, mixed=not lane.fused, capture=capture)
+    def _plan(self, source: Source, order: Sequence[str]) -> None:
+        """Size the pool, refuse what does not fit, and begin to compile kernels."""
+        c, s = self.context, self.context.settings
+        self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
+        plans = plan(source.config, order, s, self.blocks, source.dtype)
+        free = c.fit(plans)
+        if c.device.type == "cuda":
+            weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
+            self.warming = begin(c.model, source.config, order, s, self.blocks, source.dtype, free, weights)
 
-    return TalkerNode(stage, model, c)
+    def _node(self, name: str, source: Source) -> Node:
+        if self.warming is not None and self.warming.apart:
+            self.finish_warming(name)
+        self.context.progress(name, self._room(name))
+        match name:
+            case "talker":
+                return self._talker(source)
+            case "code2wav":
+                return self._vocoder(source)
+            case "enroller":
+                return self._enroller(source)
+            case _:
+                raise Bug(f"no stage is called {name!r}")
 
+    def _talker(self, source: Source) -> TalkerNode:
+        c, s, model = self.context, self.context.settings, source.talker()
+        self.finish_warming("talker")
+        blocks = self.blocks["talker"]
+        lane = TalkerLane(model, model.cache(blocks + 1, s.block_size), s.max_rows, s.max_context)
 
-def _vocoder(source: Source, c: StageContext) -> CodecNode:
-    model = source.vocoder()
-    return CodecNode(lambda emit: c.vocoder("code2wav", model, emit), c)
+        def capture(stream: torch.cuda.Stream) -> None:
+            prompts = PrefillGraphs.where_usable(model.model, lane.cache, lane.rows, None)
+            if prompts is not None:
+                c.progress("talker", "capturing prompts")
+                prompts.capture(stream)
+                lane.prompts = prompts
+            with torch.cuda.stream(stream):
+                lane.rehearse()
+
+        def stage(emit: Emit) -> Stage:
+            # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
+            return c.autoregressive("talker", lane, blocks, emit, priority=-1, mixed=not lane.fused, capture=capture)
+
+        return TalkerNode(stage, model, c)
+
+    def _vocoder(self, source: Source) -> CodecNode:
+        c, model = self.context, source.vocoder()
+        return CodecNode(lambda emit: c.vocoder("code2wav", model, emit), c)
+
+    def _enroller(self, source: Source) -> EnrollerNode:
+        c, model = self.context, source.enroller()
+        if c.device.type == "cuda":
+            c.progress("enroller", "trying a clip")
+            model.rehearse()
+        return EnrollerNode(model, c)
+
+    def finish_warming(self, stage: str) -> None:
+        """Wait until kernels are compiled, and the memory of those who did it is back."""
+        if self.warming is not None:
+            if self.warming.running:
+                self.context.progress(stage, "compiling kernels")
+            self.warming.finish()
+            self.warming = None
+
+    def _room(self, stage: str) -> str:
+        s = self.context.settings
+        rooms = {"talker": f"{self.blocks.get('talker', 0) * s.block_size} tokens", "code2wav": f"{s.max_rows} streams"}
+        return f"loading, with room for {rooms[stage]}" if stage in rooms else "loading"

@@ -62,8 +62,11 @@ def _talker(config: TtsConfig, s: HostSettings, blocks: Mapping[str, int], dtype
     pool = model.cache(blocks["talker"] + 1, s.block_size).data.nbytes
     table = t.text_vocab * t.decoder.hidden_size * dtype.itemsize
     words = t.text_vocab * t.text_hidden * dtype.itemsize
+    # A narrower predictor's kernels have the tables once more, as its inputs: all but the last code's.
+    groups, p = t.num_code_groups, t.predictor
+    inputs = t.decoder.vocab_size + (groups - 2) * p.vocab_size if p.hidden_size != t.decoder.hidden_size else 0
     # While the text table is made, it is there twice, in pieces and joined, and so is the embedding that it is made of.
-    kept = _weights(model) - words + table
+    kept = _weights(model) - words + table + inputs * p.hidden_size * dtype.itemsize
     return StagePlan("talker", kept, pool, table + words, "--kv-blocks talker=N or --max-model-len")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from stretto.layers.targets import frozen
+from stretto.layers.upload import to_device
 from stretto.models.parts import Parts
 from stretto.models.qwen3_tts.config import SAMPLE_RATE, SpeakerConfig
 
@@ -17,6 +19,7 @@ SHORTEST = 5 * HOP
 """Samples that the reflected edges need."""
 
 
+@cache
 def mel_filters(bins: int) -> torch.Tensor:
     """[bins, SIZE / 2 + 1]: Slaney's scale, linear below 1 kHz, each filter of the same area."""
     step, high = math.log(6.4) / 27, SAMPLE_RATE / 2
@@ -35,7 +38,8 @@ def log_mel(samples: torch.Tensor, bins: int) -> torch.Tensor:
     window = torch.hann_window(SIZE, device=samples.device)
     spectrum = torch.stft(padded, SIZE, HOP, SIZE, window, center=False, return_complex=True)
     power = torch.view_as_real(spectrum).pow(2).sum(-1)
-    return (mel_filters(bins).to(samples.device) @ torch.sqrt(power + 1e-9)).clamp(min=FLOOR).log()
+    filters = to_device(mel_filters(bins).numpy(), samples.device, torch.float32)
+    return (filters @ torch.sqrt(power + 1e-9)).clamp(min=FLOOR).log()
 
 
 class Conv(nn.Module):

@@ -76,7 +76,7 @@ class FrameLane(Generic[T, I]):
         self.frame_cache = model.frame_cache(num_rows + 1)
         self.frame: FusedFrame | None = None
         layers = model.code_predictor.model.fused
-        if layers is not None and model.code_predictor.small_to_mtp_projection is None:
+        if layers is not None:
             from stretto.kernels.fast.sampling import Columns
             from stretto.models.speech.fused_frame import FusedFrame
 
@@ -163,8 +163,9 @@ class FrameLane(Generic[T, I]):
 
     def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
         if self.frame is not None and len(hidden) <= MAX_ROWS:
-            pair = torch.stack((hidden, hidden), 1)  # the second place is for code 0
-            return Picked(self.frame(pair, rows, positions, self.frame_cache, self.embedding))
+            place, pair = self.frame.places(len(hidden))
+            place.copy_(hidden)
+            return Picked(self.frame(place, pair, rows, positions, self.frame_cache, self.embedding))
         state = FrameRows(
             code0=self.code0.pick(rows, how),
             residual=self.residual.pick(rows, how),
@@ -183,7 +184,7 @@ class FrameLane(Generic[T, I]):
 
     def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         assert self.frame is not None
-        pair = self.embedding.new_empty(rows.shape[0], 2, self.embedding.shape[1])
+        hidden, pair = self.frame.places(rows.shape[0])
         self.model.model.fused_step(
             rows,
             positions,
@@ -193,6 +194,6 @@ class FrameLane(Generic[T, I]):
             self.rows.tables,
             self.rows.offset,
             self.cache,
-            out=pair[:, 0],
+            out=hidden,
         )
-        return self.frame(pair, rows, positions, self.frame_cache, self.embedding)
+        return self.frame(hidden, pair, rows, positions, self.frame_cache, self.embedding)

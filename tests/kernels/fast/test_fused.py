@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
-from stretto.models.speech.talker import FrameRows
+from stretto.models.speech.config import FrameConfig
+from stretto.models.speech.lane import FrameLane
+from stretto.models.speech.talker import FrameRows, FrameTalker, TalkerModel
 from stretto.models.weights import build
-from stretto.stage.runner.rows import DeviceRows
+from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.rows import DeviceRows, How
 from stretto.types import SamplingParams
 
 fused = pytest.importorskip("stretto.layers.fused")
@@ -107,39 +111,64 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
     assert torch.allclose(begun.sin, sin, atol=1e-5)
 
 
+def omni_talker(config: OmniConfig, device: torch.device) -> FrameTalker:
+    shape = {"hidden_size": 64, "head_dim": 16}
+    t = dataclasses.replace(
+        config.talker,
+        text=dataclasses.replace(config.talker.text, moe=MoeConfig(8, 2, 32, True, 64), **shape),
+        predictor=dataclasses.replace(config.talker.predictor, **shape),
+    )
+    wide = dataclasses.replace(config, talker=t)
+    model = build(lambda: Talker(wide), device, torch.float32)
+    filled(model, device, 1)
+    model.prepare(torch.randn(config.thinker.text.vocab_size, t.thinker_hidden_size).to(device))
+    return model
+
+
+def projecting_talker(device: torch.device) -> FrameTalker:
+    """Whose predictor is narrower than itself, as that of Qwen3-TTS's larger size."""
+    wide = dataclasses.replace(DENSE, hidden_size=128, head_dim=16, vocab_size=1100, mrope_section=(3, 3, 2))
+    frames = FrameConfig(wide, dataclasses.replace(DENSE, head_dim=16), 4, bos=80, eos=90, text_end=1, text_pad=2)
+    model = build(lambda: FrameTalker(frames, TalkerModel(wide)), device, torch.float32)
+    filled(model, device, 1)
+    assert model.code_predictor.small_to_mtp_projection is not None
+    model.prepare_frames()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["alike", "projected"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_frame_equals_the_plain_talker(
-    device: torch.device, tiny_config: OmniConfig, batch: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, tiny_config: OmniConfig, batch: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All sixteen codes, greedy and drawn, and the sum of their embeddings."""
+    """All codes, greedy and drawn, and the sum of their embeddings."""
+    model = omni_talker(tiny_config, device) if kind == "alike" else projecting_talker(device)
+    check_frame(device, model, batch, monkeypatch)
+
+
+def test_a_frame_of_many_rows_takes_its_first_two_positions_apart(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.models.speech.fused_frame.MAX_ROWS", 4)
+    check_frame(device, projecting_talker(device), 3, monkeypatch)
+
+
+def check_frame(device: torch.device, model: FrameTalker, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":  # the interpreter takes its time for each program: a few large ones
         defaults = linear.matrix_defaults
         monkeypatch.setattr(linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128})
     from stretto.kernels.fast.sampling import Columns
     from stretto.models.speech.fused_frame import FusedFrame
 
-    shape = {"hidden_size": 64, "head_dim": 16}
-    moe = MoeConfig(8, 2, 32, True, 64)
-    t = dataclasses.replace(
-        tiny_config.talker,
-        text=dataclasses.replace(tiny_config.talker.text, moe=moe, **shape),
-        predictor=dataclasses.replace(tiny_config.talker.predictor, **shape),
-    )
-    tiny_config = dataclasses.replace(tiny_config, talker=t)
-    assert fused.fits(t.predictor)
-    assert fused.fits(t.text)
-    model = build(lambda: Talker(tiny_config), device, torch.float32)
-    filled(model, device, 1)
-    embedding = torch.randn(tiny_config.thinker.text.vocab_size, t.thinker_hidden_size)
-    model.prepare(embedding.to(device))
-    hidden = torch.randn(batch, t.text.hidden_size, generator=torch.Generator().manual_seed(batch)).to(device)
+    c = model.frames.decoder
+    assert fused.fits(model.frames.predictor)
+    assert fused.fits(c)
+    hidden = torch.randn(batch, c.hidden_size, generator=torch.Generator().manual_seed(batch)).to(device)
     at = [2, 0, 1][:batch]  # rows of the persistent state
     picks = [SamplingParams(temperature=0.0), SamplingParams(0.9, top_k=5, seed=3), SamplingParams(1.0, seed=4)]
     params = SamplingRows.of([picks[i] for i in range(batch)], device)
     positions = torch.tensor([7, 11, 30][:batch], device=device)
-    rows = FrameRows(
-        params, params, positions + 1, torch.zeros(batch, t.text.vocab_size, dtype=torch.bool, device=device)
-    )
+    rows = FrameRows(params, params, positions + 1, torch.zeros(batch, c.vocab_size, dtype=torch.bool, device=device))
     wanted = model.frame(hidden, rows, model.frame_cache(4))
 
     floats = torch.ones(3, 4, device=device)
@@ -148,13 +177,50 @@ def test_frame_equals_the_plain_talker(
         floats[:, row] = torch.stack((params.temperature[i], params.top_p[i], params.penalty[i]))
         ints[:, row] = torch.stack((params.top_k[i], params.seed[i]))
     columns = Columns(floats, ints)
-    seen = torch.zeros(4, t.text.vocab_size, dtype=torch.bool, device=device)
+    seen = torch.zeros(4, c.vocab_size, dtype=torch.bool, device=device)
     floor = torch.zeros(4, dtype=torch.int64, device=device)
     layers = fused.FusedLayers(model.code_predictor.model, device)
     frame = FusedFrame(model, layers, seen, floor, columns, columns)
-    total = torch.full((4, t.text.hidden_size), float("nan"), device=device)
-    pair = torch.stack((hidden, torch.full_like(hidden, float("nan"))), 1)
-    codes = frame(pair, torch.tensor(at, device=device), positions, model.frame_cache(4), total)
+    total = torch.full((4, c.hidden_size), float("nan"), device=device)
+    place, pair = frame.places(batch)
+    pair.fill_(float("nan"))
+    place.copy_(hidden)
+    codes = frame(place, pair, torch.tensor(at, device=device), positions, model.frame_cache(4), total)
     assert codes.tolist() == wanted.codes.tolist()
     assert close(total[at], wanted.embedding)
     assert [seen[row].nonzero().flatten().tolist() for row in at] == [[c] for c in codes[:, 0].tolist()]
+
+
+def test_a_lane_steps_as_the_plain_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole step of rows of persistent state, with a projecting predictor; and a pick behind a plain pass."""
+    if device.type == "cpu":
+        defaults = linear.matrix_defaults
+        monkeypatch.setattr(linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128})
+    model = projecting_talker(device)
+    model.text_table = torch.randn(8, 128, generator=torch.Generator().manual_seed(2)).to(device)
+    model.model.fused = model.code_predictor.model.fused = None
+    plain: FrameLane[Any, Any] = FrameLane(model, model.cache(5), 3, 32)
+    decoders = model.model, model.code_predictor.model
+    for decoder in decoders:
+        decoder.fused = fused.FusedLayers(decoder, device)
+    fast: FrameLane[Any, Any] = FrameLane(model, model.cache(5), 3, 32)
+    assert fast.fused
+    assert not plain.fused
+    rows, positions, values = torch.tensor([[2, 0], [0, 0], [5, 1]], device=device)
+    for lane in (plain, fast):
+        lane.rows.tables.copy_(torch.arange(8).view(4, 2) % 5)
+        lane.embedding.copy_(torch.randn(4, 128, generator=torch.Generator().manual_seed(3)))
+        lane.code0.write(2, SamplingParams(0.9, top_k=9, seed=5))
+    found = decode_step(fast, rows, positions, values, How(True, True))
+    for decoder in decoders:
+        decoder.fused = None
+    wanted = decode_step(plain, rows, positions, values, How(True, True))
+    assert found.tolist() == wanted.tolist()
+    assert close(fast.embedding, plain.embedding)
+    assert torch.equal(fast.rows.seen, plain.rows.seen)
+    hidden = torch.randn(2, 128, generator=torch.Generator().manual_seed(4)).to(device)
+    for lane in (plain, fast):
+        lane.rows.seen.zero_()
+    again = [lane.pick(rows, positions + 1, hidden, How(True, True)).tokens for lane in (plain, fast)]
+    assert again[0].tolist() == again[1].tolist()
+    assert close(fast.embedding, plain.embedding)

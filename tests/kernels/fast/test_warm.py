@@ -12,11 +12,17 @@ import torch
 from stretto.kernels.fast import linear
 from stretto.kernels.fast.warm import Marker, Workers, digest, python, sources
 from stretto.layers import decoder
+from stretto.models import warming as shared
 from stretto.models.qwen3_omni import warming
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.lanes.talker import TalkerLane
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_tts import tiny as speaking
+from stretto.models.qwen3_tts import warming as speech_warming
+from stretto.models.qwen3_tts.config import TtsConfig
+from stretto.models.qwen3_tts.lane import TalkerLane as SpeechLane
+from stretto.models.qwen3_tts.load import Source as SpeechSource
 from stretto.stage.runner import graphs, prefill_graphs
 from stretto.stage.runner.lane import decode_step
 from stretto.stage.runner.rows import How
@@ -167,10 +173,10 @@ def test_no_captured_step_launches_anything_else(
     config = wide(tiny_config, 5)
     monkeypatch.setattr(OmniConfig, "read", lambda model: config)
     sizes = [n for n in graphs.SIZES if n <= rows]
-    tasks = warming.tasks_of(stage, sizes, prefill_graphs.SIZES)
-    for share in warming.share_out(tasks, 3):
-        pool = warming.blocks_alike(blocks)
-        warming.run(warming.WarmUp("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
+    tasks = shared.tasks_of(stage, sizes, prefill_graphs.SIZES)
+    for share in shared.share_out(tasks, 3):
+        pool = shared.blocks_alike(blocks)
+        warming.run(shared.WarmUp("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
     ahead = set(variants)
     variants.clear()
 
@@ -182,9 +188,42 @@ def test_no_captured_step_launches_anything_else(
     else:
         talker = source.talker()
         lane = TalkerLane(talker, talker.cache(blocks + 1), rows, 2048)
+    capture(lane, sizes, config.talker.accept_layer if stage == "thinker" else None)
+    assert len(variants) > 30
+    assert variants <= ahead, variants - ahead
+
+
+@pytest.mark.parametrize(("blocks", "rows"), [(1000, 33), (1023, 32)])
+@pytest.mark.parametrize("width", [64, 128], ids=["alike", "projected"])
+def test_nor_does_one_of_a_speech_model(
+    width: int, blocks: int, rows: int, variants: set[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaking.write_tiny(tmp_path)
+    small = TtsConfig.read(tmp_path)
+    t = small.talker
+    decoder, predictor = (
+        replace(c, hidden_size=size, head_dim=16, num_layers=5, dense_size=96, mrope_section=section)
+        for c, size, section in ((t.decoder, width, (3, 3, 2)), (t.predictor, 64, None))
+    )
+    config = replace(small, talker=replace(t, decoder=decoder, predictor=predictor))
+    monkeypatch.setattr(TtsConfig, "read", lambda model: config)
+    sizes = [n for n in graphs.SIZES if n <= rows]
+    for share in shared.share_out(shared.tasks_of("talker", sizes, prefill_graphs.SIZES), 3):
+        pool = shared.blocks_alike(blocks)
+        speech_warming.run(shared.WarmUp("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share)))
+    ahead = set(variants)
+    variants.clear()
+    talker = SpeechSource.open("", "cpu", torch.bfloat16, "dummy", progress=False).talker()
+    assert (talker.code_predictor.small_to_mtp_projection is not None) == (width == 128)
+    capture(SpeechLane(talker, talker.cache(blocks + 1), rows, 2048), sizes, None)
+    assert len(variants) > 30
+    assert variants <= ahead, variants - ahead
+
+
+def capture(lane: Any, sizes: list[int], accept: int | None) -> None:
+    """All that a host captures of a lane, and what its runner launches beside that."""
     assert lane.fused
     decoding = graphs.DecodeGraphs(lane, sizes)
-    accept = config.talker.accept_layer if stage == "thinker" else None
     prompts = prefill_graphs.PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
     assert prompts is not None
     with torch.inference_mode():
@@ -194,8 +233,6 @@ def test_no_captured_step_launches_anything_else(
         for size in prompts.sizes:
             prompts.forward(size)
         for n in range(1, 9):  # as `Runner` does after a pass over prompts
-            hidden = torch.zeros(n, 64, dtype=torch.bfloat16)
+            hidden = torch.zeros(n, lane.model.model.config.hidden_size, dtype=torch.bfloat16)
             pick, numbers, positions = torch.zeros(3, n, dtype=torch.int64)
             lane.pick(numbers, positions, hidden[pick], How(True, True))
-    assert len(variants) > 30
-    assert variants <= ahead, variants - ahead

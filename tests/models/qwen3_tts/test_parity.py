@@ -11,6 +11,7 @@ import torch
 
 from stretto.kernels.sampling import SamplingRows
 from stretto.models.parts import run_through
+from stretto.models.qwen3_tts.enroller import Copied
 from stretto.models.qwen3_tts.lane import TalkerInput, TalkerLane
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.params import CODE0, RESIDUAL, ClonedVoice, reference
@@ -130,8 +131,10 @@ def test_samples_are_the_packages(tts: Checkpoint) -> None:
 def test_a_clip_becomes_the_packages_voice(tts: Checkpoint) -> None:
     model, told = Source.open(tts("base"), progress=False).enroller(), golden("base", "1b7")
     with torch.inference_mode():
-        voice = run_through(model.run(torch.from_numpy(clip(NOISE_SAMPLES)), (1, 2)))
-        alone = run_through(model.run(torch.from_numpy(clip(NOISE_SAMPLES)), ()))
+        voice, alone = (
+            Copied.of(run_through(model.run(torch.from_numpy(clip(NOISE_SAMPLES)), text)), None).voice(text)
+            for text in ((1, 2), ())
+        )
     vector = np.frombuffer(voice.vector, np.float32)
     np.testing.assert_allclose(vector, told["vector"], rtol=0, atol=1e-5)
     assert np.frombuffer(voice.codes, np.int16).reshape(-1, 16).tolist() == told["clip"]

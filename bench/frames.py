@@ -1,0 +1,113 @@
+"""What a frame of speech costs a CPU: talker, predictor and vocoder of a speech model, by type of weights and rows.
+
+    python -m bench frames --out bench/results/tts_cpu.json                       # the 0.6B shape, some minutes
+    python -m bench frames --model tts-1.7b --rows 1 --frames 4
+    python -m bench frames --model DIR --dtypes float32 --rows 1 2                # a checkpoint, such as a tiny one
+
+Random weights, one thread, CPU time of that thread (the machine may be busy, which CPU time notices less) and wall time
+beside it. Types and rows take turns, so that what else the machine does meets all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness.checkpoint import SPEAKING, checkpoint, load_format
+from bench.harness.env import describe
+from bench.harness.results import arguments, parser, quantile, write
+from stretto.models.qwen3_tts.lane import TalkerLane
+from stretto.models.qwen3_tts.load import Source
+from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.rows import How
+
+FRAME_S = 0.08
+CONTEXT = 64  # rows before the frames that are timed
+PUSH = 8  # frames that the vocoder takes at once, as in a stream that has begun
+
+Work = Callable[[], Any]
+
+
+def parts(directory: Path, format: Any, dtype: torch.dtype, rows: Sequence[int]) -> dict[tuple[str, int], Work]:
+    """What is timed: by part and rows, a function that does it once for all of its rows."""
+    source = Source.open(directory, "cpu", dtype, format, progress=False)
+    most = max(rows)
+    talker, vocoder = source.talker(), source.vocoder()
+    blocks = -(-2 * CONTEXT // 16)
+    lane = TalkerLane(talker, talker.cache(most * blocks + 1, 16), most, 2 * CONTEXT)
+    lane.rows.tables[:most] = torch.arange(most * blocks, dtype=torch.int32).view(most, blocks)
+    state, quantizers = vocoder.state(most, PUSH), vocoder.config.num_quantizers
+    drawn = How(True, True)
+    found: dict[tuple[str, int], Work] = {}
+    for n in rows:
+        numbers, at, words = torch.arange(n), torch.full((n,), CONTEXT), torch.zeros(n, dtype=torch.int64)
+        hidden = torch.randn(n, talker.frames.decoder.hidden_size).to(dtype)
+        codes, lengths = torch.zeros(n, quantizers, PUSH, dtype=torch.int64), torch.full((n,), PUSH)
+
+        def frame(numbers: torch.Tensor = numbers, at: torch.Tensor = at, words: torch.Tensor = words) -> Any:
+            return decode_step(lane, numbers, at, words, drawn)
+
+        def predict(numbers: torch.Tensor = numbers, at: torch.Tensor = at, hidden: torch.Tensor = hidden) -> Any:
+            return lane.pick(numbers, at, hidden, drawn)
+
+        def sound(n: int = n, codes: torch.Tensor = codes, lengths: torch.Tensor = lengths) -> Any:
+            return vocoder.step(state.head(n), codes, lengths)
+
+        found |= {("frame", n): frame, ("predictor", n): predict, ("vocoder", n): sound}
+    return found
+
+
+@torch.inference_mode()
+def measure(work: dict[Any, Work], rounds: int) -> dict[Any, list[tuple[float, float]]]:
+    """(CPU seconds, wall seconds) of each, in turns; the first round is not counted."""
+    times: dict[Any, list[tuple[float, float]]] = {key: [] for key in work}
+    for i in range(rounds + 1):
+        for key, do in work.items():
+            cpu, wall = time.thread_time(), time.perf_counter()
+            do()
+            if i:
+                times[key].append((time.thread_time() - cpu, time.perf_counter() - wall))
+    return times
+
+
+def table(times: dict[tuple[str, str, int], list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """By type and rows: milliseconds of CPU time for one stream's frame, and how many cores real time takes."""
+    lines = []
+    for dtype, n in dict.fromkeys((dtype, n) for dtype, _, n in times):
+
+        def each(part: str, frames: int = 1, dtype: str = dtype, n: int = n) -> float:
+            return 1000 * quantile((cpu for cpu, _ in times[dtype, part, n]), 0.5) / (n * frames)
+
+        frame, predictor, vocoder = each("frame"), each("predictor"), each("vocoder", PUSH)
+        lines.append({
+            "dtype": dtype, "rows": n, "talker_ms": frame - predictor, "predictor_ms": predictor,
+            "vocoder_ms": vocoder, "cores_for_real_time": (frame + vocoder) / 1000 / FRAME_S,
+        })  # fmt: skip
+    return lines
+
+
+def main(given: Sequence[str]) -> int:
+    p = parser("frames", __doc__)
+    p.add_argument("--model", default="tts-0.6b", help=f"{', '.join(SPEAKING)}, or a checkpoint directory")
+    p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    p.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="streams in a step")
+    p.add_argument("--frames", type=int, default=12, metavar="N", help="timed of each (default: %(default)s)")
+    args = p.parse_args(given)
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"env": describe(), "arguments": arguments(args)}
+    work: dict[tuple[str, str, int], Work] = {}
+    with checkpoint(args.model) as directory:
+        for dtype in args.dtypes:
+            made = parts(directory, load_format(args.model), getattr(torch, dtype), args.rows)
+            work |= {(dtype, part, n): do for (part, n), do in made.items()}
+    times = measure(work, args.frames)
+    result["table"] = table(times)
+    result["load_average_after"] = describe()["load_average"]
+    result["samples"] = [[*key, *sample] for key, taken in times.items() for sample in taken]
+    for line in result["table"]:
+        print(" ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in line.items()))
+    write(args.out, result)
+    return 0

@@ -1,0 +1,79 @@
+"""How many listeners a server can have at once: each hears an answer to its end before it asks for the next.
+
+In a closed loop a stream asks again as soon as its answer is made: long before it has been heard, where speech is made
+faster than it is played. Listeners ask at the pace of players, and begin spread over the length of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from math import ceil
+
+from stretto.client.bench import Bench, Closed, Level, Targets
+from stretto.client.player import play
+
+
+@dataclass(frozen=True, slots=True)
+class Listening(Closed):
+    """`streams` listeners, each of whom asks again when the answer has been heard."""
+
+    answer_s: float = 0.0  # how long one sounds: the first requests are spread over this time
+
+    def __str__(self) -> str:
+        return f"{self.streams} listeners"
+
+
+class Listeners(Bench):
+    """A `Bench` that can do this too."""
+
+    async def closed(self, level: Level, streams: int, limits: Targets, quiet: bool = False) -> None:
+        if not isinstance(level.load, Listening):
+            await super().closed(level, streams, limits, quiet)
+            return
+        start, over = self.clock.now(), limits.seconds or 0.0
+
+        async def listener(at: float) -> None:
+            while at < over:
+                await self.clock.sleep_until(start + at)
+                sent = self.clock.now() - start
+                heard = await self._listen(level, start)
+                at = max(self.clock.now() - start, sent + heard)
+
+        async with asyncio.TaskGroup() as group:
+            for i in range(streams):
+                group.create_task(listener(level.load.answer_s * i / streams))
+
+    async def _listen(self, level: Level, start: float) -> float:
+        """One answer: seconds from the request until its last sample has been played."""
+        own = Level(level.load)
+        await self.measure(own, start)
+        level.samples.extend(own.samples)
+        heard = play(own.samples[0].packets)
+        return heard.stop if heard is not None else 0.0
+
+
+def smooth(level: Level) -> bool:
+    """Every request was answered, and no player that starts at the first packet ran dry."""
+    played = [play(s.packets) for s in level.samples]
+    whole = not level.interrupted and bool(level.samples) and len(level.good) == len(level.samples)
+    return whole and all(p is not None and not p.underruns for p in played)
+
+
+async def highest(probe: Callable[[int], Awaitable[bool]], known: int, guess: int, probes: int, most: int) -> int:
+    """The highest number found to pass, `known` being known to: from a guess upwards by quarters while it passes, else
+    halfway between what passed and what did not, until these are within a tenth or there were enough probes."""
+    low, high = known, most + 1
+    at = min(max(guess, low + 1), most)
+    for _ in range(probes):
+        if not low < at < high:
+            break
+        if await probe(at):
+            low = at
+        else:
+            high = at
+        if high > most:
+            at = min(max(low + 1, ceil(1.25 * low)), most)
+        else:
+            at = (low + high) // 2 if high > 1.1 * low else low
+    return low

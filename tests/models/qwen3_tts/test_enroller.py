@@ -1,0 +1,117 @@
+"""A voice that is being made keeps nobody waiting: not while its parts run, and not while it is copied to the host."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from stretto.control.messages import Admit
+from stretto.models.qwen3_tts import enroller
+from stretto.models.qwen3_tts.enroller import Copied, EnrollerNode
+from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
+from stretto.prompt.packed import PromptMeta
+from stretto.prompt.prompt import AudioClip, Prompt
+from stretto.types import RequestId
+from tests.models.qwen3_tts.cases import NOISE_SAMPLES, cases, clip
+from tests.models.qwen3_tts.conftest import Checkpoint
+from tests.models.qwen3_tts.hosted import Hosted
+
+STAGES = ("talker", "enroller", "code2wav")
+
+
+class Held:
+    """A copy's event that fires when it is told to."""
+
+    def __init__(self) -> None:
+        self.fired = False
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.fired
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    """As on a GPU: what was made is not there yet."""
+    events: list[Held] = []
+
+    def copied(made: tuple, waiter: object) -> Copied:  # type: ignore[type-arg]
+        events.append(Held())
+        return Copied(made, events[-1])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(enroller.Copied, "of", copied)
+    return events
+
+
+def enrol(host: Hosted, id: str, text: tuple[int, ...] = (1, 2)) -> EnrollerNode:
+    node = host.host.nodes["enroller"]
+    assert isinstance(node, EnrollerNode)
+    prompt = Prompt(text, (AudioClip.of(clip(NOISE_SAMPLES)[None]),))
+    node.admit(Admit(RequestId(id), PromptMeta(text), {}), EnrollerParams(), prompt)
+    return node
+
+
+def test_a_voice_as_it_was_made(tts: Checkpoint) -> None:
+    host = Hosted(tts("base"), STAGES)
+    for id, text in (("a", (1, 2)), ("b", ())):
+        enrol(host, id, text)
+        host.run()
+        voice = msgspec.msgpack.decode(host.answers[id].made, type=ClonedVoice)
+        assert voice.text == text
+        assert bool(voice.codes) == bool(text)
+    assert host.answers["a"].ended == {"enroller": "stop"}
+
+
+def test_frames_are_made_between_the_parts_of_a_clip(tts: Checkpoint) -> None:
+    [case, *_] = [c for c in cases("base", "1b7") if "vector" in c]
+    host = Hosted(tts("base"), STAGES)
+    node = enrol(host, "clip")
+    host.admit("speech", {**case, "max_new": 8})
+    seen: list[int] = []
+    while "clip" not in host.answers or not host.answers["clip"].made:
+        for each in reversed(list(host.host.nodes.values())):
+            each.turn()
+        seen.append(len(host.answers["speech"].codes) if "speech" in host.answers else 0)
+    assert seen[-1] > 0, "frames came while the clip was on its way"
+    assert len(seen) > 10, "in parts"
+    host.run()
+    assert not len(node)
+    assert host.answers["speech"].ended["talker"]
+
+
+def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held]) -> None:
+    [case, *_] = [c for c in cases("base", "1b7") if "vector" in c]
+    host = Hosted(tts("base"), STAGES)
+    wanted = host.speak(case, "before")
+    node = enrol(host, "clip")
+    host.run()  # ends, since a node that waits for a copy has nothing to do
+    [event] = held
+    assert not node.turn()
+    assert len(node) == 1
+    asked = event.asked
+    spoken = host.speak(case, "meanwhile")
+    assert spoken.codes == wanted.codes
+    assert event.asked > asked, "it is looked for in each round"
+    enrol(host, "next")  # and another clip is begun behind it
+    host.run()
+    assert len(held) == 2
+    assert "clip" not in host.answers or not host.answers["clip"].made
+    held[1].fired = True
+    assert node.turn()
+    assert host.answers["next"].made
+    event.fired = True
+    assert node.turn()
+    assert host.answers["clip"].made == host.answers["next"].made
+    assert not len(node)
+
+
+def test_a_voice_nobody_wants_any_more(tts: Checkpoint, held: list[Held]) -> None:
+    host = Hosted(tts("base"), STAGES)
+    node = enrol(host, "clip")
+    host.run()
+    host.cancel("clip")
+    held[0].fired = True
+    host.run()
+    assert not len(node)
+    assert "clip" not in host.answers or not host.answers["clip"].made

@@ -1,0 +1,100 @@
+"""Qwen3-TTS's kernels are compiled ahead as Qwen3-Omni's are, and its first request finds nothing left to load."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stretto.control.settings import HostSettings
+from stretto.models import warming as shared
+from stretto.models.qwen3_tts import host as building
+from stretto.models.qwen3_tts import warming
+from stretto.models.qwen3_tts.config import TtsConfig
+from stretto.models.qwen3_tts.load import Source
+from stretto.models.warming import WarmUp, tasks_of
+from stretto.stage.runner import prefill_graphs
+from tests.models.qwen3_tts.conftest import Checkpoint
+from tests.models.qwen3_tts.hosted import Hosted
+
+SETTINGS = HostSettings(device="cuda:0", max_rows=8, blocks={"talker": 47})
+
+
+def told(model: Path) -> WarmUp:
+    return WarmUp(str(model), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of("talker", [1, 2, 4], [16])))
+
+
+def test_small_models_are_as_wide(tts: Checkpoint) -> None:
+    job = told(tts("custom_voice"))
+    lane, config = warming.build_lane(job), TtsConfig.read(job.model)
+    assert len(lane.model.model.layers) == min(2, config.talker.decoder.num_layers)
+    assert lane.model.text_table.shape == (warming.WORDS, config.talker.decoder.hidden_size)
+    assert lane.model.code_predictor.model.config.hidden_size == config.talker.predictor.hidden_size
+
+
+def test_a_process_runs_all_that_it_is_told(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    real = shared.decode_step
+
+    def spy(lane: Any, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        decoded.append(len(rows))
+        return real(lane, rows, *args)
+
+    monkeypatch.setattr(shared, "decode_step", spy)
+    warming.run(told(tts("custom_voice")))
+    assert set(decoded) == {1, 2, 4}
+
+
+def test_a_host_compiles_once(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    jobs: list[WarmUp] = []
+
+    def command(module: str, text: str) -> list[str]:
+        assert module == "stretto.models.qwen3_tts.warming"
+        jobs.append(msgspec.json.decode(text, type=WarmUp))
+        return [sys.executable, "-c", "pass"]
+
+    monkeypatch.setattr(shared, "python", command)
+    monkeypatch.setattr(warming, "compiled", lambda *told: True)
+    monkeypatch.setattr(shared, "surroundings", lambda device: {"gpu": "none"})
+    monkeypatch.setattr(shared, "directory", lambda: tmp_path)
+    monkeypatch.setattr(shared.os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = TtsConfig.read(tts("base"))
+
+    def begin(*stages: str) -> shared.Warming | None:
+        return warming.begin("dir", config, stages, SETTINGS, SETTINGS.blocks, torch.bfloat16, 100 << 30, 1 << 30)
+
+    assert begin("enroller", "code2wav") is None, "these have no such kernels"
+    first = begin("enroller", "code2wav", "talker")
+    assert first is not None
+    tasks = [t for job in jobs for t in job.tasks]
+    assert sorted(n for t in tasks if t.kind == "decode" for n in t.sizes) == [1, 2, 4, 8]
+    assert sorted(n for t in tasks if t.kind == "prompts" for n in t.sizes) == list(prefill_graphs.SIZES)
+    assert {job.blocks for job in jobs} == {16}
+    first.finish()
+    assert begin("enroller", "code2wav", "talker") is None
+
+
+def test_a_cpu_has_no_part_in_this(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(building, "begin", never)
+    host = Hosted(tts("base"), ("talker", "enroller", "code2wav"))
+    assert tuple(host.host.nodes) == ("talker", "enroller", "code2wav")
+
+
+def test_rehearsals_make_every_kind_of_row_and_leave_nothing(tts: Checkpoint) -> None:
+    host = Hosted(tts("base"), ("talker", "enroller", "code2wav"))
+    lane = host.host.nodes["talker"].stage.runner.lane  # type: ignore[attr-defined]
+    seen: list[int] = []
+    real = lane.model.frame_rows
+    lane.model.frame_rows = lambda codes: (seen.append(len(codes)), real(codes))[1]
+    lane.rehearse()
+    assert seen == [2, 1]  # of the reference: all beside words, and what stands in the last row
+    assert not lane.inputs
+    assert not lane.embedding[: lane.rows.sink].any()
+    Source.open(tts("base"), progress=False).enroller().rehearse()

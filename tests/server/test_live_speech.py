@@ -1,0 +1,295 @@
+"""Speech of a text that comes over a WebSocket while it is written: as of the text at once; limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import runpy
+import sys
+import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from stretto.control.settings import EngineConfig, HostSettings
+from stretto.models.qwen3_tts.tiny import write_tiny
+from stretto.prompt.pool import PoolSettings
+from stretto.server import livespeech
+from tests.server.conftest import Running
+from tests.server.real_engine import Served, served
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_tts import SPEECH, VOICES, same, sound
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "live_speech.py"
+TEXT = "Hello there, how are you on this fine morning?"
+FRAMES = 16
+"""More than the text has tokens: the speech cannot end before the text has."""
+FIXED = {"seed": 3, "min_audio_frames": FRAMES, "max_audio_frames": FRAMES}
+ENDLESS = {"min_audio_frames": 4000, "max_audio_frames": 4000}
+
+
+def start(folder: Path, kind: Any, **settings: Any) -> Iterator[Served]:
+    write_tiny(folder, 0, kind)
+    config = EngineConfig(prompts=PoolSettings(), host=HostSettings(max_rows=4))
+    with served(folder, config, api_key=("one", "two"), realtime_sessions_per_key=2, **settings) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def custom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from start(
+        tmp_path_factory.mktemp("live") / "custom", "custom_voice", allowed_origins=("https://page.example",)
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from start(tmp_path_factory.mktemp("live") / "base", "base")
+
+
+@contextmanager
+def opened(it: Served, key: str = "one", **options: Any) -> Iterator[ClientConnection]:
+    options.setdefault("additional_headers", {"authorization": f"Bearer {key}"})
+    address = f"ws://127.0.0.1:{it.running.port}{livespeech.PATH}"
+    with connect(address, proxy=None, open_timeout=60, **options) as socket:
+        yield socket
+
+
+def tell(socket: ClientConnection, type: str, **fields: Any) -> None:
+    socket.send(json.dumps({"type": type, **fields}))
+
+
+def heard(socket: ClientConnection) -> tuple[list[dict[str, Any]], bytes]:
+    """Events and bytes until the server closes."""
+    events: list[dict[str, Any]] = []
+    data = b""
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            message = socket.recv(timeout=120)
+            if isinstance(message, bytes):
+                data += message
+            else:
+                events.append(json.loads(message))
+    return [*events, {"type": "closed", "code": socket.close_code}], data
+
+
+def spoken(it: Served, *pieces: str, **config: Any) -> np.ndarray:
+    with opened(it) as socket:
+        tell(socket, "session.config", **{**FIXED, **config})
+        for piece in pieces:
+            tell(socket, "input.text", text=piece)
+        tell(socket, "input.done")
+        events, data = heard(socket)
+    assert [e["type"] for e in events] == ["audio.start", "audio.done", "session.done", "closed"], events
+    assert (events[0]["format"], events[0]["sample_rate"], events[-1]["code"]) == ("pcm", 24_000, 1000)
+    assert events[1]["total_bytes"] == len(data)
+    assert events[1]["usage"]["output_tokens"] == FRAMES
+    return np.frombuffer(data, np.int16)
+
+
+def test_pieces_are_the_text_at_once(custom: Served) -> None:
+    whole = spoken(custom, TEXT)
+    assert len(whole) == FRAMES * 1920
+    assert same(whole, spoken(custom, *TEXT))
+    assert same(whole, spoken(custom, "", *(f"{word} " for word in TEXT.split(" ")[:-1]), TEXT.split(" ")[-1], ""))
+    assert not same(whole, spoken(custom, TEXT, voice="vivian"))
+
+
+def test_a_cloned_voice_as_by_the_other_route(base: Served) -> None:
+    """Which has the same layout for a text that is there."""
+    base.post(VOICES, 1, name="granny", audio=sound(), text="hello")
+    at_once = base.post(SPEECH, 1, input=TEXT, voice="granny", response_format="pcm", **FIXED).body
+    assert same(np.frombuffer(at_once, np.int16), spoken(base, *TEXT, voice="granny"))
+
+
+def test_sound_comes_before_the_text_has_ended_and_who_leaves_is_forgotten(custom: Served) -> None:
+    with opened(custom) as socket:
+        tell(socket, "session.config", **ENDLESS)
+        tell(socket, "input.text", text=TEXT)
+        assert json.loads(socket.recv(timeout=120))["type"] == "audio.start"
+        assert isinstance(socket.recv(timeout=120), bytes)
+    custom.do(nothing_left(custom))
+
+
+def test_sound_in_events_and_in_a_format(custom: Served) -> None:
+    with opened(custom) as socket:
+        tell(socket, "session.config", **FIXED, encoding="base64", response_format="wav", stream_audio=True)
+        tell(socket, "input.text", text=TEXT)
+        tell(socket, "input.done")
+        events, data = heard(socket)
+    assert not data
+    sound = b"".join(base64.b64decode(e["audio"]) for e in events if e["type"] == "speech.audio.delta")
+    assert sound.startswith(b"RIFF")
+    assert same(np.frombuffer(sound[44:], np.int16), spoken(custom, TEXT))
+
+
+CONFIG = {"type": "session.config", **ENDLESS}  # not over before it is wrong
+LONG = {"type": "input.text", "text": "a " * 20_000}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"type": "input.text", "text": "a"}], "type"),
+        ([{**CONFIG, "voice": "nobody"}, {"type": "input.text", "text": "a"}], "voice"),
+        ([{**CONFIG, "language": "klingon"}, {"type": "input.text", "text": "a"}], "language"),
+        ([{**CONFIG, "response_format": "aac"}], "response_format"),
+        ([{**CONFIG, "speed": 2.0}, {"type": "input.text", "text": "a"}], "speed"),
+        ([{**CONFIG, "colour": "red"}], "colour"),
+        ([CONFIG, CONFIG], "type"),
+        ([CONFIG, {"type": "input.done"}], "input"),
+        ([CONFIG, {"type": "input.text", "text": " "}, {"type": "input.done"}], "input"),
+        ([CONFIG, {"type": "input.text", "text": 5}], "input"),
+        ([CONFIG, LONG, LONG], "input"),
+        ([CONFIG, {"type": "input.text", "text": "a" * 5000}], "input"),
+        ([CONFIG, {"type": "input.text", "text": "a"}, {"type": "input.done"}, {"type": "input.done"}], "type"),
+        ([{"type": "nonsense"}], "type"),
+        ([b"\xff\x00"], None),
+        ([b"[" * 100_000], None),
+    ],
+)  # fmt: skip
+def test_bad_messages_end_the_connection(custom: Served, messages: list[Any], param: str | None) -> None:
+    with opened(custom) as socket:
+        for message in messages:
+            socket.send(message if isinstance(message, bytes) else json.dumps(message))
+        events, _ = heard(socket)
+    [error] = [e for e in events if e["type"] == "error"]
+    assert (error["error"]["type"], events[-1]["code"]) == ("invalid_request_error", 1008)
+    assert error["error"]["param"] == param, error
+    custom.do(nothing_left(custom))
+
+
+async def nothing_left(it: Served) -> None:
+    service = it.running.server.service
+    async with asyncio.timeout(120):
+        await service.sessions.idle.wait()
+        await service.admission.idle.wait()
+        while it.engine.metrics()["stretto_engine_running"]:
+            await asyncio.sleep(0.01)
+
+
+def test_handshakes_are_refused_as_those_of_sessions(custom: Served) -> None:
+    def refused(**options: Any) -> tuple[int, str]:
+        with pytest.raises(InvalidStatus) as e, opened(custom, **options):
+            pass
+        return e.value.response.status_code, json.loads(e.value.response.body)["error"]["code"]
+
+    assert refused(key="wrong") == (401, "invalid_api_key")
+    assert refused(origin="https://elsewhere.example") == (403, "origin_not_allowed")
+    with opened(custom, origin="https://page.example"):
+        pass
+    with opened(custom), opened(custom):
+        assert refused() == (429, "rate_limit_exceeded")
+        with opened(custom, key="two"):
+            pass
+    page = {"subprotocols": ["speech", "openai-insecure-api-key.one"], "additional_headers": {}}
+    with opened(custom, **page) as socket:
+        assert socket.subprotocol == "speech"
+    asked = custom.running.ask(livespeech.PATH, headers={"authorization": "Bearer one"})
+    assert (asked.status, asked.headers["upgrade"]) == (426, "websocket")
+    custom.do(nothing_left(custom))
+
+
+def test_who_is_silent_is_sent_away(custom: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(livespeech, "WRITING_S", 0.05)
+    with opened(custom) as socket:
+        tell(socket, "session.config", **FIXED)
+        tell(socket, "input.text", text="Hello")
+        events, _ = heard(socket)
+    assert events[-2]["error"]["code"] == "timeout"
+    custom.do(nothing_left(custom))
+
+
+def test_the_example_as_it_stands(
+    custom: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", StringIO("Hello, how are you?"))
+    monkeypatch.setattr(sys, "argv", ["live_speech.py", custom.running.url, "one"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert "s of speech in speech.wav" in capsys.readouterr().out
+    with wave.open("speech.wav") as file:
+        assert file.getnframes() >= 2 * 1920
+
+
+# ---- with a model that needs the whole text, as the scripted one is
+
+
+@contextmanager
+def scripted(**settings: Any) -> Iterator[tuple[ScriptedEngine, Served]]:
+    engine = ScriptedEngine(packets=[np.full(1920, 0.25, np.float32)])
+
+    async def open_engine() -> Any:
+        return engine
+
+    with Running(open_engine, api_key=("one",), **settings) as running:
+        yield engine, Served(running, engine)  # type: ignore[arg-type]
+
+
+def test_a_model_that_needs_the_whole_text_has_it() -> None:
+    with scripted() as (engine, it), opened(it) as socket:
+        tell(socket, "session.config", voice="alloy", seed=5)
+        for piece in ("Hel", "lo ", "there."):
+            tell(socket, "input.text", text=piece)
+        assert not engine.calls
+        tell(socket, "input.done")
+        events, data = heard(socket)
+    assert [call["text"] for call in engine.calls] == ["Hello there."]
+    assert (engine.calls[0]["voice"], engine.calls[0]["params"].seed) == ("Chelsie", 5)
+    assert len(data) == events[1]["total_bytes"] == 2 * 1920
+
+
+def test_a_server_that_goes_keeps_nobody_who_says_nothing() -> None:
+    with scripted() as (_, it), opened(it) as socket:
+        tell(socket, "session.config")
+        it.running.loop.call_soon_threadsafe(it.running.server.service.sessions.drain)
+        events, _ = heard(socket)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("draining", 1011)
+
+
+def test_the_longest_duration() -> None:
+    with scripted(realtime_minutes=0.001) as (_, it), opened(it) as socket:
+        events, _ = heard(socket)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("session_expired", 1008)
+
+
+def test_a_failure_of_ours_is_said_and_nothing_more() -> None:
+    with scripted() as (engine, it), opened(it) as socket:
+        engine.fail_at, engine.error = 0, RuntimeError("a secret")
+        tell(socket, "session.config")
+        tell(socket, "input.text", text="Hello")
+        tell(socket, "input.done")
+        events, _ = heard(socket)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("internal_error", 1011)
+    assert "secret" not in json.dumps(events)
+
+
+def test_requests_of_others_count() -> None:
+    async def take(service: Any) -> Any:
+        place = service.admission.place("someone else")
+        await place.__aenter__()
+        return place
+
+    async def leave(place: Any) -> None:
+        await place.__aexit__(None, None, None)
+
+    with scripted(max_concurrent=1, max_queue=0) as (_, it):
+        with opened(it) as socket:
+            place = it.running.do(take(it.running.server.service))
+            tell(socket, "session.config")
+            tell(socket, "input.text", text="Hello")
+            events, _ = heard(socket)
+        assert (events[-2]["error"]["code"], events[-1]["code"]) == ("server_busy", 1008)
+        with pytest.raises(InvalidStatus) as e, opened(it):
+            pass
+        assert e.value.response.status_code == 429
+        it.running.do(leave(place))
