@@ -220,6 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(arguments)
     args.device, args.model, args.max_rows, args.serve = "cpu", "tiny", 16, []
+    env = describe()  # before anything runs: what is measured is what is there now
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(Path(folder) / "tiny")
         with serving(args, Path(folder) / "tiny", Path(folder)) as server:
@@ -236,5 +237,5 @@ def main(arguments: Sequence[str]) -> int:
                     problems.append(f"{name} is {left[name]} at the end")
             log = server.tail(1 << 20)
     problems += [line for line in log.splitlines() if "Traceback" in line]
-    told = {"env": describe(), "events": args.events, "seed": args.seed, "seconds": round(seconds, 1)}
+    told = {"env": env, "events": args.events, "seed": args.seed, "seconds": round(seconds, 1)}
     return judged(args.out, {**told, "seen": dict(seen.most_common()), "problems": problems[:50]})

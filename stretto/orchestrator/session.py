@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,8 @@ import numpy.typing as npt
 from stretto.control.request import Params
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.orchestrator.admission import Ask
-from stretto.orchestrator.api import Event, Message, Modality, TextDelta
+from stretto.orchestrator.api import Event, Message, Modality, TextDelta, Usage
+from stretto.orchestrator.ticket import prompt_usage
 from stretto.prompt.hearing import Hearing
 from stretto.prompt.jobs import BuiltPrompt
 from stretto.prompt.mel import SAMPLE_RATE
@@ -90,6 +91,7 @@ class Session:
         self._setting = Setting()  # of the next answer, as far as can be told
         self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
         self._hearing = self._new_hearing()
+        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = None  # the last commit
         self._heard: AudioClip | None = None  # windows that were not read ahead yet
         self._reader: asyncio.Task[None] | None = None
         self._closed = False
@@ -115,7 +117,7 @@ class Session:
             raise Invalid(f"over {MAX_PENDING_S:.0f} s of sound wait for their commit", "audio")
         if not np.isfinite(new).all():
             raise Invalid("the sound has samples that are not numbers", "audio")
-        hearing = self._hearing
+        hearing, self._before = self._hearing, None
         if hearing is None:
             self._whole.append(new)
             return
@@ -130,13 +132,15 @@ class Session:
         self._check()
         await self._stop_reading()
         self._whole.clear()
-        self._hearing = self._new_hearing()
+        self._hearing, self._before = self._new_hearing(), None
 
-    async def commit(self, id: str | None = None) -> Item:
-        """The turn is over: what was appended becomes an item of the user, the last one."""
+    async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
+        """The turn is over: what was appended becomes an item of the user, the last one. `maybe`: as far as can be
+        told; `reopen` may take it back."""
         self._check()
         if not self.pending:
             raise Invalid("there is no sound to commit", "audio")
+        self._before = (self._hearing.fork() if self._hearing is not None else None, self._whole[:]) if maybe else None
         data: AudioClip | npt.NDArray[np.float32]
         if self._hearing is not None:
             data = await asyncio.to_thread(self._hearing.finish)
@@ -147,6 +151,16 @@ class Session:
         self._hearing, self._heard = self._new_hearing(), None
         part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
         return await self.add({"role": "user", "content": [part]}, id=id)
+
+    async def reopen(self, id: str) -> None:
+        """The turn of this item, the last commit, was not over: more of its sound follows. Nothing of it is computed
+        again. Whoever has begun an answer to it has ended that before."""
+        self._check()
+        if self._before is None or self.pending:
+            raise Invalid("there is no commit to take back, or sound has come since", "audio")
+        await self.remove(id)
+        self._hearing, self._whole = self._before
+        self._before = None
 
     async def read(self) -> None:
         """Until all windows that are complete have been read ahead, as far as that goes."""
@@ -215,9 +229,12 @@ class Session:
         instructions: str | None = None,
         items: Sequence[Item] | None = None,
         remember: bool = True,
+        on_prompt: Callable[[Usage], None] | None = None,
     ) -> AsyncGenerator[Event]:
         """Answer the conversation (or, instead, `items`). Events as those of `Engine.generate`; closing the iterator
-        cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came."""
+        cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came.
+        `on_prompt` is told what is asked, on the event loop, when it is: an answer that is closed has no end to tell
+        its usage."""
         self._check()
         setting = Setting(self._engine.check(modalities, voice), instructions, tools)
         params = params or self._engine.info.defaults
@@ -228,6 +245,8 @@ class Session:
         async def build() -> BuiltPrompt:
             await self.read()  # what is being read ahead is what this needs
             prompt = await self._fitting(setting, given, params.max_text_tokens, may_drop=items is None)
+            if on_prompt is not None:
+                on_prompt(prompt_usage(prompt.ids, self._engine.model.media_tokens))
             return self._built(prompt)
 
         ask = Ask(setting.speak, voice, params, None, session=self._name, owner=self._owner)
@@ -252,7 +271,7 @@ class Session:
         self._items.clear()
         self._whole.clear()
         self._sent.clear()
-        self._hearing = None
+        self._hearing = self._before = None
 
     # -- prompts
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from stretto.control.messages import Cancel, Ended, Finish, Throttle
 from stretto.control.request import Params
 from stretto.errors import Bug, StrettoError
-from stretto.family import Model, OutputKind
+from stretto.family import MediaTokens, Model, OutputKind
 from stretto.orchestrator.events import AudioChunk, Event, Finished, FinishReason, TextDelta, Usage
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.timeline import timeline
@@ -180,15 +180,12 @@ class Ticket:
         )
 
     def _usage(self, text: Ended | None) -> Usage:
-        ids, media = self.prompt.ids, self.model.media_tokens
-        return Usage(
-            prompt_tokens=len(ids),
+        return replace(
+            prompt_usage(self.prompt.ids, self.model.media_tokens),
             text_tokens=self.ids,
             frames=self.frames,
             samples=self.samples,
             cached_tokens=text.cached if text is not None else 0,
-            audio_prompt_tokens=sum(ids.count(i) for i in media.audio),
-            image_prompt_tokens=sum(ids.count(i) for i in media.image),
             encoded_pieces=sum(e.encoded for e in self.ended.values()),
         )
 
@@ -198,6 +195,18 @@ class Ticket:
         self.failed = True
         self.events.put_nowait(error)
         self.pipeline.send(self.stages, Cancel(self.id))
+
+
+def prompt_usage(ids: Sequence[int], media: MediaTokens) -> Usage:
+    """Of a prompt that was asked, before there is an answer."""
+    return Usage(
+        prompt_tokens=len(ids),
+        text_tokens=0,
+        frames=0,
+        samples=0,
+        audio_prompt_tokens=sum(ids.count(i) for i in media.audio),
+        image_prompt_tokens=sum(ids.count(i) for i in media.image),
+    )
 
 
 def _reason(reason: str) -> FinishReason:

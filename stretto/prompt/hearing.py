@@ -8,6 +8,7 @@ One for each utterance, on one thread at a time. Memory: 51 kB for each second, 
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,6 +61,14 @@ class Hearing:
     def clip(self) -> AudioClip:
         """The complete windows, as they stand by now."""
         return AudioClip(tuple(self._piece(w) for w in self._windows))
+
+    def fork(self) -> Hearing:
+        """Another that goes on from here, for when this one is finished too early. Features are shared; what is counted
+        begins anew."""
+        other = copy(self)
+        other.changed = 0
+        other._mel, other._windows, other._tail = copy(self._mel), [copy(w) for w in self._windows], self._tail.copy()
+        return other
 
     def finish(self) -> AudioClip:
         """No more sound: all of it. Raises `MediaError` if there is too little."""

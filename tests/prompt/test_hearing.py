@@ -68,3 +68,15 @@ def test_too_little_is_refused_and_more_may_come() -> None:
         hearing.finish()
     hearing.push(np.zeros(1, np.float32))
     assert digests(hearing.finish()) == digests(AudioClip.of(mel(np.zeros(201), BINS), WINDOW))
+
+
+@given(st.integers(201, 3 * WINDOW * HOP), st.integers(0, 2 * WINDOW * HOP), st.integers(0, 9))
+def test_one_that_is_finished_leaves_its_fork_as_it_was(early: int, more: int, seed: int) -> None:
+    whole, hearing = sound(early + more, seed), Hearing(BINS, WINDOW)
+    hearing.push(whole[:early])
+    hearing.clip()
+    fork = hearing.fork()
+    assert digests(hearing.finish()) == digests(AudioClip.of(mel(whole[:early], BINS), WINDOW))
+    fork.push(whole[early:])
+    assert fork.num_samples == early + more
+    assert digests(fork.finish()) == digests(AudioClip.of(mel(whole, BINS), WINDOW))

@@ -20,6 +20,7 @@ from stretto.server.realtime.turns import RATE, START_WINDOWS, WINDOW, Signal, T
 from stretto.server.realtime.vad import Batcher, VadState
 
 IN_A_THREAD = 64 << 10  # bytes of sound that are converted elsewhere
+AT_ONCE = 256 << 10  # bytes that are heard in one go: some seconds
 SAMPLE_BYTES = 4
 OnSignal = Callable[[Signal], Awaitable[None]]
 _NOTHING = np.zeros(0, np.float32)
@@ -31,7 +32,6 @@ class Turn:
 
     start: int
     stop: int
-    sound: list[Float] = field(default_factory=list)  # what the engine has of it
 
     @property
     def start_ms(self) -> int:
@@ -58,7 +58,9 @@ class Listener:
     _detector: TurnDetector = field(init=False)
     _state: VadState = field(default_factory=VadState)
     _rest: Float = field(default_factory=lambda: _NOTHING)  # less than a window
-    _kept: list[Float] = field(default_factory=list)  # windows that the engine does not have, and may get
+    _kept: list[Float] = field(default_factory=list)  # whole windows that the engine does not have, and may get
+    _kept_size: int = 0  # samples of them
+    _paused: bool = False  # as of the last window that was looked at
     _ready: list[Float] = field(default_factory=list)  # that it gets before anything else happens
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ class Listener:
     @property
     def held(self) -> int:
         """Bytes of sound that are not part of the conversation yet."""
-        return (self.session.pending + len(self._rest) + WINDOW * len(self._kept)) * SAMPLE_BYTES
+        return (self.session.pending + len(self._rest) + self._kept_size) * SAMPLE_BYTES
 
     def configure(self, turns: Turns | None, format: FormatName) -> None:
         """New settings. What was heard stays."""
@@ -88,7 +90,12 @@ class Listener:
             self.turns = turns
 
     async def hear(self, data: bytes, on: OnSignal) -> None:
-        """More sound of the client's. `on` is called for each signal when the engine has all that belongs before it."""
+        """More sound of the client's. `on` is called for each signal when the engine has all that belongs before it. A
+        long sound is heard bit by bit, so that it does not keep the event loop from others."""
+        for at in range(0, len(data), AT_ONCE):
+            await self._hear(data[at : at + AT_ONCE], on)
+
+    async def _hear(self, data: bytes, on: OnSignal) -> None:
         if len(data) > IN_A_THREAD:
             samples = await asyncio.to_thread(self._sound.feed, data)
         else:
@@ -100,52 +107,92 @@ class Listener:
             await self._listen(samples, on)
 
     async def _listen(self, samples: Float, on: OnSignal) -> None:
-        samples = np.concatenate([self._rest, samples])
-        count = len(samples) // WINDOW
-        windows = samples[: count * WINDOW].reshape(count, WINDOW)
-        self._rest = samples[count * WINDOW :].copy()
-        for window, probability in zip(windows, await self.batcher.run(self._state, windows), strict=True):
-            self.position += WINDOW
-            self._kept.append(window.copy())  # a view would keep all of a large sound
-            was_paused = self._detector.paused
-            for signal in self._detector.feed(float(probability)) or (None,):
-                await self._step(signal, was_paused, on)
+        if len(self._rest):
+            samples = np.concatenate([self._rest, samples])
+        whole = len(samples) // WINDOW * WINDOW
+        self._rest = samples[whole:].copy()
+        probabilities = await self.batcher.run(self._state, samples[:whole].reshape(-1, WINDOW))
+        at = 0
+        for place, signals in self._signals(probabilities.tolist()):
+            self._pass(samples[at * WINDOW : place * WINDOW])
+            at = place + 1
+            self._keep(samples[place * WINDOW : at * WINDOW])
+            for signal in signals:
+                await self._step(signal, on)
+        self._pass(samples[at * WINDOW : whole])
         await self._give()
 
-    async def _step(self, signal: Signal | None, was_paused: bool, on: OnSignal) -> None:
+    def _signals(self, probabilities: list[float]) -> list[tuple[int, list[Signal]]]:
+        """The windows, by number, at which something happens."""
+        fed = ((place, self._detector.feed(p)) for place, p in enumerate(probabilities))
+        return [(place, signals) for place, signals in fed if signals]
+
+    def _pass(self, sound: Float) -> None:
+        """Windows at which nothing happens."""
+        if not len(sound):
+            return
+        self._keep(sound)
+        if self.turn is None:
+            self._trim(START_WINDOWS * WINDOW + -(-self._detector.pauses.prefix // WINDOW) * WINDOW)
+        elif not self._paused:
+            self._take_kept()
+
+    async def _step(self, signal: Signal, on: OnSignal) -> None:
+        """Something happens at the window that was kept last."""
         match signal:
             case Signal.STARTED:
-                length = min(len(self._kept) * WINDOW, self._detector.pauses.prefix + self._detector.run * WINDOW)
-                sound = np.concatenate(self._kept)[len(self._kept) * WINDOW - length :]
-                self._kept.clear()
-                self.turn = Turn(self.position - length, self.position)
+                length = min(self._kept_size, self._detector.pauses.prefix + START_WINDOWS * WINDOW)
+                self._trim(length)
+                sound = self._all_kept()
+                self.turn, self._paused = Turn(self.position - length, self.position), False
                 await on(signal)  # first of all: it may have to silence an answer
                 self._take(sound)
             case Signal.RESUMED:
+                self._paused = False
                 await on(signal)
                 self._take_kept()
             case Signal.PAUSED:
+                self._paused = True
                 self._take_kept()
                 await self._give()
                 await on(signal)
             case Signal.STOPPED:
-                await on(signal)
-                self.turn = None
-            case None if self._detector.speaking and not was_paused:
-                self._take_kept()
-            case None if not self._detector.speaking:
-                most = START_WINDOWS + -(-self._detector.pauses.prefix // WINDOW)
-                del self._kept[: max(0, len(self._kept) - most)]
+                try:
+                    await on(signal)
+                finally:
+                    self.turn = None
+
+    def _keep(self, sound: Float) -> None:
+        self.position += len(sound)
+        self._kept.append(sound.copy())  # a view would keep all of a large sound
+        self._kept_size += len(sound)
+
+    def _trim(self, most: int) -> None:
+        """Forget the oldest of what is kept, but for so many samples."""
+        while self._kept_size > most:
+            over, first = self._kept_size - most, self._kept[0]
+            if over < len(first):
+                self._kept[0] = first[over:].copy()
+                self._kept_size = most
+            else:
+                del self._kept[0]
+                self._kept_size -= len(first)
+
+    def _all_kept(self) -> Float:
+        sound = _NOTHING if not self._kept else self._kept[0] if len(self._kept) == 1 else np.concatenate(self._kept)
+        self._drop_kept()
+        return sound
+
+    def _drop_kept(self) -> None:
+        self._kept.clear()
+        self._kept_size = 0
 
     def _take_kept(self) -> None:
-        sound = np.concatenate(self._kept) if self._kept else _NOTHING
-        self._kept.clear()
-        self._take(sound)
+        self._take(self._all_kept())
 
     def _take(self, sound: Float) -> None:
         """Belongs to the turn; the engine gets it with the next `_give`."""
         if self.turn is not None and len(sound):
-            self.turn.sound.append(sound)
             self.turn.stop = self.position
             self._ready.append(sound)
 
@@ -155,18 +202,13 @@ class Listener:
             self._ready.clear()
             await self.session.append(sound)
 
-    async def restore(self) -> None:
-        """The engine no longer has the turn that is being spoken (it was committed and withdrawn): give it again."""
-        if self.turn is not None and self.turn.sound:
-            await self.session.append(np.concatenate(self.turn.sound))
-
     async def finish(self) -> None:
         """The client ends the turn: all that was heard and kept belongs to it."""
         rest = np.concatenate([self._rest, self._sound.flush()])
         self.position += len(rest)
         if self.turns is not None:
             rest = np.concatenate([*self._kept, rest])
-            self._kept.clear()
+            self._drop_kept()
             self._rest = _NOTHING
             self._detector.reset()
             self.turn = None
@@ -176,7 +218,7 @@ class Listener:
     async def clear(self) -> None:
         """Forget what is not committed."""
         self._sound.flush()
-        self._kept.clear()
+        self._drop_kept()
         self._ready.clear()
         self._rest = _NOTHING
         self._detector.reset()

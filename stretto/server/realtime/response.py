@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
@@ -40,7 +40,7 @@ class SpeechEnd:
 @dataclass(slots=True, eq=False)
 class Response:
     writer: Writer
-    start: Callable[[], AsyncGenerator[Event]]
+    start: Callable[[Callable[[Usage], None]], AsyncGenerator[Event]]  # given who is told what is asked
     outbox: Outbox
     admission: Admission
     owner: str
@@ -63,6 +63,7 @@ class Response:
     _first_text: float | None = None
     _first_audio: float | None = None
     _first_sent: float | None = None
+    _asked: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0))  # its prompt
     _tokens: int = 0
     _samples: int = 0
 
@@ -133,7 +134,7 @@ class Response:
     async def _generate(self) -> Finished | None:
         """How it ended; None if it was ended here."""
         end: Finished | None = None
-        async with aclosing(self.start()) as events:
+        async with aclosing(self.start(self._note_prompt)) as events:
             async for event in events:
                 self._note(event)
                 if isinstance(event, Finished):
@@ -157,6 +158,9 @@ class Response:
         if isinstance(event, TextDelta):
             return not event.text
         return self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND > self._tokens + 1
+
+    def _note_prompt(self, asked: Usage) -> None:
+        self._asked = asked
 
     def _note(self, event: Event) -> None:
         now = clock() - self.begun
@@ -266,7 +270,7 @@ class Response:
 
     def _usage_so_far(self) -> s.Usage:
         frames = round(self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND)
-        return told_usage(Usage(0, self._tokens, frames, self._samples))
+        return told_usage(replace(self._asked, text_tokens=self._tokens, frames=frames, samples=self._samples))
 
     def _timings(self, end: Finished | None = None) -> s.Timings:
         told = s.Timings(

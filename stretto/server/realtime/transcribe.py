@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter
 
 from stretto.control.request import Params
 from stretto.errors import StrettoError
@@ -18,6 +21,8 @@ from stretto.server.realtime.items import Entry
 
 PRIORITY = 10  # behind answers
 TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says
+MAX_WAITING = 8  # or under way, of one session
+GRACE_S = 0.25  # a client that ends its turns itself asks for the answer in a second message
 TASK = "Write down word for word what is said in the recording, in the language that is spoken. Write nothing else."
 
 
@@ -82,3 +87,46 @@ async def after_first_sound(sounded: Callable[[], asyncio.Event | None], grace: 
         await asyncio.sleep(grace)
     if (event := sounded()) is not None:
         await event.wait()
+
+
+@dataclass(slots=True, eq=False)
+class Transcriber:
+    """The transcriptions of one session, each a task."""
+
+    talk: Session
+    put: Callable[[s.ServerEvent], None]
+    sounded: Callable[[], asyncio.Event | None]  # of the answer that is being made
+    count: Counter  # by how they ended
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by item
+
+    def begin(self, wanted: Transcription | None, entry: Entry, item: Item, seconds: float) -> None:
+        """If the client wants the words of this item."""
+        if wanted is None:
+            return
+        if len(self._tasks) >= MAX_WAITING:
+            told = s.ErrorInfo("server_error", "too many transcriptions are waiting", "server_busy")
+            self.put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=told))
+            return
+
+        async def run() -> None:
+            how = "cancelled"
+            try:
+                await after_first_sound(self.sounded, GRACE_S)
+                fine = await transcribe(self.talk, wanted, entry, item, seconds, self.put)
+                how = "completed" if fine else "failed"
+            finally:
+                self._tasks.pop(entry.id, None)
+                self.count.labels(how).inc()
+
+        self._tasks[entry.id] = asyncio.create_task(run(), name="transcription")
+
+    def cancel(self, id: str) -> None:
+        if (task := self._tasks.get(id)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = set(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

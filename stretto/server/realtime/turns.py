@@ -50,11 +50,6 @@ class TurnDetector:
     _run: int = 0  # windows of speech in a row, while nobody speaks
     _silence: int = 0  # windows of silence in a row, while somebody does
 
-    @property
-    def run(self) -> int:
-        """Windows of speech that led to `STARTED`, or may."""
-        return self._run
-
     def feed(self, probability: float) -> list[Signal]:
         """The next window. More than one signal only where the short pause ends the turn."""
         return self._speech(probability) if self.speaking else self._quiet(probability)

@@ -63,16 +63,19 @@ class Ledger:
     def admit(self, idle: bool) -> None:
         """Gives rows to waiting requests, strictly in order, while rows and blocks last. `idle`: nothing is in
         flight."""
+        new: set[StageRequest] = set()
+        # Two that wait for input right behind what was found for them could else take it from each other for ever.
         while (head := self.waiting.head(self.step, self.config.patience)) is not None:
             if head.in_flight or not self._has_row():
                 return
             reuse = self.config.prefix_cache and not head.blocks
             found = search(self.pool, head, self.config.block_size) if reuse else []
             self.pool.hold(found)
-            if not self._room.for_newcomer(head, found, self.step, idle):
+            if not self._room.for_newcomer(head, found, self.step, idle, new):
                 self.pool.release(found)
                 return
             self.holdings.seat(head, found)
+            new.add(head)
             self._move(head, State.RUNNING)
             self.settle(head)  # what it lacks input of may begin right behind what was found
 

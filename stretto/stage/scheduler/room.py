@@ -4,7 +4,7 @@ thread."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from stretto.stage.request import BlockId, StageRequest, State
 from stretto.stage.scheduler.batch import Leave
@@ -32,7 +32,9 @@ class Room:
         victims = self._victims(request, step, idle, lambda other: other.order > request.order)
         self._make_room(victims, lambda _: 1)
 
-    def for_newcomer(self, head: StageRequest, found: list[BlockId], step: int, idle: bool) -> bool:
+    def for_newcomer(
+        self, head: StageRequest, found: list[BlockId], step: int, idle: bool, new: Collection[StageRequest]
+    ) -> bool:
         """Whether all known rows of `head` fit beside what the running requests need now, with a block to spare for
         each of those: otherwise it would be preempted, or preempt, at once, and a running request that lacks a block
         could lack it for ever. Running requests of a lower priority make room for it."""
@@ -42,6 +44,7 @@ class Room:
             step,
             idle and not running,
             lambda other: other.spec.priority > head.spec.priority and other.order > head.order,
+            new,
         )
         num_blocks = self._holdings.num_blocks
         own = num_blocks(head.cursor.known) - len(head.blocks) - len(found)
@@ -70,15 +73,21 @@ class Room:
         return False
 
     def _victims(
-        self, request: StageRequest, step: int, stuck: bool, may_lose: Callable[[StageRequest], bool]
+        self,
+        request: StageRequest,
+        step: int,
+        stuck: bool,
+        may_lose: Callable[[StageRequest], bool],
+        new: Collection[StageRequest] = (),
     ) -> list[StageRequest]:
         """Who gives up its blocks for `request`: those that `may_lose` allows, least urgent first. If nothing can move
-        before input arrives (`stuck`), then also those that wait for input, however urgent they are. Never one whose
-        span is in the batch being made already."""
+        before input arrives (`stuck`), then also those that wait for input, however urgent they are; but not those that
+        have just been seated (`new`). Never one whose span is in the batch being made already."""
         holders = [r for r in self._requests.values() if r.blocks and r is not request and r.last_step != step]
         holders.sort(key=by_order, reverse=True)
         losers = [r for r in holders if may_lose(r)]
-        last = [r for r in holders if stuck and r.state in (State.STARVED, State.WAITING) and r not in losers]
+        resting = (State.STARVED, State.WAITING)
+        last = [r for r in holders if stuck and r.state in resting and r not in losers and r not in new]
         return losers + last
 
     def _preempt(self, victim: StageRequest) -> None:

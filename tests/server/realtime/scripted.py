@@ -88,6 +88,7 @@ class ScriptedSession:
     _items: list[Item] = field(default_factory=list)
     expected: dict[str, Any] = field(default_factory=dict)  # of the next answer
     _open: list[Float] = field(default_factory=list)
+    _before: list[Float] | None = None
 
     @property
     def pending(self) -> int:
@@ -106,9 +107,10 @@ class ScriptedSession:
         self._check()
         self._open.clear()
 
-    async def commit(self, id: str | None = None) -> Item:
+    async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
         self._check()
         assert self.pending
+        self._before = self._open[:] if maybe else None
         samples = np.concatenate(self._open)
         self._open.clear()
         self.log.append(f"commit {len(samples)}")
@@ -121,6 +123,13 @@ class ScriptedSession:
         place = 0 if after is None else len(self._items) if after == END else self._find(after) + 1
         self._items.insert(place, item)
         return item
+
+    async def reopen(self, id: str) -> None:
+        self._check()
+        assert self._before is not None
+        assert not self.pending
+        await self.remove(id)
+        self._open, self._before = self._before, None
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -156,6 +165,8 @@ class ScriptedSession:
         try:
             if not ask.messages:
                 raise Invalid("messages is empty", "messages")
+            if (on_prompt := ask.given.get("on_prompt")) is not None:
+                on_prompt(Usage(10 * len(ask.messages), 0, 0, 0, 0, 3, 0))
             for i, event in enumerate(engine.script(ask)):
                 if engine.gate is not None:
                     await engine.gate(i)

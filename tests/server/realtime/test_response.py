@@ -35,7 +35,7 @@ def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]])
             options, engine.info, lambda e: told.append(json.loads(msgspec.json.encode(e))), conversation, "conv"
         )
 
-        def start() -> Any:
+        def start(on_prompt: Any) -> Any:
             return session.respond(modalities=("text", "audio"), params=Params())
 
         response = Response(writer, start, Outbox(5.0), Admission(8, 0), "me", lead=10.0)

@@ -393,6 +393,9 @@ def test_paths(running: Running, path: str) -> None:
 def test_large_sound_in_one_message(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
         c.manual()
+        too_much = c.send("input_audio_buffer.append", audio=b64(bytes((15 << 20) + 2)))
+        error = c.until("error")["error"]
+        assert (error["code"], error["param"], error["event_id"]) == ("invalid_value", "audio", too_much)
         c.send("input_audio_buffer.append", audio=b64(bytes(14 << 20)))
         c.send("input_audio_buffer.commit")
         c.until("conversation.item.done")

@@ -602,6 +602,24 @@ def test_nobody_is_preempted_in_vain() -> None:
     driver.check_idle()
 
 
+def test_two_that_found_their_beginning_do_not_take_the_rest_from_each_other_for_ever() -> None:
+    """Each is seated on what the cache has, lacks input right behind it, and does not fit beside the other. Making one
+    batch must end; and as their input comes, both are answered."""
+    driver = Driver(config(num_blocks=3, overlap_depth=1))
+    for id, ids in (("seed a", [1] * 5), ("seed b", [2] * 5)):
+        driver.submit(id, ids, max_new=1)
+        driver.drain()
+    a = driver.submit("a", [1] * 10, max_new=1, missing=[Span(4, 8)])
+    b = driver.submit("b", [2] * 10, max_new=1, missing=[Span(4, 8)])
+    for _ in range(4):
+        assert driver.launch() is None
+        assert {a.state, b.state} == {State.STARVED, State.WAITING}
+    driver.provide("a")
+    driver.provide("b")
+    driver.drain()
+    driver.check_idle()
+
+
 # -- ends and errors
 
 

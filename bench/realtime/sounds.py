@@ -1,0 +1,36 @@
+"""What the speakers of this benchmark say: made-up speech, no two turns alike. Imports no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.orchestrator.session import INPUT_RATE
+from tests.server.realtime.sounds import speech
+
+Samples = npt.NDArray[np.float32]
+BASE_S = 24.0
+ABOUT = "synthetic speech (harmonics of a voice, vowels that change with each syllable), no recording of a person"
+
+
+BEEP_S = 0.05
+
+
+class Clips:
+    """Turns of any length. Noise of their own makes them different, so that no cache has heard one before. Each begins
+    with a beep, its loudest sound: else one that grows louder raises the floor of its features, and the windows that
+    changes are computed again, which would be measured by chance."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._base = speech(BASE_S, seed=seed)
+        self._random = np.random.default_rng(seed)
+
+    def clip(self, seconds: float) -> Samples:
+        num = round(seconds * INPUT_RATE)
+        start = int(self._random.integers(len(self._base)))
+        said = np.resize(np.roll(self._base, -start), num)
+        noise: Samples = self._random.standard_normal(num, np.float32)
+        said += np.float32(0.003) * noise
+        beep = np.sin(2 * np.pi * 500 * np.arange(round(BEEP_S * INPUT_RATE)) / INPUT_RATE).astype(np.float32)
+        said[: len(beep)] = 0.9 * beep[:num]
+        return said

@@ -1,0 +1,88 @@
+"""The ear of a session: whatever the pieces that sound comes in, the same turns are found, with the same sound."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.server.realtime.listener import AT_ONCE, Listener
+from stretto.server.realtime.options import Turns
+from stretto.server.realtime.sound import Float
+from stretto.server.realtime.turns import WINDOW, Signal
+from stretto.server.realtime.vad import Batcher
+from tests.server.realtime.scripted import LoudnessVad, ScriptedSession, TalkEngine
+from tests.server.realtime.sounds import pcm, silence, speech
+
+Log = list[tuple[str, int, int]]
+
+
+def sound(seed: int) -> bytes:
+    """Speech with short and long pauses; more than is heard in one go."""
+    rng = random.Random(seed)
+    parts: list[Float] = []
+    for i in range(6):
+        parts += [speech(rng.uniform(0.1, 0.9), seed=i), silence(rng.choice((0.1, 0.3, 0.45, 0.8)))]
+    data = pcm(*parts)
+    return data * (1 + 2 * AT_ONCE // len(data))
+
+
+async def heard(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
+    """Signals, each with where it came and how much the engine had by then; and the sound of each turn."""
+    session: Any = ScriptedSession(TalkEngine())
+    batcher = Batcher(LoudnessVad)
+    listener = Listener(session, batcher, Turns(), "audio/pcm")
+    log: Log = []
+    turns: list[Float] = []
+
+    async def on(signal: Signal) -> None:
+        assert listener.turn is not None
+        log.append((signal.value, listener.position, session.pending))
+        if signal is Signal.STOPPED:
+            item = await session.commit()
+            turns.append(item.message["content"][0]["data"])
+            assert len(turns[-1]) == listener.turn.stop - listener.turn.start
+
+    try:
+        for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            await listener.hear(data[start:stop], on)
+    finally:
+        batcher.close()
+    return log, turns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_make_no_difference(seed: int) -> None:
+    data, rng = sound(seed), random.Random(seed)
+    by_window, sounds = asyncio.run(heard(data, list(range(3 * WINDOW, len(data), 3 * WINDOW))))
+    kinds = [kind for kind, _, _ in by_window]
+    assert {"started", "paused", "resumed", "stopped"} == set(kinds)
+    for cuts in ([], sorted(rng.sample(range(1, len(data)), 20))):
+        log, turns = asyncio.run(heard(data, cuts))
+        assert log == by_window
+        for one, other in zip(turns, sounds, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_handler_that_fails_ends_the_turn_all_the_same() -> None:
+    async def run() -> None:
+        batcher = Batcher(LoudnessVad)
+        session: Any = ScriptedSession(TalkEngine())
+        listener = Listener(session, batcher, Turns(), "audio/pcm")
+
+        async def on(signal: Signal) -> None:
+            if signal is Signal.STOPPED:
+                raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            await listener.hear(pcm(speech(0.5), silence(0.8)), on)
+        assert listener.turn is None
+        before = listener.held
+        await listener.hear(pcm(silence(5.0)), on)
+        assert listener.held <= before + 24_000, "silence is not kept"
+        batcher.close()
+
+    asyncio.run(run())
