@@ -367,6 +367,9 @@ class ModelCard(Struct, frozen=True):
     languages: tuple[str, ...] = ()
     instructions: bool = False
     cloning: bool = False
+    random_weights: bool = False  # what it says is noise
+    stages: dict[str, str] = {}  # and what each does, in words
+    max_body_bytes: int = 0
     owned_by: str = "stretto"
     object: Literal["model"] = "model"
 

@@ -3,15 +3,19 @@
 // from what arrives; the timeline replaces that when it comes.
 
 import { duration } from "./turn.js";
+import { explained, named } from "./words.js";
 
 const OURS = ["packets", "playback"]; // lanes of what arrives and is heard here
 const TONES = 6; // colours of stages in the style; after the last comes the first
 const SLOW_MS = 250; // between pictures when the reader asked for less motion
 const AXIS = 22; // pixels
 
-const READING = /^(prompt|prefill|first)/; // spans before a stage's first output
+const READING = /^(encode|prompt|prefill|first)/; // spans before a stage's first output
 const isLink = (lane) => lane.includes(">");
-const named = (lane) => lane.charAt(0).toUpperCase() + lane.slice(1).replaceAll("_", " ");
+const OURS_WORDS = {
+  packets: ["Arriving", "Pieces of sound, when they arrived in this browser and how long they play"],
+  playback: ["Playing", "Sound in hand: what has arrived and was not played yet. Red: a gap, nothing was left to play"],
+};
 
 export class Timeline {
   constructor({ canvas, lanes, source }) {
@@ -35,6 +39,7 @@ export class Timeline {
   setStages(names) {
     const stages = [...new Set(names.map((name) => name.replace(/^p\d+\./, "")))];
     if (!stages.length || stages.join() === this.stages.join()) return;
+    this.shown = []; // what they are called may have changed too
     this.stages = stages;
     this.refresh();
   }
@@ -68,8 +73,8 @@ export class Timeline {
         const kind = isLink(lane) ? "link" : OURS.includes(lane) ? lane : "stage";
         Object.assign(item.dataset, { name: lane, lane: kind, ...(kind === "stage" && { tone: tone++ % TONES }) });
         const label = document.createElement("span");
-        label.textContent = kind === "link" ? `→ ${lane.split(">")[1]}` : named(lane);
-        item.title = lane;
+        label.textContent = kind === "link" ? `→ ${lane.split(">")[1]}` : (OURS_WORDS[lane]?.[0] ?? named(lane));
+        item.title = OURS_WORDS[lane]?.[1] ?? (kind === "link" ? `On the way: ${lane.replace(">", " to ")}` : explained(lane));
         item.append(label);
         return item;
       }),
@@ -160,7 +165,7 @@ export class Timeline {
       g.fillRect(box.x, box.y, box.w, box.h);
       g.globalAlpha = 1;
       g.fillRect(box.x, box.y - h * 0.08, 2, box.h + h * 0.16);
-      const words = `Packet ${i + 1}: ${duration(packet.samples / rate)} of speech, at ${duration(packet.t)}`;
+      const words = `Piece ${i + 1}: ${duration(packet.samples / rate)} of speech, arrived at ${duration(packet.t)}`;
       this.boxes.push({ ...box, w: Math.max(6, box.w), words });
     });
   }
@@ -191,7 +196,7 @@ export class Timeline {
       g.fillStyle = color;
       g.fillRect(x(firstSound) - 1, y + 2, 2, h - 4);
     }
-    this.boxes.push({ x: 0, y, w: width, h, words: `Playback: up to ${duration(most)} in hand` });
+    this.boxes.push({ x: 0, y, w: width, h, words: `Playing: up to ${duration(most)} of sound in hand` });
   }
 
   drawNow(g, x, height, pen) {
@@ -213,12 +218,12 @@ export class Timeline {
     const turn = this.turn;
     if (!turn) return;
     this.source.textContent = turn.spans
-      ? "Stages as the server measured them."
-      : "From what arrives here; pale bars are inferred.";
-    const parts = [`${turn.words.length} pieces of text`, `${turn.packets.length} packets of speech`];
-    if (turn.firstText !== null) parts.push(`first text after ${duration(turn.firstText)}`);
-    if (turn.firstAudio !== null) parts.push(`first audio after ${duration(turn.firstAudio)}`);
-    parts.push(`${turn.underruns} underruns`);
+      ? "As the server measured it. Point at a bar to see what it is."
+      : "From what arrives here; pale bars are guesses.";
+    const parts = [`${turn.words.length} pieces of text`, `${turn.packets.length} pieces of speech`];
+    if (turn.firstText !== null) parts.push(`first words after ${duration(turn.firstText)}`);
+    if (turn.firstAudio !== null) parts.push(`first sound after ${duration(turn.firstAudio)}`);
+    parts.push(`${turn.underruns} gaps`);
     this.canvas.setAttribute("aria-label", `Timeline of the pipeline: ${parts.join(", ")}`);
   }
 }
@@ -248,7 +253,7 @@ function allSpans(turn, stages) {
 
 /** What the stages must have been doing, judged by what has arrived: the first writes, the last makes the packets. */
 function inferred(turn, stages) {
-  if (!stages.length) return [];
+  if (!stages.length || turn.nothing) return [];
   const now = turn.endedAt ?? turn.clock();
   const { firstText, firstAudio, packets, words } = turn;
   const [first, ...later] = stages;

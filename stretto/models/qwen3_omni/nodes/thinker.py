@@ -224,6 +224,8 @@ class ThinkerNode:
         try:
             with self.stage.runner.on_stream(), torch.inference_mode():
                 self.encoders.run(id)
+            if id in self.tellings:
+                self.tellings[id].journal.encoded_at = self.clock()
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as e:  # noqa: BLE001  what features that fit nothing make of the models
