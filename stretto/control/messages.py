@@ -191,6 +191,8 @@ class LinkDown(Wire, frozen=True, tag="link_down"):
 class Text(Wire, frozen=True, tag="text"):
     request: RequestId
     ids: tuple[TokenId, ...]
+    # Of each id, if the request asks: its log probability, and the likeliest ids with theirs.
+    logprobs: tuple[tuple[float, tuple[tuple[TokenId, float], ...]], ...] = ()
 
 
 class Codes(Wire, frozen=True, tag="codes"):

@@ -377,8 +377,8 @@ class PipelineEngine:
             return  # it ended here, and this was on its way
         t.progressed = time.monotonic()
         match message:
-            case Text(ids=ids):
-                t.add_text(ids)
+            case Text(ids=ids, logprobs=scored):
+                t.add_text(ids, scored)
             case Pcm(start=start, frames=frames):
                 t.add_sound(start, frames, np.frombuffer(blob, np.float32), self.config.max_buffered_s)
             case Codes(start=start, width=width):

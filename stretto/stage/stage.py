@@ -20,6 +20,7 @@ from stretto.errors import Bug, StrettoError
 from stretto.observe.recorder import Histogram, Recorder
 from stretto.stage.ahead import Ahead
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
+from stretto.stage.runner.logprobs import Scored
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.step import Step
 from stretto.stage.runner.waiter import Waiter
@@ -51,6 +52,7 @@ class Output:
     at: int
     media: MediaOutput | None
     reason: Reason | None  # the request ended here
+    logprobs: Scored | None = None  # of the token, if the request asks
 
     @property
     def error(self) -> StrettoError | None:
@@ -281,15 +283,17 @@ class Stage:
             if index in captured:
                 media = MediaOutput(step.captured.places[index], captured[index], step.captured_at)
                 self._seats[request.id].media.append(media)
-            at, row = 0, _NO_ROW
+            at, row, told = 0, _NO_ROW, None
             if token is not None:
                 at = rows[index]
                 row = columns[at]
                 self.stats.tokens += 1
                 confirm(request, row)
+                if step.logprobs is not None:
+                    told = step.logprobs.of(at)
             if outcome.published:
                 self._keep(outcome)
-            self._emit(Output(request, outcome.confirmed, token, row, step, at, media, outcome.reason))
+            self._emit(Output(request, outcome.confirmed, token, row, step, at, media, outcome.reason, told))
         for span in step.batch.spans:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:

@@ -181,7 +181,7 @@ class FrameLane(Generic[T, I]):
         self.embedding[rows] = step.embedding
         return Picked(guarded(step.codes, step.hidden))
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
         assert self.frame is not None
         pair = self.embedding.new_empty(rows.shape[0], 2, self.embedding.shape[1])
         self.model.model.fused_step(
@@ -195,4 +195,4 @@ class FrameLane(Generic[T, I]):
             self.cache,
             out=pair[:, 0],
         )
-        return self.frame(pair, rows, positions, self.frame_cache, self.embedding)
+        return Picked(self.frame(pair, rows, positions, self.frame_cache, self.embedding))
