@@ -13,6 +13,7 @@ import torch
 
 from stretto.models.qwen3_omni.load import Models
 from stretto.stage.runner import logprobs
+from stretto.stage.runner.graphs import STAGED, DecodeGraphs
 from stretto.stage.runner.logprobs import Scored
 from stretto.stage.stage import Output
 from stretto.types import SamplingParams
@@ -38,6 +39,29 @@ class Asking(Desk):
         super().collect(o)
         if o.token is not None:
             self.told[str(o.request.id)].append(o.logprobs)
+
+
+class Replays(DecodeGraphs):
+    """Graphs as a CPU can have them: a replay runs the step again and writes where the captured one wrote."""
+
+    @torch.inference_mode()
+    def capture(self, stream: object = None) -> None:
+        for key in [(size, how) for how in self.ways for size in self.sizes]:
+            run = self._prepare(key)
+            inputs, picked = run()
+            assert picked.hidden is not None
+
+            def again(run: Any = run, picked: Any = picked) -> None:
+                _, anew = run()
+                picked.tokens.copy_(anew.tokens)
+                picked.hidden.copy_(anew.hidden)
+
+            self._graphs[key] = again, (inputs, picked)  # type: ignore[assignment]
+            self._staged[key[0]] = [torch.zeros(3, key[0], dtype=torch.int64) for _ in range(STAGED)]
+
+    def run(self, graph: Any) -> None:
+        self.replayed = getattr(self, "replayed", 0) + 1
+        graph()
 
 
 def options(i: int) -> Options:
@@ -97,6 +121,24 @@ def test_as_the_reference_has_it(
             assert len(best) == count
             assert [v for _, v in best] == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
             assert [v for _, v in best] == pytest.approx([float(row[id]) for id, _ in best], abs=1e-4)
+
+
+def test_from_captured_steps(models: Models, oracle: Any, plain: dict[str, list[int]]) -> None:
+    """Padded to the graphs' sizes, beside others, and with hidden rows that the next replay writes over."""
+    desk = Asking(models, "thinker")
+    graphs = desk.stage.runner.graphs = Replays(desk.lane, sizes=(1, 4, 8))
+    graphs.capture()
+    for i, count in enumerate(ASKS):
+        ask(desk, models, i, count)
+    desk.run()
+    assert graphs.replayed > 5
+    assert desk.tokens == plain
+    for i, count in enumerate(ASKS):
+        if count is None:
+            continue
+        wanted = reference(oracle, models, i, desk.tokens[str(i)])
+        found = [scored[0] for scored in desk.told[str(i)] if scored is not None]
+        assert found == pytest.approx([float(r[t]) for r, t in zip(wanted, desk.tokens[str(i)], strict=True)], abs=1e-4)
 
 
 def test_in_a_batch_as_alone(models: Models) -> None:
