@@ -37,6 +37,7 @@ export class Reading {
     const described = !model.voices.length && !model.cloning;
     $("question").placeholder = "Write what is to be read…";
     $("question-label").textContent = "The text";
+    $("voice-label").hidden = described;
     $("manner").hidden = !model.instructions;
     if (described) $("manner").placeholder = "Describe the voice: an old man, warm, unhurried…";
     $("manner").value = stored(localStorage, "stretto-manner");

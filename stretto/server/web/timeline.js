@@ -244,12 +244,8 @@ function lanesOf(stages, spans) {
   return [...lanes, ...links];
 }
 
-/** The server's spans, and for lanes it said nothing about what can be inferred. */
-function allSpans(turn, stages) {
-  const told = turn.spans ?? [];
-  const lanes = new Set(told.map((span) => span.lane));
-  return [...told, ...inferred(turn, stages).filter((span) => !lanes.has(span.lane))];
-}
+/** The server's spans or, before they come, what can be inferred. */
+const allSpans = (turn, stages) => turn.spans ?? inferred(turn, stages);
 
 /** What the stages must have been doing, judged by what has arrived: the first writes, the last makes the packets. */
 function inferred(turn, stages) {
