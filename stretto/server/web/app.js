@@ -1,5 +1,6 @@
 // The page: joins the parts. It keeps two things of its own: what is being answered now, and what is being played.
 
+import { announce } from "./announcer.js";
 import { ApiError, Unreachable, chat, speech } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { joinFloats } from "./audio.js";
@@ -17,7 +18,7 @@ import { store, stored } from "./storage.js";
 import { TalkButton } from "./talkbutton.js";
 import { cycleTheme, nameTheme } from "./themes.js";
 import { Timeline } from "./timeline.js";
-import { explainFailure } from "./trouble.js";
+import { OWN_ACCORD, explainFailure, explainState } from "./trouble.js";
 import { Turn } from "./turn.js";
 import { setStageWords } from "./words.js";
 
@@ -71,10 +72,7 @@ function remember() {
 
 // --- the server's state ----------------------------------------------------------------------------------------------
 
-// Notices about the connection, which come and go by themselves. Others stay: they hold a question's "Try again".
-const OURS = ["loading", "disconnected", "draining", "dead", "unauthorized", "error"];
-
-let lastTold = ""; // the latest of them
+let lastTold = ""; // the latest notice about the connection
 
 function onConnection(found) {
   const before = server;
@@ -84,24 +82,14 @@ function onConnection(found) {
   timeline.setStages(Object.keys(stages));
   if (state === "ready") {
     lastTold = "";
-    if (OURS.includes(notice.about)) notice.hide();
+    if (OWN_ACCORD.includes(notice.about)) notice.hide();
     if (model && before.model?.name !== model.name) showModel(model);
     if (waiting) answer(waiting);
     return;
   }
   if (current) return; // the answer itself will tell
-  if (notice.about && !OURS.includes(notice.about)) return;
-  const told = {
-    loading: {
-      title: "The model is loading.", stages, calm: true,
-      text: waiting ? "Your question is asked as soon as it is ready." : "You can ask already.",
-    },
-    draining: { title: "The server is shutting down.", text: "It takes no new questions.", advice: "The page reconnects by itself." },
-    dead: { title: "The server has stopped working.", text: error ?? "", advice: "See its log; it may need a restart." },
-    disconnected: { title: "No connection to the server.", text: "It may have been stopped, or the network is away.", advice: "The page keeps trying and reconnects by itself." },
-    unauthorized: { title: "This server asks for a key.", text: apiKey() ? (error ?? "") : "", key: true },
-    error: { title: "The server answered with an error.", text: error ?? "" },
-  }[state];
+  if (notice.about && !OWN_ACCORD.includes(notice.about)) return;
+  const told = explainState(state, { stages, error, waits: waiting !== null, hasKey: apiKey() !== "" });
   // Told once: a notice built anew would take the focus away, be read out again, and undo the reader's "Dismiss".
   const words = JSON.stringify(told);
   if (told && words !== lastTold) {
@@ -116,6 +104,7 @@ function showModel(model) {
   $("voice").value = model.voices.includes(chosen) ? chosen : (model.defaultVoice ?? "");
   $("voice").disabled = !model.voices.length;
   setStageWords(model.stages);
+  timeline.rename();
   setLimits({ kinds: model.inputs, bytes: model.maxBytes });
   attachments.enabled = !model.reads && accepted() !== "";
   $("attach").hidden = !attachments.enabled;
@@ -301,17 +290,6 @@ function soundIsBlocked() {
     about: "sound", title: "The browser holds the sound back.", text: "It wants a click first.", calm: true,
     retry: () => player.context.resume(),
   });
-}
-
-let announced = 0;
-
-/** Tell screen readers whole sentences, not every token. */
-function announce(text, all = false) {
-  if (text.length < announced) announced = 0;
-  const end = all ? text.length : Math.max(...[". ", "! ", "? ", "\n"].map((mark) => text.lastIndexOf(mark))) + 1;
-  if (end <= announced) return;
-  $("announcer").textContent = text.slice(announced, end);
-  announced = all ? 0 : end;
 }
 
 // --- figures ---------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ export class Conversation {
     entry.question.text = text;
     entry.heard ??= entry.asked.appendChild(make("p"));
     entry.heard.dataset.testid = "heard";
-    entry.heard.textContent = text;
+    entry.heard.textContent = text.trimStart();
     this.onChange();
     this.scroll(false);
   }

@@ -57,6 +57,7 @@ function writeParts(parts) {
       writes = false;
       [label, title] = ["Prefill", `${explained(part.stage)}. Here: reading, up to the first word`];
     }
+    if (part.stage && part.seconds < 0.0005) title += ". It was done before the pause was over";
     const item = Object.assign(document.createElement("li"), { title });
     item.dataset.part = part.name === "stage" ? part.stage : part.name;
     item.dataset.tone = i % 6;

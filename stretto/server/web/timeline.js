@@ -39,8 +39,13 @@ export class Timeline {
   setStages(names) {
     const stages = [...new Set(names.map((name) => name.replace(/^p\d+\./, "")))];
     if (!stages.length || stages.join() === this.stages.join()) return;
-    this.shown = []; // what they are called may have changed too
     this.stages = stages;
+    this.refresh();
+  }
+
+  /** What stages are called or do has changed. */
+  rename() {
+    this.shown = [];
     this.refresh();
   }
 

@@ -1,5 +1,5 @@
-// What went wrong with an answer, in words for the reader: what a notice shows, with `retry` where asking again makes
-// sense and `check` where the server's health is to be looked at.
+// What went wrong, in words for the reader: what a notice shows, with `retry` where asking again makes sense and `check`
+// where the server's health is to be looked at.
 
 import { Unreachable } from "./api.js";
 
@@ -36,4 +36,22 @@ export function explainFailure(error, { retries, ready, stages, reads }) {
     return { about: "failed", title: `The server refused the ${thing}.`, text, advice };
   }
   return { about: "failed", title: reads ? "The reading failed." : "The answer failed.", text, advice: "What had arrived is kept.", retry: true };
+}
+
+/** Notices about the connection, which come and go by themselves. Others stay: they hold a question's "Try again". */
+export const OWN_ACCORD = ["loading", "disconnected", "draining", "dead", "unauthorized", "error"];
+
+/** A server that is not ready; `waits`: a question is asked when it is. Undefined where there is nothing to tell. */
+export function explainState(state, { stages, error, waits, hasKey }) {
+  return {
+    loading: {
+      title: "The model is loading.", stages, calm: true,
+      text: waits ? "Your question is asked as soon as it is ready." : "You can ask already.",
+    },
+    draining: { title: "The server is shutting down.", text: "It takes no new questions.", advice: "The page reconnects by itself." },
+    dead: { title: "The server has stopped working.", text: error ?? "", advice: "See its log; it may need a restart." },
+    disconnected: { title: "No connection to the server.", text: "It may have been stopped, or the network is away.", advice: "The page keeps trying and reconnects by itself." },
+    unauthorized: { title: "This server asks for a key.", text: hasKey ? (error ?? "") : "", key: true },
+    error: { title: "The server answered with an error.", text: error ?? "" },
+  }[state];
 }

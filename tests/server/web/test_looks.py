@@ -200,12 +200,23 @@ def answering(tab: Tab, server: FakeServer) -> None:
 
 
 def recording(tab: Tab, server: FakeServer) -> None:
-    """It can be dropped by a button, and begun again."""
+    """With the microphone that was chosen; it can be dropped by a button, and begun again."""
+    tab.click("open-settings")
+    tab.until("document.querySelectorAll('#microphone option').length > 1")
+    chosen = tab.eval("document.querySelector('#microphone').options[1].value")
+    tab.do(tab.at("microphone").select_option(chosen))
+    tab.click("close-settings")
+    tab.eval(
+        "(() => { const real = navigator.mediaDevices.getUserMedia;"
+        " navigator.mediaDevices.getUserMedia = (asked) => ((window.asked = asked),"
+        " real.call(navigator.mediaDevices, asked)); })()"
+    )
     for again in (True, False):
         tab.click("mic")
         tab.until("strettoStats().recording && document.querySelector('#recording-text').textContent !== 'Listening'")
         assert tab.visible("cancel")
         if again:
+            assert tab.eval("asked.audio.deviceId.exact") == chosen
             tab.click("cancel")
             tab.until("!strettoStats().recording")
             assert not tab.visible("recording")
@@ -230,15 +241,26 @@ def conversing(tab: Tab, _: FakeServer) -> None:
 
 
 def remembered(tab: Tab, server: FakeServer) -> None:
-    """What was said is still there after a reload, and goes along with the next question."""
+    """What was said is still there after a reload, can be copied, and goes along with the next question. A new
+    conversation forgets it."""
     answered(tab, server)
     tab.play_out()
     tab.do(tab.page.reload())
     tab.until(READY)
     assert server.script.text in tab.text("answer")
+    tab.do(tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"]))
+    tab.click("copy")
+    tab.until(f"navigator.clipboard.readText().then((words) => words === {server.script.text!r})")
     tab.ask("And then?")
     tab.until(DONE)
     assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
+    kept = tab.eval("localStorage['stretto-history']")
+    assert len(json.loads(kept)) == 2
+    tab.click("new")
+    assert tab.eval("localStorage['stretto-history'] ?? null") is None
+    tab.eval(f"localStorage['stretto-history'] = {kept!r}")
+    tab.do(tab.page.reload())
+    tab.until(f"{READY} && strettoStats().turns.length === 2")
 
 
 def noise(tab: Tab, server: FakeServer) -> None:
