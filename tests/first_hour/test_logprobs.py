@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from stretto.models.qwen3_omni.config import OmniConfig
 from tests.server.conftest import Running
 
 ASK = [{"role": "user", "content": "How are you?"}]
@@ -59,6 +60,26 @@ def test_several_answers_spoken_ones_and_stops(real: Running) -> None:
     told = b"".join(bytes(t.bytes) for t in stopped.logprobs.content).decode(errors="replace")
     assert told.startswith(stopped.message.content)
     assert text[3:5] in told
+
+
+def test_the_end_token_is_not_told(real: Running, tiny_config: OmniConfig) -> None:
+    """Though it is drawn, and counted."""
+    ends = {"logit_bias": {str(tiny_config.tokens.im_end): 100}, "extra_body": {"min_tokens": 3}}
+    answer = create(real, logprobs=True, **ends)
+    assert answer.usage.completion_tokens == 4
+    assert [t.bytes is not None for t in answer.choices[0].logprobs.content] == [True] * 3
+
+
+def test_words_that_are_dropped_have_tokens_all_the_same(real: Running) -> None:
+    """The token that completes a stop string adds nothing to the answer, and comes with its end."""
+    tokens = [t.token for t in create(real, temperature=0, logprobs=True).choices[0].logprobs.content]
+    stop = next(t for i, t in enumerate(tokens) if i and t.strip() and t not in "".join(tokens[:i]))
+    whole = create(real, temperature=0, logprobs=True, stop=stop).choices[0]
+    told = []
+    for chunk in create(real, temperature=0, logprobs=True, stop=stop, stream=True):
+        told += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    assert [t.token for t in told] == [t.token for t in whole.logprobs.content]
+    assert told[-1].token == stop
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,19 @@ def test_the_parts_of_a_live_answer(tab: Tab) -> None:
     assert tab.eval(made.replace("MAKING", "0.04")) == early
 
 
+def test_what_is_kept_has_an_end(tab: Tab) -> None:
+    """The oldest go first; what makes no sense is nothing."""
+    kept = """import('/kept.js').then(({keep, recall}) => {
+      keep(Array.from({length: 60}, (_, i) => ({asked: `${i}`, files: "", answer: "x".repeat(i < 50 ? 10 : 9000)})));
+      const found = recall().map((one) => one.asked);
+      localStorage["stretto-history"] = '[{"asked": 3}, "x"';
+      return [found, recall().length];
+    })"""
+    assert tab.eval(kept) == [[str(i) for i in range(20, 60)], 0]
+    longer = kept.replace("9000", "30000")
+    assert tab.eval(longer) == [["57", "58", "59"], 0]
+
+
 def test_text_only(tab: Tab, server: FakeServer) -> None:
     tab.eval("document.querySelector('#speak').checked = false")
     tab.ask("In writing, please.")
