@@ -242,13 +242,6 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
         [LOOKS + "test_nothing_sticks_out[attached]"],
     ),
     (
-        "the composer is as wide as its widest line",
-        STYLE,
-        "display: grid; grid-template-columns: minmax(0, 1fr); gap: 6px;",
-        "display: grid; gap: 6px;",
-        [LOOKS + "test_nothing_sticks_out[reading]"],
-    ),
-    (
         "the timing is open at first",
         "stretto/server/web/app.js",
         '=== "open";',
