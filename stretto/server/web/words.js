@@ -6,7 +6,7 @@ export function setStageWords(words) {
   told = words ?? {};
 }
 
-/** "code2wav" -> "Code2wav" */
+/** "a_stage" -> "A stage" */
 export const named = (lane) => lane.charAt(0).toUpperCase() + lane.slice(1).replaceAll("_", " ");
 
 /** What a stage does, in a sentence; its name if the server does not say. */
