@@ -107,6 +107,8 @@ ToHost = LifeToHost | Features | Admit | Supply | Say | Cancel | Finish | Thrott
 class Text(Wire, frozen=True, tag="text"):
     request: RequestId
     ids: tuple[TokenId, ...]
+    # Of each id, if the request asks: its log probability, and the likeliest ids with theirs.
+    logprobs: tuple[tuple[float, tuple[tuple[TokenId, float], ...]], ...] = ()
 
 
 class Codes(Wire, frozen=True, tag="codes"):
@@ -142,6 +144,7 @@ class Ended(Wire, frozen=True, tag="ended"):
     cached: int = 0
     chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
     encoded: int = 0  # pieces of media that it ran through its encoders
+    encoded_at: float = 0.0  # when the last of them was handed to the device; on a CPU, when it was done
 
 
 class Working(Wire, frozen=True, tag="working"):

@@ -30,6 +30,7 @@ from stretto.orchestrator.events import (
     Progress,
     TextDelta,
     TimelineSpan,
+    TokenLogprob,
     Usage,
 )
 from stretto.prompt.jobs import Conversation, Outlined, Windows
@@ -53,6 +54,7 @@ __all__ = [
     "Progress",
     "TextDelta",
     "TimelineSpan",
+    "TokenLogprob",
     "Usage",
 ]
 

@@ -25,6 +25,7 @@ from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lac
 from stretto.control.request import PLAIN, Manner, Params
 from stretto.control.settings import EngineConfig, check_model
 from stretto.device import cards
+from stretto.embedded import is_random
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.named import load
@@ -65,7 +66,12 @@ class PipelineEngine:
         self.builder: Builder = load(m.builder)(model)
         self._threads = InThreads(self.builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
-        self._info = replace(m.info, max_positions=min(m.info.max_positions, config.host.max_context))
+        self._info = replace(
+            m.info,
+            max_positions=min(m.info.max_positions, config.host.max_context),
+            stages={s.name: s.does for s in m.pipeline.stages},
+            random_weights=config.host.load_format == "dummy" or is_random(model),
+        )
         self._trace = TraceWriter(Path(config.trace_dir)) if config.trace_dir is not None else None
         shared = Cards()
         self._launcher = launcher
@@ -318,8 +324,8 @@ class PipelineEngine:
             return  # it ended here, and this was on its way
         t.progressed = time.monotonic()
         match message:
-            case Text(ids=ids):
-                t.add_text(ids)
+            case Text(ids=ids, logprobs=scored):
+                t.add_text(ids, scored)
             case Pcm(start=start, frames=frames):
                 t.add_sound(start, frames, np.frombuffer(blob, np.float32), self.config.max_buffered_s)
             case Codes(start=start, width=width):

@@ -14,9 +14,21 @@ EngineState = Literal["loading", "ready", "draining", "dead"]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was, before all that a request may do to that (penalties, temperature, grammars)."""
+
+    id: int
+    token: str  # what it says, or what a special token is called
+    said: bytes | None  # what it adds to the text, which may be part of a character; None for special tokens
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest in its place, the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     ids: tuple[int, ...]
     text: str  # may be empty: an id can be half a character, or a special token
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each id, where `Params.logprobs` asks for them
 
 
 @dataclass(frozen=True, slots=True, eq=False)

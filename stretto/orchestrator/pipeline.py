@@ -138,4 +138,7 @@ def by_our_clock(message: Ended, offset: float) -> Ended:
     if not offset:
         return message
     marks, chunks = (tuple(t - offset for t in times) for times in (message.marks, message.chunks))
-    return msgspec.structs.replace(message, begun=message.begun - offset, marks=marks, chunks=chunks)
+    encoded = message.encoded_at - offset if message.encoded_at else 0.0
+    return msgspec.structs.replace(
+        message, begun=message.begun - offset, marks=marks, chunks=chunks, encoded_at=encoded
+    )

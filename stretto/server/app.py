@@ -150,6 +150,9 @@ class Routes:
             languages=i.languages,
             instructions=i.instructions,
             cloning=i.cloning,
+            random_weights=i.random_weights,
+            stages=dict(i.stages),
+            max_body_bytes=self.service.config.max_body_bytes,
         )
 
     async def health(self, request: Request) -> Response:

@@ -19,7 +19,7 @@ from msgspec import UNSET
 from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
+from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
 from stretto.prompt.jobs import Conversation, references
 from stretto.prompt.template import check_variables
 from stretto.server import codecs
@@ -38,13 +38,16 @@ from stretto.server.schema import (
     ChatResponse,
     ChatUsage,
     Choice,
+    ChoiceLogprobs,
     ChunkChoice,
     CompletionDetails,
+    ContentLogprob,
     Delta,
     Message,
     PromptDetails,
     ToolCall,
     ToolCallDelta,
+    TopLogprob,
 )
 from stretto.server.service import Service
 from stretto.server.several import together
@@ -212,6 +215,7 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
     first = answers[0]
     visit = first.exchange.visit
     parts: list[list[str | Call]] = [[] for _ in answers]
+    told: list[list[TokenLogprob]] = [[] for _ in answers]
     sound: list[bytes] = []
     ends: dict[int, Finished] = {}
     async for i, event in events:
@@ -219,6 +223,7 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
         match event:
             case TextDelta():
                 parts[i] += answers[i].parse(event.text)
+                told[i] += event.logprobs
             case AudioChunk() if not answers[i].calling:
                 sound.append(event.pcm16())
             case Finished():
@@ -228,7 +233,8 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
     choices = []
     for i, answer in enumerate(answers):
         message = await whole_message(answer, parts[i] + answer.parse_rest(), b"".join(sound))
-        choices.append(Choice(message, answer.reason(ends[i]), i))
+        chances = logprobs_of(told[i]) if first.request.logprobs else None
+        choices.append(Choice(message, answer.reason(ends[i]), i, chances))
     await first.exchange.reply(
         ChatResponse(
             id=first.id,
@@ -238,6 +244,23 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
             usage=chat_usage([ends[i].usage for i in range(len(answers))]),
             stretto=report(ends[0], visit, bool(first.request.timeline)),
         )
+    )
+
+
+def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+    """In OpenAI's form, in which a token that ends the answer has no place: what is told is what was said."""
+
+    def letters(token: TokenLogprob) -> list[int] | None:
+        return None if token.said is None else list(token.said)
+
+    return ChoiceLogprobs(
+        [
+            ContentLogprob(
+                t.token, t.logprob, letters(t), [TopLogprob(best.token, best.logprob, letters(best)) for best in t.top]
+            )
+            for t in told
+            if t.said is not None
+        ]
     )
 
 
@@ -263,6 +286,7 @@ async def stream_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[
         note(event, visit)
         match event:
             case TextDelta():
+                writers[i].told += event.logprobs
                 await writers[i].words(answers[i].parse(event.text))
             case AudioChunk():
                 if not answers[i].calling:
@@ -283,6 +307,7 @@ class Writer:
     transcript: list[str] = field(default_factory=list)
     num_calls: int = 0
     begun: bool = False
+    told: list[TokenLogprob] = field(default_factory=list)  # of tokens whose words have not left
     _pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
 
     @property
@@ -298,9 +323,9 @@ class Writer:
                 self.num_calls += 1
             elif self.spoken:
                 self.transcript.append(part)
-                await self._delta(Delta(audio=AudioDelta(transcript=part)))
+                await self._delta(Delta(audio=AudioDelta(transcript=part)), self._take_told())
             else:
-                await self._delta(Delta(content=part))
+                await self._delta(Delta(content=part), self._take_told())
 
     async def sound(self, pcm: bytes) -> None:
         await self._begin()
@@ -313,7 +338,8 @@ class Writer:
             await self._sound(self._pieces.finish())
             await self._delta(Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript)))))
         made = report(end, answer.exchange.visit, bool(answer.request.timeline))
-        await self._send([ChunkChoice(Delta(), answer.reason(end), answer.index)], stretto=made)
+        # Words may have been held back and dropped (a stop string, a function's call): their tokens are told here.
+        await self._send([ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_told())], stretto=made)
 
     async def close(self, usage: Sequence[Usage]) -> None:
         """All answers are written."""
@@ -344,8 +370,14 @@ class Writer:
         for part in slices(data):
             await self._delta(Delta(audio=AudioDelta(data=part)))
 
-    async def _delta(self, delta: Delta) -> None:
-        await self._send([ChunkChoice(delta, index=self.answer.index)])
+    def _take_told(self) -> ChoiceLogprobs | None:
+        """Of the tokens up to here. A token whose words wait for others' is told with those."""
+        told, self.told = self.told, []
+        found = logprobs_of(told)
+        return found if found.content else None
+
+    async def _delta(self, delta: Delta, logprobs: ChoiceLogprobs | None = None) -> None:
+        await self._send([ChunkChoice(delta, index=self.answer.index, logprobs=logprobs)])
 
     async def _send(self, choices: list[ChunkChoice], **extra: Any) -> None:
         a = self.answer

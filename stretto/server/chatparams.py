@@ -22,8 +22,7 @@ def refuse_unsupported(request: ChatRequest) -> None:
     r = request
     refused: list[tuple[str, bool, str]] = [
         ("n", (r.n or 1) > 1 and "audio" in (r.modalities or ()), "one answer is spoken per request"),
-        ("logprobs", bool(r.logprobs), "log probabilities are not reported"),
-        ("top_logprobs", bool(r.top_logprobs), "log probabilities are not reported"),
+        ("top_logprobs", r.top_logprobs is not None and not r.logprobs, "only allowed when logprobs is true"),
         ("functions", r.functions not in (ABSENT, _EMPTY), "use tools"),
         ("function_call", r.function_call not in (ABSENT, NONE, _AUTO), "use tools"),
         ("prediction", r.prediction != ABSENT, "predicted output is not supported"),
@@ -65,6 +64,7 @@ def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, gramm
         "ignore_eos": r.ignore_eos,
         "min_text_tokens": r.min_tokens,
         "min_frames": r.min_audio_frames,
+        "logprobs": (r.top_logprobs or 0) if r.logprobs else None,
     }
     check_lengths(r.min_tokens, longest or defaults.max_text_tokens, "min_tokens")
     check_lengths(r.min_audio_frames, r.max_audio_frames or defaults.max_frames, "min_audio_frames")

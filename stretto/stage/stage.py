@@ -19,6 +19,7 @@ from stretto.stage.ahead import Ahead
 from stretto.stage.counters import StageStats
 from stretto.stage.mediarows import MediaOutput, PayloadStore
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
+from stretto.stage.runner.logprobs import Scored
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.step import Step
 from stretto.stage.runner.waiter import Waiter
@@ -38,6 +39,7 @@ class Output:
     row: Sequence[int]  # all columns of the token (a frame's codes); empty without a token
     media: MediaOutput | None
     reason: Reason | None  # the request ended here
+    logprobs: Scored | None = None  # of the token, if the request asks
 
     @property
     def error(self) -> StrettoError | None:
@@ -202,15 +204,18 @@ class Stage:
             if index in captured:
                 media = MediaOutput(step.captured.places[index], captured[index], step.captured_at)
                 self._seats[request.id].media.append(media)
-            row = _NO_ROW
+            row, told = _NO_ROW, None
             if token is not None:
-                row = columns[rows[index]]
+                at = rows[index]
+                row = columns[at]
                 self.stats.tokens += 1
                 confirm(request, row)
+                if step.logprobs is not None:
+                    told = step.logprobs.of(at)
             if outcome.published:
                 handed, attach = self._seats[request.id].media, self.scheduler.attach_payload
                 self.store.keep(outcome.published, handed, self.runner.joined, attach)
-            self._emit(Output(request, outcome.confirmed, token, row, media, outcome.reason))
+            self._emit(Output(request, outcome.confirmed, token, row, media, outcome.reason, told))
         for span in step.batch.spans:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:

@@ -21,9 +21,9 @@ from stretto.models.qwen3_omni.params import stage_params
 PIPELINE = PipelineSpec(
     build="stretto.models.qwen3_omni.host:build",
     stages=(
-        StageSpec("thinker", encodes_media=True, decides="text"),
-        StageSpec("talker", decides="audio", each="frame"),
-        StageSpec("code2wav", first="first frame", each="packet"),
+        StageSpec("thinker", "reads the question and writes the answer", encodes_media=True, decides="text"),
+        StageSpec("talker", "turns the words into codes of speech", decides="audio", each="frame"),
+        StageSpec("code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet"),
     ),
     links=(LinkSpec("thinker", "talker"), LinkSpec("talker", "code2wav")),
     paths={

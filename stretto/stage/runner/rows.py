@@ -17,6 +17,7 @@ from stretto.kernels.sampling import SamplingRows, signed
 from stretto.layers.upload import to_device
 from stretto.stage.request import BlockId
 from stretto.stage.runner.columns import BiasColumns, MaskColumns
+from stretto.stage.runner.logprobs import Head
 from stretto.types import SamplingParams
 
 
@@ -66,6 +67,7 @@ class DeviceRows:
         self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
         self.masks: MaskColumns | None = None  # of a lane that takes guided requests
         self.bias: BiasColumns | None = None
+        self.head: Head | None = None  # of a lane that tells how likely its tokens were
 
     def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
         """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty, and

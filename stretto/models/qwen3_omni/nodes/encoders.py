@@ -135,16 +135,16 @@ class Encoders:
         """When the next part is to be encoded, by the loop's clock."""
         return self._rests_ns if self.due is not None else None
 
-    def turn(self) -> bool:
-        """Encode a part of one request's media, if it is time for it. True: it was."""
+    def turn(self) -> RequestId | None:
+        """Encode a part of one request's media, if it is time for it. Of which request it was."""
         now, due = self.clock(), self.due
         if due is None or now < self._rests_ns:
-            return False
+            return None
         others = self.num_requests() > self.num_due
         self._encode(due)
         # Others have the time between two parts, and more of it than the parts take.
         self._rests_ns = self.clock() + (OTHERS * (self.clock() - now) if others else 0)
-        return True
+        return due
 
     def _encode(self, id: RequestId) -> None:
         self.report(Working(id, self.stage.name), b"")

@@ -33,6 +33,7 @@ from stretto.stage.links import Outlet
 from stretto.stage.mediarows import MediaOutput
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
+from stretto.stage.runner.logprobs import Scored
 from stretto.stage.stage import Emit, Output, Stage
 from stretto.types import Mark, RequestId, Span
 
@@ -50,6 +51,7 @@ class Telling:
     left: int = 0  # tokens that have left
     left_at: float = 0.0  # when the last ones did
     tokens: list[int] = field(default_factory=list)  # that have not
+    logprobs: list[Scored] = field(default_factory=list)  # of these, if they are asked for
 
     def due(self, now: float) -> bool:
         return len(self.tokens) >= min(TEXT_GROUP, 1 + self.left // 2) or now - self.left_at >= TEXT_WAIT_S
@@ -126,6 +128,7 @@ class ThinkerNode:
             priority=a.priority,
             needs_payload=params.speak,
             guide=guide_of(params, grammar),
+            logprobs=params.logprobs,
             cache_root=a.cache_root,
         )
         salts, missing = thinker_salts(pieces), missing_runs(pieces)
@@ -173,7 +176,9 @@ class ThinkerNode:
             except StrettoError as error:
                 self._fail(known.admit.request, error)
         encoded = self.encoders.turn()
-        return self.stage.turn() or encoded
+        if encoded in self.tellings:
+            self.tellings[encoded].journal.encoded_at = self.clock()
+        return self.stage.turn() or encoded is not None
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         self.cancel(id)
@@ -189,6 +194,8 @@ class ThinkerNode:
         if o.token is not None:
             journal.mark(now)
             telling.tokens.append(o.token)
+            if o.logprobs is not None:
+                telling.logprobs.append(o.logprobs)
             if len(journal.marks) == 1:
                 journal.cached = self.stage.num_cached(id)
                 journal.encoded = self.encoders.proven(id)
@@ -215,9 +222,9 @@ class ThinkerNode:
 
     def _tell(self, id: RequestId, telling: Telling, now: float) -> None:
         if telling.tokens:
-            self.report(Text(id, tuple(telling.tokens)), b"")
+            self.report(Text(id, tuple(telling.tokens), tuple(telling.logprobs)), b"")
             telling.left, telling.left_at = telling.left + len(telling.tokens), now
-            telling.tokens = []
+            telling.tokens, telling.logprobs = [], []
 
     def _forward(self, request: StageRequest, ready: int, mark: Mark, media: MediaOutput | None) -> None:
         """Rows that the talker may have: the id at each position, and media rows."""
