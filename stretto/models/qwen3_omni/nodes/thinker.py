@@ -176,9 +176,10 @@ class ThinkerNode:
             except StrettoError as error:
                 self._fail(known.admit.request, error)
         encoded = self.encoders.turn()
-        if encoded in self.tellings:
-            self.tellings[encoded].journal.encoded_at = self.clock()
-        return self.stage.turn() or encoded is not None
+        for id in encoded:
+            if id in self.tellings:
+                self.tellings[id].journal.encoded_at = self.clock()
+        return self.stage.turn() or bool(encoded)
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         self.cancel(id)
