@@ -80,7 +80,7 @@ class Taker:
         uploader = HostToDevice(device, switches, ThinkerRows.HOST)
         self.incoming = Incoming(receiver, "bench", self.woken.release, uploader=uploader)
         self.inlet = Inlet("bench", ThinkerRows, self._read, self._fail)
-        self.inlet.attach(self.incoming)
+        self.inlet.away.attach(self.incoming)
         self.incoming.start()
         self.last = torch.zeros(max(SENT.values()), dtype=torch.bfloat16, device=device)
         self.got, self.over = 0, False
@@ -134,7 +134,7 @@ class Link:
         self.outgoing = Outgoing(sender, "bench", self.woken.release, stream=own, async_d2h=switches.async_d2h)
         self.outgoing.start()
         self.outlet = Outlet("bench", ThinkerRows)
-        self.outlet.attach(self.outgoing)
+        self.outlet.away.attach(self.outgoing)
         self.id = RequestId("")
 
     def begin(self) -> None:

@@ -33,6 +33,7 @@ from bench.harness.listening import Listeners, Listening, highest, smooth
 from bench.harness.results import arguments, parser, write
 from bench.harness.workload import WORKLOADS, Workload
 from stretto.client.bench import Bench, Closed, Level, Load, Open, Send, SystemClock, Targets
+from stretto.client.player import Packet, play
 from stretto.client.report import rates, record, table
 from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.control.request import Manner
@@ -245,12 +246,21 @@ async def idle(engine: PipelineEngine) -> float:
 def result(args: argparse.Namespace, config: EngineConfig, runs: list[tuple[Workload, Level]]) -> dict[str, Any]:
     env = describe()
     levels = record([level for _, level in runs], PREBUFFERS, {}, {}, env["date"])["levels"]
-    for (workload, _), level in zip(runs, levels, strict=True):
+    for (workload, ran), level in zip(runs, levels, strict=True):
         level["workload"] = workload.name
-        level["load"]["kind"] = "listening" if "answer_s" in level["load"] else level["load"]["kind"]
+        if "answer_s" in level["load"]:
+            level["load"]["kind"] = "listening"
+            for told, sample in zip(level["samples"], ran.samples, strict=True):
+                told |= {"packets": len(sample.packets), "played": played(sample.packets)}
         level["refused"] = level["errors"].get("Busy", 0)
     used = {w.name: asdict(w) for w, _ in runs}
     return {"env": env, "arguments": arguments(args), "config": asdict(config), "workloads": used, "levels": levels}
+
+
+def played(packets: Sequence[Packet]) -> dict[str, float] | None:
+    """What a player made of an answer, in place of its packets: a search has a thousand answers."""
+    heard = play(packets)
+    return None if heard is None else {"first": heard.start, "underruns": heard.underruns, "waits": heard.wait}
 
 
 def failures(found: dict[str, Any]) -> int:

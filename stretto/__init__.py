@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from stretto.control.settings import EngineConfig, HostPlace, HostSettings
     from stretto.errors import Busy, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
     from stretto.family import ModelInfo
-    from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, TextDelta, TimelineSpan, Usage
+    from stretto.orchestrator.api import (
+        AudioChunk,
+        CodeFrames,
+        Event,
+        Finished,
+        TextDelta,
+        TimelineSpan,
+        TokenLogprob,
+        Usage,
+    )
     from stretto.orchestrator.session import Item, Session
 
 _WHERE = {
@@ -30,7 +39,7 @@ _WHERE = {
     "stretto.errors": ("Busy", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError", "TooLong"),
     "stretto.family": ("ModelInfo",),
     "stretto.orchestrator.api": (
-        "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan", "Usage"
+        "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan", "TokenLogprob", "Usage"
     ),
     "stretto.orchestrator.session": ("Item", "Session"),
 }  # fmt: skip
@@ -61,6 +70,7 @@ __all__ = [
     "StrettoError",
     "TextDelta",
     "TimelineSpan",
+    "TokenLogprob",
     "TooLong",
     "Usage",
     "__version__",

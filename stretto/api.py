@@ -30,7 +30,7 @@ from stretto.device import find_device
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.hub import find_model
-from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modality, TextDelta
+from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modality, TextDelta, TokenLogprob
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.session import Session
 from stretto.orchestrator.sync import SyncEngine
@@ -51,6 +51,7 @@ class Answer:
     audio: npt.NDArray[np.float32]  # mono, from -1 to 1; empty if none was asked for
     sample_rate: int
     finished: Finished  # why it ended, what it used, its seed and timeline
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each token of the text, where `logprobs` was asked for
 
     @property
     def seconds(self) -> float:
@@ -341,4 +342,5 @@ def _answer(events: Sequence[Event], sample_rate: int) -> Answer:
     audio = [e.samples for e in events if isinstance(e, AudioChunk)]
     end = events[-1]
     assert isinstance(end, Finished)
-    return Answer(text, np.concatenate(audio) if audio else np.zeros(0, np.float32), sample_rate, end)
+    told = tuple(t for e in events if isinstance(e, TextDelta) for t in e.logprobs)
+    return Answer(text, np.concatenate(audio) if audio else np.zeros(0, np.float32), sample_rate, end, told)

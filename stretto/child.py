@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 
@@ -15,3 +16,21 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def seen_end(pid: int) -> str | None:
+    """How a child ended, in words, if it has; its status is left to whoever waits for it. None: nothing is known."""
+    with suppress(ChildProcessError):  # its status was taken already
+        seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if seen is not None:
+            return end_of(seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status)
+    return None
+
+
+def end_of(status: int) -> str | None:
+    """An exit status in words, as `subprocess` gives it: negative for a signal. None: all was well."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        why = " (the system may have run out of memory)" if -status == signal.SIGKILL else ""
+        return f"it was killed by {name}{why}"
+    return f"it ended with status {status}" if status else None

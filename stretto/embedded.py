@@ -1,7 +1,8 @@
 """The small speaking checkpoint that comes with the project, for commands that are given no model.
 
 It is a package of its own, `stretto_nano` (`packages/nano` in a clone), so that the engine's own package stays small.
-Called by the commands. `read_ideas` is for any checkpoint: families call it when they open one."""
+Called by the commands. `read_ideas` and `is_random` are for any checkpoint: families and the engine call them when they
+open one."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ PACKAGE = "stretto_nano"
 CLONE = Path(__file__).resolve().parents[1] / "packages" / "nano" / PACKAGE
 IDEAS = "ideas.json"
 MAX_IDEAS, MAX_LETTERS = 6, 200
+RANDOM = "random_weights"
+"""In config.json: true where the weights are random numbers. Writers of tiny checkpoints put it there."""
 
 
 def find(clone: Path = CLONE) -> Path | None:
@@ -41,3 +44,12 @@ def read_ideas(folder: Path) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(i, str) and 0 < len(i) <= MAX_LETTERS for i in found):
         return ()
     return tuple(found[:MAX_IDEAS])
+
+
+def is_random(folder: Path) -> bool:
+    """Whether a checkpoint says of itself that nobody has trained it."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get(RANDOM) is True

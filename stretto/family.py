@@ -28,6 +28,7 @@ class StageSpec:
     """One stage of a pipeline, as everybody but its own host knows it."""
 
     name: str
+    does: str = ""  # in a few words, for people who look at a timeline
     encodes_media: bool = False  # it is given the features of a prompt's media
     decides: OutputKind | None = None  # its end is the end of the request's text, or of its audio
     first: str = "prompt"  # what its first output is called in a timeline, and the others
@@ -116,6 +117,8 @@ class ModelInfo:
     cloning: bool = False  # voices can be made of clips
     live_text: bool = False  # a text can be read while it is written
     passage: int = 0  # characters that are read at once; longer texts are cut into such passages. 0: never
+    stages: Mapping[str, str] = field(default_factory=dict)  # and what each does, in words; told by the engine
+    random_weights: bool = False  # nobody trained it: what it says is noise; told by the engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,14 @@
-"""Which families there are. A checkpoint names its own in config.json (`model_type`); third parties add theirs by an
-entry point of that name in the group `stretto.families`. Nothing else in the package names a family. No torch."""
+"""Which families there are. A checkpoint names its own in config.json (`model_type`). Those that come with the package
+are found under `models`, whose packages say which types are theirs; third parties add theirs by an entry point of that
+name in the group `stretto.families`. No torch."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import cast
 
 from stretto.errors import CheckpointError, Invalid
@@ -14,19 +18,19 @@ from stretto.prompt.files import read_json
 
 ENTRY_POINTS = "stretto.families"
 
-FAMILIES = {
-    "qwen3_omni_moe": "stretto.models.qwen3_omni.family:open_model",
-    "qwen3_tts": "stretto.models.qwen3_tts.family:open_model",
-}
+
+def _built_in() -> list[ModuleType]:
+    """The packages under `models` that are families."""
+    found = iter_modules([str(Path(__file__).parent / "models")])
+    packages = [import_module(f"stretto.models.{m.name}") for m in found if m.ispkg]
+    return [p for p in packages if hasattr(p, "MODEL_TYPES")]
+
+
+FAMILIES: dict[str, str] = {kind: f"{p.__name__}.family:open_model" for p in _built_in() for kind in p.MODEL_TYPES}
 """Those that come with the package, by `model_type`."""
 
-TINY = {
-    "qwen3-omni": "stretto.models.qwen3_omni.tiny:write_tiny",
-    "qwen3-tts": "stretto.models.qwen3_tts.tiny:write_tiny",
-    "qwen3-tts-design": "stretto.models.qwen3_tts.tiny:write_design",
-    "qwen3-tts-base": "stretto.models.qwen3_tts.tiny:write_base",
-}
-"""Writers of tiny checkpoints with random weights. The first one's is served when none is named."""
+TINY: dict[str, str] = {name: writer for p in _built_in() for name, writer in p.TINY.items()}
+"""Writers of tiny checkpoints with random weights."""
 
 
 def open_model(directory: str | Path) -> Model:
@@ -54,7 +58,7 @@ def model_type(directory: Path) -> str:
 
 def write_tiny(directory: str | Path, seed: int = 0, family: str | None = None) -> None:
     """A tiny checkpoint: of a family, or the one that is served when none is named."""
-    family = family or next(iter(TINY))
+    family = family or str(load("stretto.models:DEFAULT_TINY"))
     if family not in TINY:
         raise Invalid(f"there is no tiny checkpoint of {family!r}; there are {', '.join(TINY)}", "family")
     load(TINY[family])(Path(directory), seed)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NewType
 
+import msgspec
+
 from stretto.errors import Invalid
 
 RequestId = NewType("RequestId", str)
@@ -17,6 +19,10 @@ SECRET_BYTES = 32
 
 ExpertWeights = Literal["full", "float8"]
 """How the experts of a mixture are kept: in the model's dtype, or in 8 bits."""
+
+
+class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What processes tell each other."""
 
 
 class Mark(IntEnum):

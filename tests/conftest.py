@@ -17,7 +17,7 @@ from hypothesis import settings
 from stretto import cpu
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
-from stretto.orchestrator import engine
+from stretto.orchestrator import admission
 from tests.oracle import PromptMaker, load_oracle
 
 # Tests compute in bfloat16. Decided before anything is computed; workers and hosts inherit the answer.
@@ -36,7 +36,7 @@ settings.load_profile("stretto")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Requests without a seed get the same ones in every run: engines of this process draw nothing by chance."""
     seeds = itertools.count(zlib.crc32(item.nodeid.encode()))
-    engine.fresh_seed = lambda: next(seeds)
+    admission.fresh_seed = lambda: next(seeds)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

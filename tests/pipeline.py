@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from stretto.control.messages import Admit, Configure, Sampling
+from stretto.control.life import Configure
+from stretto.control.messages import Admit, Sampling
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import TalkerParams, ThinkerParams
 from stretto.models.speech.params import VocoderParams

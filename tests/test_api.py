@@ -114,3 +114,13 @@ def test_the_first_example_needs_no_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, hello], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert soundfile.info(tmp_path / "hello.wav").frames > 1000
+
+
+def test_how_likely_the_tokens_were(engine: Engine) -> None:
+    answer = engine.chat("Hello!", modalities=["text"], logprobs=2, **SHORT)
+    assert len(answer.logprobs) == answer.finished.usage.text_tokens
+    assert b"".join(t.said or b"" for t in answer.logprobs).decode(errors="replace") == answer.text
+    assert all(t.logprob <= t.top[0].logprob <= 0 and len(t.top) == 2 for t in answer.logprobs)
+    assert engine.chat("Hello!", modalities=["text"], **SHORT).logprobs == ()
+    with pytest.raises(Invalid, match="logprobs"):
+        engine.chat("Hello!", logprobs=21)

@@ -90,3 +90,17 @@ def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
         assert embedded.read_ideas(tmp_path) == wanted
     (tmp_path / embedded.IDEAS).write_text("[")
     assert embedded.read_ideas(tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "random"),
+    [({embedded.RANDOM: True}, True), ({embedded.RANDOM: "yes"}, False), ({}, False), ([], False), (None, False)],
+)
+def test_a_checkpoint_says_that_nobody_has_trained_it(tmp_path: Path, config: object, random: bool) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert embedded.is_random(tmp_path) is random
+
+
+def test_tiny_checkpoints_say_so(tiny_dir: Path) -> None:
+    assert embedded.is_random(tiny_dir)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from stretto import registry
+
 
 def loaded(module: str) -> set[str]:
     code = f"import sys, {module}; print(' '.join(sys.modules))"
@@ -25,10 +27,11 @@ def loaded(module: str) -> set[str]:
         ("stretto.orchestrator.engine", {"torch", "transformers", "stretto.stage.stage"}),
         ("stretto.server.app", {"torch", "transformers", "stretto.stage"}),
         ("stretto.cli", {"torch", "transformers"}),
+        ("stretto.registry", {"torch", "transformers"}),
         ("stretto.cpu", {"torch"}),
         ("stretto.client.command", {"torch"}),
         ("stretto.connector.shm", {"stretto.models.qwen3_omni.thinker", "stretto.stage.stage"}),
-        ("stretto.stage.host", {"transformers", "stretto.server"}),
+        ("stretto.stage.process", {"transformers", "stretto.server"}),
         ("stretto.kernels.paged", {"stretto.models", "stretto.stage"}),
     ],
 )
@@ -70,3 +73,20 @@ def test_imports_follow_the_documented_layers() -> None:
     assert not wrong
     # Families are found by name. Nothing imports one.
     assert not [file for file, _, b in imports() if b == "models"]
+
+
+def test_nothing_but_models_and_kernels_names_a_model() -> None:
+    for path in sorted((ROOT / "stretto").rglob("*.py")):
+        if path.relative_to(ROOT / "stretto").parts[0] in ("models", "kernels"):
+            continue
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):  # docstrings may have examples
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value = ""
+        assert not re.search(r"thinker|talker|code2wav|qwen", ast.unparse(tree), re.IGNORECASE), path
+
+
+def test_families_are_found_by_what_their_packages_say() -> None:
+    packages = {p.parent.name for p in (ROOT / "stretto" / "models").glob("*/family.py")}
+    assert {name.split(".")[2] for name in registry.FAMILIES.values()} == packages
+    assert {name.split(".")[2] for name in registry.TINY.values()} == packages

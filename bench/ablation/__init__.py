@@ -46,7 +46,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.prompt.template import Tokenizer
-from stretto.stage.host import settle_down
+from stretto.stage.process import settle_down
 
 DEFAULT, SPLIT = "default", "processes"
 How = Callable[[PipelineEngine, Questions, SystemClock], Send]

@@ -28,34 +28,36 @@ from bench.harness.host import STAGES, admission, configure
 from bench.harness.leaks import CHATS, held
 from stretto.connector.contract import LinkOptions
 from stretto.connector.registry import Registry
-from stretto.control.messages import (
-    PREFIX,
-    Admit,
+from stretto.control.life import (
     Broken,
-    Cancel,
-    Codes,
     Configure,
     Connect,
-    Ended,
-    Failed,
-    Features,
-    Finish,
-    FromHost,
     LinkDown,
     Linked,
     Listen,
     Listening,
     Loading,
-    Pcm,
     Ping,
     Quit,
     Ready,
     Stats,
+    Unlink,
+)
+from stretto.control.messages import (
+    PREFIX,
+    Admit,
+    Cancel,
+    Codes,
+    Ended,
+    Failed,
+    Features,
+    Finish,
+    FromHost,
+    Pcm,
     Supply,
     Text,
     Throttle,
     ToHost,
-    Unlink,
     decode_from_host,
     decode_to_host,
     encode,
@@ -69,7 +71,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
-from stretto.orchestrator import pipeline as pipelines
+from stretto.orchestrator import linking, upkeep
 from stretto.orchestrator.admission import Ask
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
@@ -443,13 +445,14 @@ class Played:
         self.builder = PromptBuilder.open(model, OmniConfig.read(model))
         self.prompt = pack(self.builder.build(CHATS["text"]))
         self.pipeline = self.engine._pipelines[0]
-        self.engine._up = self.pipeline._started = True
-        self.pipeline._links = dict.fromkeys(self.pipeline._links, True)
-        self.pipeline._hosts = [self.host(i) for i in range(len(STAGES))]
+        self.engine._up = self.pipeline.upkeep.started = True
+        links = self.pipeline.upkeep.links
+        links.up = dict.fromkeys(links.up, True)
+        self.pipeline.upkeep.hosts = [self.host(i) for i in range(len(STAGES))]
         self.deaths = 0
 
     def host(self, index: int) -> HostProcess:
-        host = self.pipeline._host(index)
+        host = self.pipeline.upkeep.make_host(index)
         host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
         return host
 
@@ -462,12 +465,12 @@ class Played:
 
     async def fill(self) -> None:
         """Bring back what is dead or over, so that there is always something to spoil."""
-        for i, host in enumerate(self.pipeline._hosts):
+        for i, host in enumerate(self.pipeline.upkeep.hosts):
             if host.state == "dead":
                 self.deaths += 1
-                self.pipeline._hosts[i] = self.host(i)
+                self.pipeline.upkeep.hosts[i] = self.host(i)
         while not self.pipeline.ready(STAGES):
-            await self.pipeline._join()
+            await self.pipeline.upkeep.links.join()
         for t in self.tickets:
             while not t.events.empty():
                 event = t.events.get_nowait()
@@ -482,9 +485,9 @@ class Played:
     def look(self) -> None:
         p = self.pipeline
         assert len(self.engine._tickets) == p.active == len(IDS), (len(self.engine._tickets), p.active)
-        assert set(p.progress) == set(STAGES), p.progress
-        assert set(p.memory) <= {*STAGES, "allocated"}, p.memory
-        assert len(p._tasks) <= len(LINKS) + 1, p._tasks
+        assert set(p.upkeep.progress) == set(STAGES), p.upkeep.progress
+        assert set(p.upkeep.memory) <= {*STAGES, "allocated"}, p.upkeep.memory
+        assert len(p.upkeep._tasks) <= len(LINKS) + 1, p.upkeep._tasks
         assert self.engine.progress.state == "ready"
         assert all(isinstance(v, int | float) for v in self.engine.metrics().values())
 
@@ -522,7 +525,7 @@ async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Ca
         await played.fill()
         header, blob = changed(rng, corpus, [t.id for t in played.tickets])
         which = rng.randrange(len(STAGES))
-        host = played.pipeline._hosts[which]
+        host = played.pipeline.upkeep.hosts[which]
         with named(index, "from a host", header, blob):
             message = readable(decode_from_host, header)
             what = "refused" if message is None else type(message).__name__
@@ -549,8 +552,9 @@ async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Ca
 
 def fuzz_control(inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
     """Half of them each way; what came of them."""
-    logging.getLogger(pipelines.__name__).setLevel(logging.ERROR)  # it warns of each death
-    pipelines.LINK_DELAYS = (0.0,) * len(pipelines.LINK_DELAYS)
+    for module in (upkeep, linking):  # they warn of each death
+        logging.getLogger(module.__name__).setLevel(logging.ERROR)
+    linking.LINK_DELAYS = (0.0,) * len(linking.LINK_DELAYS)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
         write_tiny(model)

@@ -22,7 +22,8 @@ import msgspec
 from bench.harness.workload import Workload
 from stretto.client.bench import Sample
 from stretto.client.player import Packet
-from stretto.control.messages import Admit, Configure, Ended, Failed, FromHost, Pcm, Text
+from stretto.control.life import Configure
+from stretto.control.messages import Admit, Ended, Failed, FromHost, Pcm, Text
 from stretto.control.settings import HostSettings
 from stretto.errors import StageDead
 from stretto.family import Wanted

@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from stretto.control.settings import HostSettings
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.prompts import PromptBuilder
-    from stretto.stage.host import settle_down
+    from stretto.stage.process import settle_down
 
     device = args.device or device_here()
     blocks = {"thinker": 16 * args.max_rows, "talker": 16 * args.max_rows} if device == "cpu" else {}

@@ -21,9 +21,9 @@ from bench.harness.results import quantile
 from stretto.control.messages import FromHost, Pcm
 from stretto.control.settings import HostSettings
 from stretto.errors import StageDead
+from stretto.stage.counters import StageStats
 from stretto.stage.runner.lane import SideRows
 from stretto.stage.runner.step import Step
-from stretto.stage.stage import StageStats
 from stretto.types import RequestId
 
 

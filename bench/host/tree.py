@@ -76,7 +76,10 @@ def main() -> None:
         from bench.pipeline import checkpoint  # type: ignore[import-not-found, no-redef]
 
         make = of_before
-    from stretto.stage.host import settle_down
+    try:
+        from stretto.stage.process import settle_down
+    except ImportError:  # an older tree
+        from stretto.stage.host import settle_down  # type: ignore[attr-defined, no-redef]
 
     with checkpoint("tiny") as directory:
         measure = make(directory)

@@ -134,7 +134,7 @@ class WholeStep:
         self.place[: self.what.batch].copy_(self.given[i % INPUTS])
 
     def run(self) -> torch.Tensor:
-        return decode_step(self.lane, *self.device_inputs, self.how)
+        return decode_step(self.lane, *self.device_inputs, self.how).tokens
 
     def finish(self) -> None:
         """What was launched is done, and if it went wrong, it shows here."""

@@ -11,38 +11,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from recipes.nano import corpus, grammar, shape
 from recipes.nano.report import say
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.tiny_text import ATTRIBUTES, CHAT_TEMPLATE, ROLES, SHOWN, SPECIAL, SPLIT
+from stretto.models.tiny_text import CHAT_TEMPLATE, ROLES, add_special, cut_into_bytes, tokenizer_config
 
 FILE = "tokenizer.json"
 
 
 def train(work: Path, pairs: int = 100_000, sentences: int | None = None) -> None:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    cut_into_bytes(tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=shape.NUM_BPE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     texts = corpus.texts()[:sentences]
     tokenizer.train_from_iterator(_text(texts, pairs), trainer)
     assert tokenizer.get_vocab_size() == shape.NUM_BPE
-    for token in SPECIAL:  # one call each keeps the order, and with it the ids
-        tokenizer.add_tokens([AddedToken(token, special=token not in SHOWN, normalized=False)])
+    add_special(tokenizer)
     (work / FILE).write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
     text = Text.open(work)
     count = sum(len(text.encode(t)) for t in texts)
@@ -123,26 +114,6 @@ def write_files(work: Path, folder: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
     merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"]["merges"]]
     (folder / "merges.txt").write_text("".join(f"{m}\n" for m in merges), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(_config(), indent=2) + "\n", encoding="utf-8")
+    config = tokenizer_config(shape.special_ids(), longest=4096)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-
-
-def _config() -> dict[str, Any]:
-    ids = shape.special_ids()
-    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    return {
-        "tokenizer_class": "TokenizersBackend",
-        "added_tokens_decoder": {str(ids[t]): {"content": t, **plain, "special": t not in SHOWN} for t in SPECIAL},
-        "extra_special_tokens": ATTRIBUTES,
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": None,
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "errors": "replace",
-        "model_max_length": 4096,
-        "chat_template": CHAT_TEMPLATE,
-        **ATTRIBUTES,
-    }

@@ -1,5 +1,6 @@
 """What the orchestrator and its hosts say to each other. Small and typed; no tensors but a prompt's features on their
-way in and samples on their way out, which ride behind a message as raw bytes. Imports no torch.
+way in and samples on their way out, which ride behind a message as raw bytes. Here are those about requests; those of
+a host's own life are in `life.py`. Imports no torch.
 
 A channel carries frames: `u32 header length | u32 blob length | header (msgpack) | blob`. A host's end is a socket pair
 between parent and child, so it has no name, nobody else can join it, and either side sees the other's death at once. To
@@ -12,21 +13,17 @@ from typing import Annotated, Any
 
 import msgspec
 
+from stretto.control.life import LifeFromHost, LifeToHost
 from stretto.errors import WireError
 from stretto.prompt.packed import Bytes, PieceMeta, PromptMeta
-from stretto.types import SECRET_BYTES, RequestId, SamplingParams
+from stretto.types import RequestId, SamplingParams, Wire
 
 PREFIX = struct.Struct("<II")
 MAX_HEADER = 64 << 20
 MAX_BLOB = 1 << 30
 
-Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
-class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
 
 
 # -- orchestrator to host
@@ -45,42 +42,6 @@ class Sampling(Wire, frozen=True):
 
     def params(self) -> SamplingParams:
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed)
-
-
-class Configure(Wire, frozen=True, tag="configure"):
-    """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
-    `HostSettings`, `beside` the stages of each host that will load on the same card after this one."""
-
-    model: str
-    build: str
-    stages: tuple[str, ...]
-    settings: dict[str, Any]
-    beside: tuple[tuple[str, ...], ...] = ()
-
-
-class Listen(Wire, frozen=True, tag="listen"):
-    link: str
-    connector: str
-    generation: int
-    secret: Secret
-    host: str = "127.0.0.1"  # address of this end, at which the other one reaches it
-    details: dict[str, str] = {}  # settings of the connector
-
-
-class Connect(Wire, frozen=True, tag="connect"):
-    link: str
-    connector: str
-    endpoint: bytes  # as the listening host gave it: the orchestrator only passes it on
-    generation: int
-    secret: Secret  # as the listening host was given
-    host: str = "127.0.0.1"  # address of this end
-    details: dict[str, str] = {}
-
-
-class Unlink(Wire, frozen=True, tag="unlink"):
-    """Close this end of a link; its requests have been cancelled."""
-
-    link: str
 
 
 class Admit(Wire, frozen=True, tag="admit"):
@@ -137,60 +98,17 @@ class Throttle(Wire, frozen=True, tag="throttle"):
     on: bool
 
 
-class Ping(Wire, frozen=True, tag="ping"):
-    number: int
-
-
-class Quit(Wire, frozen=True, tag="quit"):
-    pass
-
-
-ToHost = (
-    Configure | Listen | Connect | Unlink | Features | Admit | Supply | Say | Cancel | Finish | Throttle | Ping | Quit
-)
+ToHost = LifeToHost | Features | Admit | Supply | Say | Cancel | Finish | Throttle
 
 
 # -- host to orchestrator
 
 
-class Loading(Wire, frozen=True, tag="loading"):
-    stage: str
-    what: str
-
-
-class Ready(Wire, frozen=True, tag="ready"):
-    stages: tuple[str, ...]
-    load_s: float
-    memory: dict[str, int] = {}
-
-
-class Broken(Wire, frozen=True, tag="broken"):
-    """The host cannot go on (a bad checkpoint, no memory); it exits after this."""
-
-    kind: str
-    message: str
-
-
-class Listening(Wire, frozen=True, tag="listening"):
-    link: str
-    generation: int  # as the orchestrator gave it: a link that is made anew has a higher one
-    endpoint: bytes
-
-
-class Linked(Wire, frozen=True, tag="linked"):
-    link: str
-    generation: int
-
-
-class LinkDown(Wire, frozen=True, tag="link_down"):
-    link: str
-    generation: int
-    message: str
-
-
 class Text(Wire, frozen=True, tag="text"):
     request: RequestId
     ids: tuple[TokenId, ...]
+    # Of each id, if the request asks: its log probability, and the likeliest ids with theirs.
+    logprobs: tuple[tuple[float, tuple[tuple[TokenId, float], ...]], ...] = ()
 
 
 class Codes(Wire, frozen=True, tag="codes"):
@@ -226,6 +144,7 @@ class Ended(Wire, frozen=True, tag="ended"):
     cached: int = 0
     chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
     encoded: int = 0  # pieces of media that it ran through its encoders
+    encoded_at: float = 0.0  # when the last of them was handed to the device; on a CPU, when it was done
 
 
 class Working(Wire, frozen=True, tag="working"):
@@ -252,30 +171,7 @@ class Failed(Wire, frozen=True, tag="failed"):
     message: str
 
 
-class Stats(Wire, frozen=True, tag="stats"):
-    number: int  # of the ping it answers
-    values: dict[str, float]
-    clock: float = 0.0  # the host's monotonic clock when it answered
-    spans: tuple[tuple[str, str, int, int], ...] = ()  # where they are recorded: see `observe.recorder`
-
-
-FromHost = (
-    Loading
-    | Ready
-    | Broken
-    | Listening
-    | Linked
-    | LinkDown
-    | Text
-    | Codes
-    | Pcm
-    | Made
-    | Ended
-    | Working
-    | Lacking
-    | Failed
-    | Stats
-)
+FromHost = LifeFromHost | Text | Codes | Pcm | Made | Ended | Working | Lacking | Failed
 
 
 _encoder = msgspec.msgpack.Encoder()

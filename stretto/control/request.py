@@ -9,6 +9,8 @@ from stretto.errors import Invalid
 
 MAX_GRAMMAR = 1 << 17
 """Letters."""
+MAX_LOGPROBS = 20
+"""Of the likeliest tokens of a place that can be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Params:
     stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""  # that the text must follow, in llguidance's form of Lark; none: it is free
+    logprobs: int | None = None  # tell how likely each token of the text was, and so many of the likeliest; None: not
     ignore_eos: bool = False  # the text runs to `max_text_tokens`
     min_text_tokens: int = 0  # come before the end token, or the token that completes a stop string, may
     min_frames: int = 0
@@ -91,6 +94,7 @@ class Params:
             "min_text_tokens": 0 <= self.min_text_tokens <= self.max_text_tokens,
             "min_frames": 0 <= self.min_frames <= self.max_frames,
             "stop": len(self.stop) <= 16 and all(0 < len(s) <= 256 for s in self.stop),
+            "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "grammar": len(self.grammar) <= MAX_GRAMMAR,
             "logit_bias": len(self.logit_bias) <= 1024 and all(-100 <= b <= 100 for b in self.logit_bias.values()),
         }

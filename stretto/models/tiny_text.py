@@ -1,13 +1,18 @@
 """The tiny checkpoint's tokenizer and chat template, made by rule: nothing is trained, nothing is downloaded.
 
 A byte-level BPE of 256 byte tokens, so that any text has ids and any ids have text, and the merges that make some
-common words one token each. Special tokens and their order are the released model's. Called by `tiny.py` only."""
+common words one token each. Special tokens and their order are the released model's. Called by the families' `tiny.py`,
+and by recipes that train a tokenizer of the same kind."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SPECIAL = (
     "<|endoftext|>",
@@ -165,10 +170,20 @@ def token_ids() -> dict[str, int]:
 
 def tokenizer_json() -> str:
     """The content of tokenizer.json."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer, models
 
     vocab, merges = vocabulary()
     tok = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    cut_into_bytes(tok)
+    add_special(tok)
+    text: str = tok.to_str(pretty=False)
+    return text
+
+
+def cut_into_bytes(tok: Tokenizer) -> None:
+    """Have a tokenizer cut text by Qwen's rule, and go by bytes."""
+    from tokenizers import Regex, decoders, pre_tokenizers, processors
+
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
@@ -177,29 +192,23 @@ def tokenizer_json() -> str:
     )
     tok.post_processor = processors.ByteLevel(trim_offsets=False)
     tok.decoder = decoders.ByteLevel()
-    # One call each keeps the order, and with it the ids.
-    for t in SPECIAL:
+
+
+def add_special(tok: Tokenizer) -> None:
+    """Behind all others, in the released model's order."""
+    from tokenizers import AddedToken
+
+    for t in SPECIAL:  # one call each keeps the order, and with it the ids
         tok.add_tokens([AddedToken(t, special=t not in SHOWN, normalized=False)])
-    text: str = tok.to_str(pretty=False)
-    return text
 
 
-def tokenizer_config() -> dict[str, Any]:
-    ids = token_ids()
-    added = {
-        str(ids[t]): {
-            "content": t,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": t not in SHOWN,
-        }
-        for t in SPECIAL
-    }
+def tokenizer_config(ids: Mapping[str, int] | None = None, longest: int = 65536) -> dict[str, Any]:
+    """The content of tokenizer_config.json: by the `ids` of the special tokens."""
+    ids = token_ids() if ids is None else ids
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {
         "tokenizer_class": "TokenizersBackend",
-        "added_tokens_decoder": added,
+        "added_tokens_decoder": {str(ids[t]): {"content": t, **plain, "special": t not in SHOWN} for t in SPECIAL},
         "extra_special_tokens": ATTRIBUTES,
         "bos_token": None,
         "eos_token": "<|im_end|>",
@@ -209,7 +218,7 @@ def tokenizer_config() -> dict[str, Any]:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "errors": "replace",
-        "model_max_length": 65536,
+        "model_max_length": longest,
         "chat_template": CHAT_TEMPLATE,
         **ATTRIBUTES,
     }

@@ -23,23 +23,11 @@ class Histogram:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     count: int = 0
     total_s: float = 0.0
-    longest_s: float = 0.0
 
     def observe(self, seconds: float) -> None:
         self.buckets[bisect_left(BUCKETS_S, seconds)] += 1
         self.count += 1
         self.total_s += seconds
-        self.longest_s = max(self.longest_s, seconds)
-
-    def quantile(self, q: float) -> float:
-        """Upper bound of the bucket that holds the q-quantile (the longest seen, in the last); 0 when empty."""
-        rank = q * self.count
-        seen = 0
-        for bound, count in zip(BUCKETS_S, self.buckets):
-            seen += count
-            if seen >= rank and seen:
-                return min(bound, self.longest_s)
-        return self.longest_s
 
 
 TraceSpan = tuple[str, str, int, int]

@@ -11,15 +11,13 @@ from hashlib import blake2b
 from itertools import count
 
 import msgspec
-import numpy as np
 
-from stretto.control.messages import Admit, Lacking, Supply
+from stretto.control.messages import Admit
 from stretto.control.request import PLAIN, Manner, Params
-from stretto.errors import Bug, Gone, Invalid, TooLong
+from stretto.errors import Bug, Invalid, TooLong
 from stretto.family import Capability, Wanted
 from stretto.orchestrator.pipeline import PIECE
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.packed import PieceMeta
 from stretto.types import RequestId
 
 _GIVEN = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # what a link carries as a request's name, less room for a number
@@ -68,6 +66,15 @@ def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
     return params
 
 
+def seed_of(params: Params) -> int:
+    return params.seed if params.seed is not None else fresh_seed()
+
+
+def fresh_seed() -> int:
+    """For a request that names none. As many bits as are exact in any language."""
+    return secrets.randbits(53)
+
+
 class Names:
     """The ids that all stages know requests by. None comes twice: stages remember those of requests that are over, and
     ignore what comes for them."""
@@ -109,24 +116,6 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
         message = Admit(t.id, prompt, here, t.params.priority, root)
         t.pipeline.send(host[:1], message, blob if encodes else b"")
     t.prompt = bare  # nobody needs the features any more
-
-
-async def supply(t: Ticket, ask: Lacking) -> None:
-    """Send a stage the features that it asks for."""
-    metas, parts, size = [], [], 0
-    for digest in ask.digests:
-        piece = t.media.get(digest)
-        if piece is None or piece.values is None:
-            t.fail(Gone(f"{t.id}: {ask.stage} asks for media that are not there any more"))
-            return
-        metas.append(PieceMeta(piece.shape, digest, size))
-        parts.append(np.ascontiguousarray(piece.values).tobytes())
-        size += len(parts[-1])
-    blob = b"".join(parts)
-    if len(blob) > PIECE:
-        await t.pipeline.send_features((ask.stage,), t.id, blob)
-        blob = b""
-    t.pipeline.send((ask.stage,), Supply(t.id, ask.stage, tuple(metas)), blob)
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -112,7 +112,7 @@ class Agent:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "stretto.stage.host", "--fd", str(theirs.fileno())],
+                [sys.executable, "-m", "stretto.stage.process", "--fd", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -15,14 +15,24 @@ implements it over hosts, and tests may implement it over anything that keeps th
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from stretto.control.request import PLAIN, Manner, Params
 from stretto.family import ModelInfo
+from stretto.orchestrator.events import (
+    AudioChunk,
+    CodeFrames,
+    EngineState,
+    Event,
+    Finished,
+    FinishReason,
+    Product,
+    Progress,
+    TextDelta,
+    TimelineSpan,
+    TokenLogprob,
+    Usage,
+)
 from stretto.prompt.jobs import Conversation, Outlined, Windows
 from stretto.prompt.spool import Spool
 from stretto.types import RequestId
@@ -30,89 +40,27 @@ from stretto.types import RequestId
 if TYPE_CHECKING:
     from stretto.orchestrator.session import Session
 
+__all__ = [
+    "AudioChunk",
+    "CodeFrames",
+    "Engine",
+    "EngineState",
+    "Event",
+    "FinishReason",
+    "Finished",
+    "Message",
+    "Modality",
+    "Product",
+    "Progress",
+    "TextDelta",
+    "TimelineSpan",
+    "TokenLogprob",
+    "Usage",
+]
+
 Modality = Literal["text", "audio"]
-FinishReason = Literal["stop", "length", "cancelled"]
-EngineState = Literal["loading", "ready", "draining", "dead"]
 Message = Mapping[str, Any]
 """A message in OpenAI's chat format."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    ids: tuple[int, ...]
-    text: str  # may be empty: an id can be half a character, or a special token
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CodeFrames:
-    start: int  # frames from 0
-    codes: npt.NDArray[np.int32]  # [frames, 16]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AudioChunk:
-    start: int  # samples from 0
-    samples: npt.NDArray[np.float32]
-
-    def pcm16(self) -> bytes:
-        """Little-endian 16-bit samples."""
-        return (self.samples * 32767.0).round().clip(-32768, 32767).astype("<i2").tobytes()
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    text_tokens: int  # sampled, the end token (or the one that completes a stop string) included
-    frames: int
-    samples: int
-    cached_tokens: int = 0
-    audio_prompt_tokens: int = 0
-    image_prompt_tokens: int = 0
-    encoded_pieces: int = 0  # of media: windows of sound, pictures, videos. Others were found in caches
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineSpan:
-    """Something that took time: a stage's step, a chunk's hop. Seconds from the request's arrival."""
-
-    lane: str  # a stage, or "packets"
-    name: str
-    start: float
-    stop: float
-
-    @property
-    def in_nanoseconds(self) -> tuple[str, str, int, int]:
-        """As traces have it."""
-        return self.lane, self.name, int(1e9 * self.start), int(1e9 * self.stop)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    text: FinishReason
-    audio: FinishReason | None  # None: nothing was to be spoken
-    usage: Usage
-    seed: int
-    timeline: tuple[TimelineSpan, ...] = ()
-    prompt_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Product:
-    """What a request made that is neither text nor sound: a voice."""
-
-    data: bytes
-
-
-Event = TextDelta | CodeFrames | AudioChunk | Product | Finished
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far loading is, for people who wait."""
-
-    state: EngineState
-    stages: Mapping[str, str] = field(default_factory=dict)  # stage -> "loading 43 %", "capturing", "ready"
-    error: str | None = None
 
 
 class Engine(Protocol):

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +25,25 @@ from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lac
 from stretto.control.request import PLAIN, Manner, Params
 from stretto.control.settings import EngineConfig, check_model
 from stretto.device import cards
+from stretto.embedded import is_random
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.named import load
-from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
-from stretto.orchestrator.admission import Ask, Names, announce, fitted, supply
-from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Message, Modality, Product, Progress
+from stretto.orchestrator.admission import Ask, Names, announce, fitted, seed_of
+from stretto.orchestrator.api import Message, Modality
 from stretto.orchestrator.cards import Cards
+from stretto.orchestrator.events import AudioChunk, CodeFrames, Event, Finished, Product, Progress
 from stretto.orchestrator.hosts import Launcher
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.reading import check_manner, read_passages, write
+from stretto.orchestrator.reading import Reader
 from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
+from stretto.orchestrator.status import numbers_of, progress_of
+from stretto.orchestrator.supply import supply
 from stretto.orchestrator.ticket import Ticket
+from stretto.orchestrator.watch import Watch
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
-from stretto.prompt.passages import Writing, passages
 from stretto.prompt.pool import PromptPool
 from stretto.prompt.spool import Spool
 from stretto.prompt.template import TextStream
@@ -52,10 +53,6 @@ from stretto.registry import open_model
 from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
-WATCH_S = 0.25
-LATE_S = WATCH_S + 0.5
-PING_EVERY = 4  # looks
-PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that others hold
 
 
 class PipelineEngine:
@@ -69,7 +66,12 @@ class PipelineEngine:
         self.builder: Builder = load(m.builder)(model)
         self._threads = InThreads(self.builder)
         self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
-        self._info = replace(m.info, max_positions=min(m.info.max_positions, config.host.max_context))
+        self._info = replace(
+            m.info,
+            max_positions=min(m.info.max_positions, config.host.max_context),
+            stages={s.name: s.does for s in m.pipeline.stages},
+            random_weights=config.host.load_format == "dummy" or is_random(model),
+        )
         self._trace = TraceWriter(Path(config.trace_dir)) if config.trace_dir is not None else None
         shared = Cards()
         self._launcher = launcher
@@ -83,6 +85,8 @@ class PipelineEngine:
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
         self._router, self._names = Router(self._pipelines, config), Names()
+        self._reader = Reader(self.run, self._prompts, self._info, self.builder.tokenizer.encode)
+        self.watch = Watch(self._tickets, self._pipelines, config)
         kinds = ("requests", "finished", "failed", "cancelled", "refused", "ahead", "windows_changed")
         self.counts = dict.fromkeys(kinds, 0)
         self._watcher: asyncio.Task[None] | None = None
@@ -91,7 +95,6 @@ class PipelineEngine:
         self._error: str | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._pings = 0
 
     @classmethod
     @asynccontextmanager
@@ -113,7 +116,7 @@ class PipelineEngine:
             self._error = str(e)
             raise
         self._up = True
-        self._watcher = asyncio.create_task(self._watch(), name="engine-watcher")
+        self._watcher = asyncio.create_task(self.watch.run(), name="engine-watcher")
 
     # -- what others may ask
 
@@ -123,22 +126,7 @@ class PipelineEngine:
 
     @property
     def progress(self) -> Progress:
-        stages = {
-            (stage if len(self._pipelines) == 1 else f"{p.name}.{stage}"): what
-            for p in self._pipelines
-            for stage, what in p.progress.items()
-        }
-        if self._error is not None:
-            return Progress("dead", stages, self._error)
-        trouble = "; ".join(filter(None, (p.trouble for p in self._pipelines))) or None
-        if not self._up:
-            return Progress("loading", stages, trouble)
-        if self._draining:
-            return Progress("draining", stages)
-        paths = self.model.pipeline.paths.values()
-        if not any(p.ready(path) for p in self._pipelines for path in paths):
-            return Progress("dead", stages, trouble or "no pipeline is up")
-        return Progress("ready", stages, trouble)
+        return progress_of(self._pipelines, self._error, self._up, self._draining)
 
     @property
     def pace(self) -> float:
@@ -149,10 +137,7 @@ class PipelineEngine:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
         values["stretto_engine_running"] = self._accepted
         values |= self._prompts.metrics()
-        for p in self._pipelines:
-            own = p.metrics()
-            values |= own if len(self._pipelines) == 1 else {labelled(k, replica=p.name): v for k, v in own.items()}
-        return values
+        return values | numbers_of(self._pipelines)
 
     # -- requests
 
@@ -196,51 +181,16 @@ class PipelineEngine:
         sender: str = "",
     ) -> AsyncIterator[Event]:
         self.check(("audio",), voice)
-        check_manner(manner, self._info)
         ask = Ask(True, voice, params or self._info.defaults, request_id, manner=manner, owner=owner)
-        if not isinstance(text, str):
-            if not self._info.live_text:
-                raise Invalid("this model reads whole texts alone", "input")
-            writing = Writing(self.builder.tokenizer.encode)
-            build = partial(self._prompts.read, "", sender, manner.instructions)
-            return self.run(build, replace(ask, live=True), lambda t: write(t, text, writing))
-        if not text.strip():
-            raise Invalid("there is nothing to say", "input")
-
-        def speak(passage: str, ask: Ask = ask) -> AsyncIterator[Event]:
-            return self.run(lambda: self._prompts.read(passage, sender, manner.instructions), ask)
-
-        if not self._info.passage:
-            return speak(text)
-        found = passages(text, self._info.passage)
-        if len(found) == 1:
-            return speak(found[0])
-        seed = ask.params.seed if ask.params.seed is not None else fresh_seed()
-        one = replace(ask, params=replace(ask.params, seed=seed))  # one voice throughout
-        return read_passages(found, lambda passage: speak(passage, one))
+        return self._reader.read(text, ask, sender)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
-        if not self._info.cloning:
-            raise Invalid("this model has no voices but its own", "voice")
-        if self._draining:
-            raise Busy("the server is shutting down")
-
-        async def build() -> BuiltPrompt:
-            try:
-                return await self._prompts.build(clip)
-            finally:
-                clip.close()
-
-        made = b""
-        async for event in self.run(build, Ask(False, None, Params(), None, enrols=True, owner=owner)):
-            if isinstance(event, Product):
-                made = event.data
-        return made
+        self._check_open()
+        return await self._reader.enrol(clip, owner)
 
     def session(self, *, owner: str = "", allow_paths: bool = False) -> Session:
         """A conversation that goes on: see `session.py`."""
-        if self._draining:
-            raise Busy("the server is shutting down")
+        self._check_open()
         return Session(self, owner=owner, allow_paths=allow_paths)
 
     def check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
@@ -250,9 +200,12 @@ class PipelineEngine:
             raise Invalid(f"modalities must be text and/or audio, got {sorted(modalities)}", "modalities")
         if voice is not None:
             self.model.check_voice(voice)
+        self._check_open()
+        return "audio" in modalities
+
+    def _check_open(self) -> None:
         if self._draining:
             raise Busy("the server is shutting down")
-        return "audio" in modalities
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         return await self._prompts.outline(body, long, most, sender)
@@ -296,8 +249,7 @@ class PipelineEngine:
     @contextmanager
     def _place(self) -> Iterator[None]:
         """One of the places for requests, from before the prompt is built to the last event; `drain` waits for all."""
-        if self._draining:  # since it was asked for
-            raise Busy("the server is shutting down")
+        self._check_open()  # since it was asked for
         if self._accepted >= self.config.max_requests:
             self.counts["refused"] += 1
             raise Busy(f"{self.config.max_requests} requests are running already")
@@ -318,10 +270,11 @@ class PipelineEngine:
         stages = self._path(ask.capability)
         pipeline = self._choose(stages, ask.speak, ask.session)
         id = self._names.new(ask.id, self._tickets.values())
-        seed = params.seed if params.seed is not None else fresh_seed()
         now = time.monotonic()
         words = TextStream(self.builder.tokenizer)
-        ticket = Ticket(id, ask.id, pipeline, self.model, stages, prompt, params, seed, words, arrived, progressed=now)
+        ticket = Ticket(
+            id, ask.id, pipeline, self.model, stages, prompt, params, seed_of(params), words, arrived, progressed=now
+        )
         ticket.ahead, ticket.media = ask.ahead, built.media
         self._tickets[id] = ticket
         self.counts["ahead" if ask.ahead else "requests"] += 1
@@ -371,8 +324,8 @@ class PipelineEngine:
             return  # it ended here, and this was on its way
         t.progressed = time.monotonic()
         match message:
-            case Text(ids=ids):
-                t.add_text(ids)
+            case Text(ids=ids, logprobs=scored):
+                t.add_text(ids, scored)
             case Pcm(start=start, frames=frames):
                 t.add_sound(start, frames, np.frombuffer(blob, np.float32), self.config.max_buffered_s)
             case Codes(start=start, width=width):
@@ -385,7 +338,7 @@ class PipelineEngine:
             case Working():
                 pass  # that is all it says
             case Lacking():
-                t.supplying = asyncio.create_task(_supply(t, message, t.supplying))
+                t.supplying = asyncio.create_task(supply(t, message, t.supplying))
             case Failed(stage=stage, kind=kind, message=text):
                 t.fail(_error(kind, f"{stage}: {text}"))
             case _:
@@ -395,48 +348,6 @@ class PipelineEngine:
         for t in list(self._tickets.values()):
             if t.pipeline is pipeline and not t.over and stages & t.unfinished:
                 t.fail(error)
-
-    # -- time
-
-    async def _watch(self) -> None:
-        """Look for requests that make no progress and hosts that do not answer, and ask hosts for their numbers."""
-        before = time.monotonic()
-        while True:
-            await asyncio.sleep(WATCH_S)
-            before, late = time.monotonic(), time.monotonic() - before > LATE_S
-            if late:
-                continue  # we stood still ourselves: what the hosts said meanwhile has not been read yet
-            for t in list(self._tickets.values()):
-                self._look(t)
-            self._pings += 1
-            for p in self._pipelines:
-                p.end_silent(self.config.stall_s)
-                if self._pings % PING_EVERY == 0:
-                    p.ping(self._pings)
-
-    def _look(self, t: Ticket) -> None:
-        now = time.monotonic()
-        rest = now - t.progressed
-        if (
-            t.over
-            or t.failed
-            or t.throttled
-            or t.written
-            or rest <= self.config.stall_s * (PATIENCE if self._in_line(t) else 1)
-        ):
-            return
-        if t.events.empty():  # else its consumer is at rest, not the stages
-            waiting = sorted(t.unfinished)
-            t.fail(StageDead(f"{t.id}: no progress for {rest:.1f} s in {', '.join(waiting)}"))
-        else:
-            t.progressed = now
-
-    def _in_line(self, t: Ticket) -> bool:
-        """Has it not had its turn yet in the last of its stages, while others get on? Then it may wait longer."""
-        if t.samples if len(t.stages) > 1 else t.ids:
-            return False
-        newest = max(o.progressed for o in self._tickets.values() if o.pipeline is t.pipeline)
-        return time.monotonic() - newest <= self.config.stall_s
 
     async def drain(self, timeout: float) -> None:
         self._draining = True
@@ -460,18 +371,6 @@ class PipelineEngine:
     def pids(self) -> list[int | None]:
         """Of all hosts, for tests and tools."""
         return [pid for p in self._pipelines for pid in p.pids]
-
-
-def fresh_seed() -> int:
-    """For a request that names none. As many bits as are exact in any language."""
-    return secrets.randbits(53)
-
-
-async def _supply(t: Ticket, asked: Lacking, before: asyncio.Task[None] | None) -> None:
-    """One after the other: their pieces must not be mixed."""
-    if before is not None:
-        await before
-    await supply(t, asked)
 
 
 def _error(kind: str, message: str) -> StrettoError:

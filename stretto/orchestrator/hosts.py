@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
-from stretto.control.messages import PREFIX, FromHost, Ping, Stats, ToHost, decode_from_host, encode, lengths
+from stretto.control.life import Ping, Stats
+from stretto.control.messages import PREFIX, FromHost, ToHost, decode_from_host, encode, lengths
 from stretto.errors import StageDead, StrettoError
 from stretto.prompt.packed import Bytes
 

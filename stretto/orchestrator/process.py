@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from stretto.child import end_of, seen_end
 from stretto.control.devices import shown
-from stretto.control.messages import Quit
+from stretto.control.life import Quit
 from stretto.device import cards
 from stretto.orchestrator.hosts import ENDED, Host, OnDeath, OnMessage
 from stretto.prompt.packed import Bytes
@@ -45,7 +46,7 @@ class HostProcess(Host):
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "stretto.stage.host",
+                "stretto.stage.process",
                 "--fd",
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
@@ -84,33 +85,15 @@ class HostProcess(Host):
             self._transport.close()  # else its descriptor would stay until this object is collected
 
     def lost(self, reason: str | None = None) -> None:
-        if self.state != "dead":
-            self._see_status()
+        if self.state != "dead" and self._process is not None and self.reason == ENDED:
+            self.reason = seen_end(self._process.pid) or ENDED
         super().lost(reason)
 
     async def buried(self) -> None:
         """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang in a driver."""
         if self._process is not None and self.reason == ENDED:
             with suppress(TimeoutError):
-                self._name_status(await asyncio.wait_for(self._process.wait(), EXIT_S))
-
-    def _see_status(self) -> None:
-        """Look how the process ended, if it has, and leave its status to whoever waits for it."""
-        if self._process is None or self.reason != ENDED:
-            return
-        with suppress(ChildProcessError):  # its status was taken already
-            seen = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if seen is not None:
-                self._name_status(seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status)
-
-    def _name_status(self, status: int) -> None:
-        """As `subprocess` gives it: negative for a signal."""
-        if status < 0:
-            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-            why = " (the system may have run out of memory)" if -status == signal.SIGKILL else ""
-            self.reason = f"it was killed by {name}{why}"
-        elif status:
-            self.reason = f"it ended with status {status}"
+                self.reason = end_of(await asyncio.wait_for(self._process.wait(), EXIT_S)) or ENDED
 
 
 class _Ear(asyncio.Protocol):

@@ -1,22 +1,26 @@
-"""Texts that are read aloud: long ones in one piece, passage after passage, and those that are still being written.
-Asyncio, called by the engine; imports no torch."""
+"""Texts that are read aloud: long ones in one piece, passage after passage, and those that are still being written; and
+voices that are made of clips, to read them with. Asyncio, called by the engine; imports no torch."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, cast
 
 from stretto.control.messages import Say
-from stretto.control.request import Manner
+from stretto.control.request import Manner, Params
 from stretto.errors import Busy, Invalid, StrettoError, TooLong
 from stretto.family import ModelInfo
-from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Usage
+from stretto.orchestrator.admission import Ask, seed_of
+from stretto.orchestrator.events import AudioChunk, CodeFrames, Event, Finished, Product, Usage
 from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.passages import Writing
+from stretto.prompt.jobs import BuiltPrompt, Conversation
+from stretto.prompt.passages import Writing, passages
+from stretto.prompt.threads import Prompts
 
 RETRY_S, TRIES = 0.1, 50
 """Between two passages a request has no place in the engine, and may have to wait for another."""
@@ -25,6 +29,64 @@ MAX_HELD, MAX_PIECE = 4096, 65536
 """Characters of a word, and of a piece, of a text that is being written."""
 
 Speak = Callable[[str], AsyncIterator[Event]]
+
+
+class Run(Protocol):
+    """`PipelineEngine.run`."""
+
+    def __call__(
+        self,
+        build: Callable[[], Awaitable[BuiltPrompt]],
+        ask: Ask,
+        writes: Callable[[Ticket], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[Event]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Makes requests of texts, by what the model can do."""
+
+    run: Run
+    prompts: Prompts
+    info: ModelInfo
+    encode: Callable[[str], list[int]]
+
+    def read(self, text: str | AsyncIterator[str], ask: Ask, sender: str) -> AsyncIterator[Event]:
+        check_manner(ask.manner, self.info)
+        how = ask.manner.instructions
+        if not isinstance(text, str):
+            if not self.info.live_text:
+                raise Invalid("this model reads whole texts alone", "input")
+            writing = Writing(self.encode)
+            build = partial(self.prompts.read, "", sender, how)
+            return self.run(build, replace(ask, live=True), lambda t: write(t, text, writing))
+        if not text.strip():
+            raise Invalid("there is nothing to say", "input")
+
+        def speak(passage: str, ask: Ask = ask) -> AsyncIterator[Event]:
+            return self.run(partial(self.prompts.read, passage, sender, how), ask)
+
+        found = passages(text, self.info.passage) if self.info.passage else [text]
+        if len(found) == 1:
+            return speak(found[0])
+        one = replace(ask, params=replace(ask.params, seed=seed_of(ask.params)))  # one voice throughout
+        return read_passages(found, lambda passage: speak(passage, one))
+
+    async def enrol(self, clip: Conversation, owner: str) -> bytes:
+        if not self.info.cloning:
+            raise Invalid("this model has no voices but its own", "voice")
+
+        async def build() -> BuiltPrompt:
+            try:
+                return await self.prompts.build(clip)
+            finally:
+                clip.close()
+
+        made = b""
+        async for event in self.run(build, Ask(False, None, Params(), None, enrols=True, owner=owner)):
+            if isinstance(event, Product):
+                made = event.data
+        return made
 
 
 async def read_passages(passages: Sequence[str], speak: Speak) -> AsyncIterator[Event]:

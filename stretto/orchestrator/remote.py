@@ -22,7 +22,7 @@ import zmq
 
 from stretto.connector.curve import encrypt, key_of
 from stretto.connector.pending import PendingConnections
-from stretto.control.messages import Quit, Stats
+from stretto.control.life import Quit, Stats
 from stretto.errors import StageDead
 from stretto.orchestrator.clock import ClockOffset
 from stretto.orchestrator.hosts import Host, OnDeath, OnMessage, Unusable

@@ -31,8 +31,8 @@ from stretto.prompt.hearing import Hearing
 from stretto.prompt.jobs import BuiltPrompt
 from stretto.prompt.mel import SAMPLE_RATE
 from stretto.prompt.packed import pack
+from stretto.prompt.prepared import prepared
 from stretto.prompt.prompt import AudioClip, Prompt
-from stretto.prompt.work import prepared
 
 if TYPE_CHECKING:
     from stretto.orchestrator.engine import PipelineEngine

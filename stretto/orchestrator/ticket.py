@@ -17,7 +17,7 @@ from stretto.control.messages import Cancel, Ended, Finish, Throttle
 from stretto.control.request import Params
 from stretto.errors import Bug, StrettoError
 from stretto.family import MediaTokens, Model, OutputKind
-from stretto.orchestrator.api import AudioChunk, Event, Finished, FinishReason, TextDelta, Usage
+from stretto.orchestrator.events import AudioChunk, Event, Finished, FinishReason, TextDelta, TokenLogprob, Usage
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.timeline import timeline
 from stretto.prompt.packed import Packed
@@ -26,6 +26,8 @@ from stretto.prompt.template import TextStream
 from stretto.types import RequestId
 
 OUTPUTS: tuple[OutputKind, OutputKind] = ("text", "audio")
+Scored = tuple[float, tuple[tuple[int, float], ...]]
+"""As hosts tell it: a token's log probability, and the likeliest ids with theirs."""
 SETTLED_S = 1.0  # of a stream, before its pace says anything: the first packets are small, and wait for one another
 
 
@@ -86,7 +88,7 @@ class Ticket:
 
     # -- text
 
-    def add_text(self, ids: tuple[int, ...]) -> None:
+    def add_text(self, ids: tuple[int, ...], scored: Sequence[Scored] = ()) -> None:
         """Tokens, as many as came together. Where a stop string may be among them, each is looked at alone, so that the
         answer ends with the one that completes it, however they came."""
         before, shown = self.ids, ""
@@ -97,7 +99,13 @@ class Ticket:
             self._grow(self.words.push(some))
             shown += self._show(last=False)
         if self.ids > before:
-            self.events.put_nowait(TextDelta(ids[: self.ids - before], shown))
+            count = self.ids - before
+            told = tuple(self._logprob(i, *s) for i, s in zip(ids[:count], scored, strict=False))
+            self.events.put_nowait(TextDelta(ids[:count], shown, told))
+
+    def _logprob(self, id: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
+        best = tuple(TokenLogprob(i, *self.words.told(i), value) for i, value in top)
+        return TokenLogprob(id, *self.words.told(id), logprob, best)
 
     def _grow(self, text: str) -> None:
         self.text += text

@@ -16,13 +16,18 @@ MOST = 600
 def timeline(
     spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
 ) -> tuple[TimelineSpan, ...]:
-    """Spans in seconds from the request's arrival. A stage's output spans from the one before to itself."""
+    """Spans in seconds from the request's arrival. A stage's output spans from the one before to itself. A
+    prompt whose media are encoded while its beginning is read counts as being encoded."""
     spans: list[TimelineSpan] = []
     for s in spec.stages:
         stage, e = s.name, ended.get(s.name)
         if e is None or not e.marks:
             continue
-        begun = thin([e.begun, *(c for c in e.chunks if c < e.marks[0]), e.marks[0]])
+        read = e.begun
+        if e.begun < e.encoded_at < e.marks[0]:
+            read = e.encoded_at
+            spans.append(TimelineSpan(stage, "encode", e.begun - arrived, read - arrived))
+        begun = thin([read, *(c for c in e.chunks if read < c < e.marks[0]), e.marks[0]])
         spans += [TimelineSpan(stage, s.first, a - arrived, b - arrived) for a, b in pairwise(begun)]
         marks = thin(e.marks)
         spans += [TimelineSpan(stage, s.each, a - arrived, b - arrived) for a, b in pairwise(marks)]

@@ -6,17 +6,20 @@ datagram, with a memory file if there is more to say; then the socket is closed.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from stretto.errors import Invalid
+from stretto.errors import Invalid, StrettoError
 from stretto.prompt.packed import Packed, PromptMeta
 from stretto.prompt.prompt import Piece
 from stretto.prompt.spool import Spool
+from stretto.types import Wire
 
 MAX_DATAGRAM = 1 << 16
 MAX_WORDS = 4096  # characters of an error's message
@@ -25,10 +28,6 @@ MAX_REFERENCES = 1024  # they fit into a datagram
 
 ByteRange = tuple[int, int]
 """Bytes of a memory file: from, to."""
-
-
-class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
 
 
 # -- jobs
@@ -41,7 +40,7 @@ class Build(Wire, frozen=True, tag="build"):
     messages: ByteRange
     tools: ByteRange | None = None
     audio_in_video: bool = False
-    variables: dict[str, bool | int | float | str | None] = {}  # of the chat template
+    variables: dict[str, bool | int | float | str | None] = msgspec.field(default_factory=dict)  # of the chat template
 
 
 class Read(Wire, frozen=True, tag="read"):
@@ -198,3 +197,14 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_head = msgspec.msgpack.Decoder(Head).decode
+
+
+def failed(error: StrettoError) -> JobFailed:
+    param = error.param if isinstance(error, Invalid) else None
+    return JobFailed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
+
+
+def say(answer: socket.socket, message: FromWorker, file: Spool | None) -> None:
+    """Nobody may be there to hear it any more."""
+    with contextlib.suppress(OSError):
+        socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

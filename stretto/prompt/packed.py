@@ -18,16 +18,13 @@ import numpy.typing as npt
 from stretto.errors import WireError
 from stretto.prompt.prompt import DIGEST_BYTES, AudioClip, Patches, Piece, Prompt
 from stretto.prompt.spool import Stored
+from stretto.types import Wire
 
 Bytes = bytes | bytearray | memoryview
 MAX_PATCHES = 64  # of a picture, for each token of the prompt: more than any model merges into one
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class PieceMeta(Part, frozen=True):
+class PieceMeta(Wire, frozen=True):
     """Float32 features, and where they lie among those that are along."""
 
     shape: tuple[int, ...]
@@ -35,13 +32,13 @@ class PieceMeta(Part, frozen=True):
     offset: int | None  # None: they are not along; who needs them asks for them
 
 
-class PatchMeta(Part, frozen=True):
+class PatchMeta(Wire, frozen=True):
     grid: tuple[int, int, int]
     seconds: float
     values: PieceMeta
 
 
-class PromptMeta(Part, frozen=True):
+class PromptMeta(Wire, frozen=True):
     ids: tuple[int, ...]
     audios: tuple[tuple[PieceMeta, ...], ...] = ()
     images: tuple[PatchMeta, ...] = ()

@@ -2,24 +2,21 @@
 
 Owned by the engine, used on the event loop, which never waits and never copies anything large: what a client sent lies
 in a memory file, and so does the prompt that comes back. Short texts are done by the worker itself, one after the
-other; everything else in processes of their own, so many at a time, senders taking turns (`lane.py`). A caller that is
-cancelled (its client left) ends its process, and the place is free when that process is gone."""
+other; everything else in processes of their own, so many at a time, senders taking turns (`fairqueue.py`). A caller
+that is cancelled (its client left) ends its process, and the place is free when that process is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -42,26 +39,21 @@ from stretto.prompt.jobs import (
     Outlined,
     Read,
     Stop,
-    ToWorker,
     Windows,
-    WorkerReady,
     decode_from_worker,
     decode_head,
-    encode,
 )
 from stretto.prompt.packed import Packed
 from stretto.prompt.settings import PoolSettings
 from stretto.prompt.spool import Spool, Stored
+from stretto.prompt.workerprocess import NotSent, WorkerProcess
 
 log = logging.getLogger(__name__)
 
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
-YOUNG_S = 10.0
-
 Work = Build | Read | Outline | Cut
+A = TypeVar("A", Built, Outlined, Windows)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,108 +66,23 @@ class _Call:
     over: Callable[[], None]
 
 
-class _NotSent(StageDead):
-    """A job that the worker never got."""
-
-
 class PromptPool:
     def __init__(self, model: Path, builder: str, settings: PoolSettings) -> None:
         """`builder`: the function that opens the model's prompt builder, as "module:function"."""
-        self.model, self.builder, self.settings = model, builder, settings
+        self.settings = settings
+        self.worker = WorkerProcess(model, builder, settings)
         self.lane = FairQueue(settings.workers)
-        self._control: socket.socket | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._ready = asyncio.Event()
-        self._broken: StrettoError | None = None
         self._calls: dict[int, _Call] = {}
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
-        self._keeper: asyncio.Task[None] | None = None
-
-    # -- life
 
     async def start(self) -> None:
-        self._keeper = asyncio.create_task(self._keep(), name="prompt worker")
-        await self._wait_until_ready(self.settings.start_timeout_s)
+        await self.worker.start()
 
     async def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self.worker.close()
         for call in list(self._calls.values()):  # their processes ended with the worker
             self._end_call(call)
-
-    async def _keep(self) -> None:
-        """Keep one worker running."""
-        deaths = 0
-        try:
-            while self._broken is None:
-                await self._begin()
-                assert self._process is not None
-                began = time.monotonic()
-                await self._process.wait()
-                self._end()
-                if self._broken is None:
-                    deaths = 1 if time.monotonic() - began > YOUNG_S else deaths + 1
-                    self._counts["restarts"] += 1
-                    log.warning("the prompt worker died (%s) and is started again", self._process.returncode)
-                    await asyncio.sleep(RESTART_DELAYS[min(deaths - 1, len(RESTART_DELAYS) - 1)])
-        finally:
-            self._end()
-            if self._process is not None and self._process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.kill(self._process.pid, signal.SIGKILL)
-                await self._process.wait()
-
-    async def _begin(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        s = self.settings
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "stretto.prompt.worker", str(self.model), "--fd", str(theirs.fileno())),
-                *("--builder", self.builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT},
-            )
-        self._control = ours
-        asyncio.get_running_loop().add_reader(ours, self._hear)
-
-    def _end(self) -> None:
-        """The worker is gone, and with it all that it did."""
-        self._ready.clear()
-        if self._control is not None:
-            asyncio.get_running_loop().remove_reader(self._control)
-            self._control.close()
-            self._control = None
-
-    def _hear(self) -> None:
-        """The worker says one word in its life: that it is ready, or why not."""
-        assert self._control is not None
-        try:
-            data = self._control.recv(MAX_DATAGRAM)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._control)
-            self._ready.clear()
-            return
-        message = msgspec.msgpack.decode(data, type=WorkerReady | JobFailed)
-        if isinstance(message, JobFailed):
-            self._broken = CheckpointError(message.message)
-        self._ready.set()
-
-    async def _wait_until_ready(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._ready.wait()
-        except TimeoutError:
-            raise StageDead("the prompt worker did not come up") from None
-        if self._broken is not None:
-            raise self._broken
 
     # -- what callers want
 
@@ -191,7 +98,7 @@ class PromptPool:
             made.append(files[1])
         try:
             work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
-            return self._built(await self._do(work, files, talk.sender))
+            return _built(*await self._do(Built, work, files, talk.sender))
         finally:
             for file in made:
                 file.close()
@@ -202,42 +109,41 @@ class PromptPool:
         source, size = Spool.of(words + how), len(words)
         work = Read((0, size), (size, size + len(how)) if how else None)
         try:
-            return self._built(await self._do(work, [source], sender))
+            return _built(*await self._do(Built, work, [source], sender))
         finally:
             source.close()
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         """Cut a large JSON object; the caller closes the file that comes back."""
-        answer, file = await self._do(Outline(long, most), [body], sender)
-        if not isinstance(answer, Outlined) or file is None:
-            raise errors.Bug(f"an outline was answered with {type(answer).__name__}")
-        return answer, file
+        return await self._do(Outlined, Outline(long, most), [body], sender)
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
-        answer, file = await self._do(Cut(seconds), [sound], sender)
-        if not isinstance(answer, Windows) or file is None:
-            raise errors.Bug(f"a sound was answered with {type(answer).__name__}")
-        return answer, file
+        return await self._do(Windows, Cut(seconds), [sound], sender)
 
     def metrics(self) -> Mapping[str, float]:
         return {
             "stretto_prompts_running": self.lane.running,
             "stretto_prompts_waiting": self.lane.waiting,
-            "stretto_prompt_worker_restarts_total": self._counts["restarts"],
+            "stretto_prompt_worker_restarts_total": self.worker.restarts,
             "stretto_prompts_killed_total": self._counts["killed"],
             "stretto_prompts_over_limit_total": self._counts["over_limit"],
         }
 
     # -- jobs
 
-    async def _do(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
-        await self._wait_until_ready(PATIENCE_S)
+    async def _do(self, kind: type[A], work: Work, files: list[Spool], sender: str) -> tuple[A, Spool]:
+        """The answer, which must be of this kind and come with a memory file. Once more, if the worker died a moment
+        ago and nothing was done."""
+        await self.worker.wait_until_ready(PATIENCE_S)
         try:
-            return await self._ask(work, files, sender)
-        except _NotSent:  # the worker died a moment ago: nothing of this was done
-            await self._wait_until_ready(PATIENCE_S)
-            return await self._ask(work, files, sender)
+            answer, file = await self._ask(work, files, sender)
+        except NotSent:
+            await self.worker.wait_until_ready(PATIENCE_S)
+            answer, file = await self._ask(work, files, sender)
+        if not isinstance(answer, kind) or file is None:
+            raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
+        return answer, file
 
     async def _ask(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
@@ -253,7 +159,7 @@ class PromptPool:
             async with asyncio.timeout(PATIENCE_S):
                 return await call.answer
         except TimeoutError:
-            self._kill()
+            self.worker.kill()
             raise Busy("prompts take too long at the moment") from None
 
     async def _apart(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
@@ -267,7 +173,7 @@ class PromptPool:
             return await call.answer
         except asyncio.CancelledError:
             self._counts["killed"] += 1
-            self._tell(Stop(call.number))
+            self.worker.tell(Stop(call.number))
             raise
 
     def _send(self, work: Work, files: list[Spool], *, apart: bool, over: Callable[[], None]) -> _Call:
@@ -277,36 +183,13 @@ class PromptPool:
         call = _Call(next(self._numbers), ours, loop.create_future(), over)
         with theirs:
             try:
-                self._tell(Job(call.number, work, apart), theirs.fileno(), *(f.fd for f in files))
+                self.worker.tell(Job(call.number, work, apart), theirs.fileno(), *(f.fd for f in files))
             except BaseException:
                 ours.close()
                 raise
         self._calls[call.number] = call
         loop.add_reader(ours, self._answered, call)
         return call
-
-    def _tell(self, message: ToWorker, *fds: int) -> None:
-        if self._control is None:
-            if isinstance(message, Stop):
-                return  # the worker is gone, and its children with it
-            raise _NotSent("the prompt worker has died and is being started again")
-        try:
-            socket.send_fds(self._control, [encode(message)], list(fds))
-        except BlockingIOError:
-            if isinstance(message, Stop):  # hundreds of messages wait: it does not take any
-                self._kill()
-                return
-            raise Busy("too many prompts wait to be built") from None
-        except OSError:
-            self._ready.clear()  # its end will be told soon
-            if not isinstance(message, Stop):
-                raise _NotSent("the prompt worker has died and is being started again") from None
-
-    def _kill(self) -> None:
-        """A worker that does not answer; its successor is started by `_keep`."""
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
 
     def _answered(self, call: _Call) -> None:
         """Something came on a job's own socket: its answer, or the end of it."""
@@ -364,18 +247,16 @@ class PromptPool:
                 raise Invalid("the request cannot be prepared: what it holds breaks its decoder", "messages")
         return answer
 
-    def _built(self, result: tuple[FromWorker, Spool | None]) -> BuiltPrompt:
-        answer, file = result
-        if not isinstance(answer, Built) or file is None:
-            raise errors.Bug(f"a prompt was answered with {type(answer).__name__}")
-        features = Stored(file, answer.start)
-        try:
-            head = decode_head(file.read(0, answer.head))
-        except msgspec.MsgspecError as e:
-            raise errors.Bug(f"a prompt cannot be understood: {e}") from None
-        packed = Packed(head.meta, features)
-        packed.check()
-        return BuiltPrompt(packed, head.spoken)
+
+def _built(answer: Built, file: Spool) -> BuiltPrompt:
+    features = Stored(file, answer.start)  # frees the file, whatever is in it
+    try:
+        head = decode_head(file.read(0, answer.head))
+    except msgspec.MsgspecError as e:
+        raise errors.Bug(f"a prompt cannot be understood: {e}") from None
+    packed = Packed(head.meta, features)
+    packed.check()
+    return BuiltPrompt(packed, head.spoken)
 
 
 def _error(kind: str, message: str, param: str | None) -> StrettoError:

@@ -36,6 +36,13 @@ class Spool:
         return spool
 
     @classmethod
+    def sealed(cls, *parts: Buffer) -> Spool:
+        """One that never changes again."""
+        spool = cls.of(*parts)
+        spool.seal()
+        return spool
+
+    @classmethod
     def received(cls, fd: int) -> Spool:
         """One that another process made: it must not be able to change any more."""
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:

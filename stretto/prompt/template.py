@@ -124,6 +124,11 @@ class TextStream:
         """The characters these tokens complete."""
         return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skipped))
 
+    def told(self, token: int) -> tuple[str, bytes | None]:
+        """A token for people to read, and what it adds to the text: None for one that is skipped."""
+        said = self._tokenizer.token_bytes(token)
+        return said.decode("utf-8", "replace"), None if token in self._skipped else said
+
     def finish(self) -> str:
         """No more tokens: whatever waited, as a replacement character. The stream can be used again."""
         rest = self._decoder.decode(b"", final=True)

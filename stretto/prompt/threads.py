@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from stretto.prompt import work
+from stretto.prompt.cuts import do_cut, do_outline
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
 from stretto.prompt.packed import pack
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
-from stretto.prompt.worker import do_cut, do_outline
 
 
 class Prompts(Protocol):

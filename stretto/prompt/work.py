@@ -3,15 +3,15 @@ engine's). Pure functions; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
-from stretto.prompt.messages import MEDIA
-from stretto.prompt.prompt import AudioClip, Patches, Prompt
+from stretto.prompt.prompt import Prompt
+from stretto.prompt.recall import recall
 from stretto.prompt.template import Tokenizer, check_variables
 
 Json = bytes | memoryview
@@ -58,23 +58,6 @@ def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Pro
     return builder.build([*system, *spoken]), tuple(builder.tokenizer.encode(text))
 
 
-def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = False) -> Mapping[str, Any]:
-    """A message with features in place of its media, so that these are decoded once for many prompts."""
-    content = message.get("content")
-    parts = content if isinstance(content, list | tuple) else ()
-    kinds = [MEDIA.get(str(p.get("type"))) if isinstance(p, Mapping) else None for p in parts]
-    if not any(kinds):
-        return message
-    prompt = builder.build([message], allow_paths=allow_paths)
-    media: dict[str, Iterator[AudioClip | Patches]] = {
-        "audio": iter(prompt.audios),
-        "image": iter(prompt.images),
-        "video": iter(prompt.videos),
-    }
-    ready = [{"type": k, "data": next(media[k])} if k else p for p, k in zip(parts, kinds, strict=True)]
-    return {**message, "content": ready}
-
-
 def decode(data: Json, name: str) -> Any:
     try:
         return msgspec.json.decode(data)
@@ -89,42 +72,3 @@ def has_media(messages: Any) -> bool:
     contents = [m.get("content") for m in messages if isinstance(m, dict)]
     parts = [p for c in contents if isinstance(c, list) for p in c]
     return any(isinstance(p, dict) and p.get("type") != "text" for p in parts)
-
-
-def recall(messages: Any, recalled: Mapping[str, str]) -> Any:
-    """The messages with every reference to an earlier spoken answer replaced by its words."""
-    if not isinstance(messages, list):
-        return messages  # the builder says what is wrong with it
-    return [_resolve(m, recalled, f"messages[{i}].audio") for i, m in enumerate(messages)]
-
-
-def _resolve(message: Any, recalled: Mapping[str, str], at: str) -> Any:
-    if not isinstance(message, dict) or message.get("role") != "assistant" or message.get("audio") is None:
-        return message
-    reference = message["audio"]
-    audio_id = reference.get("id") if isinstance(reference, dict) else None
-    if not isinstance(audio_id, str):
-        raise Invalid(f"{at} must be an object with the id of an earlier answer", at)
-    if audio_id not in recalled:
-        raise Invalid(f"{at}.id: there is no answer {audio_id[:80]!r} (any more); send its words as content", at)
-    rest = {k: v for k, v in message.items() if k != "audio"}
-    return {**rest, "content": recalled[audio_id] or rest.get("content") or ""}
-
-
-def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:
-    """A JSON object without its long fields, and these, as they stand in the body."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError:
-        raise Invalid("the request must be a JSON object") from None
-    except NOT_JSON as e:
-        raise Invalid(not_json(e)) from None
-    size = 0
-    for name, value in fields.items():
-        if name not in long:
-            size += len(memoryview(value)) + len(name)
-            if size > most:
-                others = f"all fields but {', '.join(long)} may have {most:,} bytes"
-                raise Invalid(f"{name[:80]} is too large: {others}", name[:80])
-    short = {k: v for k, v in fields.items() if k not in long}
-    return msgspec.json.encode(short), {k: memoryview(fields[k]) for k in long if k in fields}

@@ -1,9 +1,7 @@
 """The prompt worker: a process beside the server that decodes what clients send and builds prompts from it.
 
 Started and spoken to by `pool.py` alone. It loads the checkpoint's tokenizer once. Short texts it does at once, in
-about a millisecond. Everything else is done in a child that it forks, one for each job: a child has limits on CPU
-time and memory, can be killed when its client leaves, gives all its memory back, and has the descriptors of its own
-job alone. The worker runs one thread, so forking is safe. Imports no torch."""
+about a millisecond; everything else in a child that it forks, one for each job (`apart.py`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +9,12 @@ import argparse
 import contextlib
 import gc
 import os
-import resource
-import selectors
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,63 +23,46 @@ from stretto.child import die_with_parent
 from stretto.errors import Invalid, StrettoError
 from stretto.named import load
 from stretto.prompt import work
+from stretto.prompt.apart import Children, WorkerLimits
+from stretto.prompt.cuts import do_cut, do_outline
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
-    MAX_WORDS,
     Apart,
     Build,
     Built,
     ByteRange,
     Cut,
-    Died,
     FromWorker,
     Head,
     Job,
-    JobFailed,
     Outline,
-    Outlined,
     Read,
     Stop,
-    Windows,
     WorkerReady,
     decode_to_worker,
     encode,
-    references,
+    failed,
+    say,
 )
-from stretto.prompt.media import LONG_SOUND, Budget, cut_sound, decode_audio
 from stretto.prompt.packed import lay_out
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
-
-NICE = 19  # of jobs apart: running answers come first
-MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """Of one job that runs apart."""
-
-    cpu_s: int
-    memory_mb: int
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     control: socket.socket
     builder: Builder
-    limits: WorkerLimits
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    children: dict[int, tuple[int, int, socket.socket]] = field(default_factory=dict)  # by job: pid, pidfd, answer
+    children: Children
 
     def serve(self) -> None:
         """Until the server goes."""
-        self.selector.register(self.control, selectors.EVENT_READ, None)
         self.control.send(encode(WorkerReady()))
         while True:
-            for key, _ in self.selector.select():
-                if key.data is not None:
-                    self._reap(key.data)
+            for ended in self.children.wait():
+                if ended is not None:
+                    self.children.reap(ended)
                 elif not self._take():
                     return
 
@@ -93,13 +72,13 @@ class Worker:
             return False
         message = decode_to_worker(data)
         if isinstance(message, Stop):
-            if message.number in self.children:
-                os.kill(self.children[message.number][0], signal.SIGKILL)
+            self.children.stop(message.number)
             return True
         answer, files = socket.socket(fileno=fds[0]), [Spool(f, os.fstat(f).st_size) for f in fds[1:]]
         try:
             if message.apart:
-                self._fork(message, files, answer)
+                doing = partial(do, self.builder, message.work, files, only_text=False)
+                self.children.fork(message.number, answer, doing)
             else:
                 with answer:
                     say(answer, *self._at_once(message, files))
@@ -114,61 +93,6 @@ class Worker:
             return do(self.builder, job.work, files, only_text=True)
         except StrettoError as e:
             return failed(e), None
-
-    def _fork(self, job: Job, files: list[Spool], answer: socket.socket) -> None:
-        worker = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._apart(job, files, answer, worker)
-        pidfd = os.pidfd_open(pid)
-        self.children[job.number] = (pid, pidfd, answer)
-        self.selector.register(pidfd, selectors.EVENT_READ, job.number)
-
-    def _apart(self, job: Job, files: list[Spool], answer: socket.socket, worker: int) -> None:
-        """The child: does not return."""
-        code = 1
-        try:
-            die_with_parent(worker)
-            self.control.close()
-            self.selector.close()
-            for _, pidfd, other in self.children.values():
-                os.close(pidfd)
-                other.close()
-            limit(self.limits)
-            try:
-                result = do(self.builder, job.work, files, only_text=False)
-            except StrettoError as e:
-                result = failed(e), None
-            except MemoryError:
-                message = f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be prepared"
-                result = JobFailed("MediaError", message, "messages"), None
-            say(answer, *result)
-            code = 0
-        finally:
-            os._exit(code)  # nothing of the worker's is to be run here
-
-    def _reap(self, number: int) -> None:
-        pid, pidfd, answer = self.children.pop(number)
-        self.selector.unregister(pidfd)
-        os.close(pidfd)
-        _, status = os.waitpid(pid, 0)
-        with answer:
-            if status:
-                say(answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None)
-
-
-def limit(limits: WorkerLimits) -> None:
-    """Of this process, from now on."""
-    os.nice(NICE)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + (limits.memory_mb << 20)
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    cpu = int(used) + limits.cpu_s
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # SIGXCPU, then SIGKILL
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_RESULT, MAX_RESULT))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def do(
@@ -198,30 +122,8 @@ def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, 
     meta, arrays = lay_out(prompt)
     head = encode(Head(meta, spoken))
     gap = b"\0" * (-len(head) % 4)  # floats lie where they should
-    file = _sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
+    file = Spool.sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
     return Built(len(head), len(head) + len(gap)), file
-
-
-def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, Spool]:
-    short, found = work.outline(data, long, most)
-    spans, at = {}, len(short)
-    for name, value in found.items():
-        spans[name] = (at, at + len(value))
-        at += len(value)
-    ids = tuple({i: None for value in found.values() for i in references(value)})
-    return Outlined(len(short), spans, ids), _sealed(short, *found.values())
-
-
-def do_cut(data: memoryview, seconds: float) -> tuple[Windows, Spool]:
-    parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
-    ends = np.cumsum([len(p) for p in parts]).tolist()
-    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), _sealed(*parts)
-
-
-def _sealed(*parts: Any) -> Spool:
-    spool = Spool.of(*parts)
-    spool.seal()
-    return spool
 
 
 def _part(data: memoryview, span: ByteRange) -> memoryview:
@@ -233,17 +135,6 @@ def _text(data: memoryview) -> str:
         return str(data, "utf-8")
     except UnicodeDecodeError as e:
         raise Invalid(f"the text is not UTF-8 ({e.reason})", "input") from None
-
-
-def failed(error: StrettoError) -> JobFailed:
-    param = error.param if isinstance(error, Invalid) else None
-    return JobFailed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
-
-
-def say(answer: socket.socket, message: FromWorker, file: Spool | None) -> None:
-    """Nobody may be there to hear it any more."""
-    with contextlib.suppress(OSError):
-        socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])
 
 
 def main() -> None:
@@ -266,7 +157,8 @@ def main() -> None:
         import av  # noqa: F401  # once, here, rather than in every child that meets a video
     gc.collect()
     gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
-    Worker(control, builder, WorkerLimits(args.cpu_s, args.memory_mb)).serve()
+    limits = WorkerLimits(args.cpu_s, args.memory_mb)
+    Worker(control, builder, Children(control, limits)).serve()
 
 
 if __name__ == "__main__":

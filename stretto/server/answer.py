@@ -5,8 +5,7 @@ runs on the event loop; only compressing audio goes to worker threads."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 from stretto.errors import Bug, Gone
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.server.body import Body
-from stretto.server.exchange import Exchange, Left, Visit
+from stretto.server.exchange import Exchange, Left
 from stretto.server.schema import Report, TimelineEntry
 from stretto.server.service import Service
+from stretto.server.visit import Visit
 
 R = TypeVar("R")
 MAX_PIECE = 6 << 16  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
@@ -78,37 +78,6 @@ def note(event: Event, visit: Visit) -> None:
 def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
     """Closes the engine's iterator on the way out, which cancels the request if it still runs."""
     return aclosing(cast(AsyncGenerator[Event, None], events))
-
-
-async def together(several: Sequence[AsyncIterator[Event]]) -> AsyncIterator[tuple[int, Event]]:
-    """Events of several answers as they come, each with its answer's number. What fails in one ends all; the caller
-    closes the iterators."""
-    if len(several) == 1:
-        async for event in several[0]:
-            yield 0, event
-        return
-    waiting = {_next(events): i for i, events in enumerate(several)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                came = task.result()
-                if came is not None:
-                    waiting[_next(several[i])] = i
-                    yield i, came
-    finally:
-        for task in waiting:
-            task.cancel()
-        if waiting:
-            await asyncio.wait(waiting)
-
-
-def _next(events: AsyncIterator[Event]) -> asyncio.Task[Event | None]:
-    async def one() -> Event | None:
-        return await anext(events, None)
-
-    return asyncio.create_task(one())
 
 
 def finish_reason(end: Finished) -> str:

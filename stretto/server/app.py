@@ -27,7 +27,6 @@ from stretto.server.body import ON_THE_LOOP
 from stretto.server.chat import answer_chat, read_chat
 from stretto.server.config import ServerConfig
 from stretto.server.door import Door
-from stretto.server.exchange import VISIT, Visit
 from stretto.server.failures import Refused, respond
 from stretto.server.livespeech import PATH as LIVE_SPEECH
 from stretto.server.livespeech import LiveSpeech
@@ -41,6 +40,7 @@ from stretto.server.schema import Health, ModelCard, ModelList, Version, VoiceDe
 from stretto.server.service import OpenEngine, Service
 from stretto.server.speech import answer_speech, read_speech
 from stretto.server.transcribe import answer_sound, reader
+from stretto.server.visit import VISIT, Visit
 from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech", VOICES, *FORMS)
@@ -150,6 +150,9 @@ class Routes:
             languages=i.languages,
             instructions=i.instructions,
             cloning=i.cloning,
+            random_weights=i.random_weights,
+            stages=dict(i.stages),
+            max_body_bytes=self.service.config.max_body_bytes,
         )
 
     async def health(self, request: Request) -> Response:

@@ -14,18 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET
 
-from stretto.control.request import MAX_GRAMMAR, ChunkSizes, Params
+from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
+from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
 from stretto.prompt.jobs import Conversation, references
 from stretto.prompt.template import check_variables
 from stretto.server import codecs
-from stretto.server.answer import closing, drop_none, finish_reason, note, report, slices, together, unfinished
+from stretto.server.answer import closing, finish_reason, note, report, slices, unfinished
 from stretto.server.body import ON_THE_LOOP, Body
-from stretto.server.exchange import Exchange, Visit, decode
+from stretto.server.chatparams import NONE, audio_format, refuse_unsupported, to_params
+from stretto.server.exchange import Exchange, decode
 from stretto.server.grammar import calls_required, grammar_of
 from stretto.server.schema import (
     ABSENT,
@@ -37,23 +38,26 @@ from stretto.server.schema import (
     ChatResponse,
     ChatUsage,
     Choice,
+    ChoiceLogprobs,
     ChunkChoice,
     CompletionDetails,
+    ContentLogprob,
     Delta,
     Message,
     PromptDetails,
-    SpeechFields,
     ToolCall,
     ToolCallDelta,
+    TopLogprob,
 )
 from stretto.server.service import Service
+from stretto.server.several import together
 from stretto.server.tools import Call, ToolParser
+from stretto.server.visit import Visit
 from stretto.server.voices import find_voice
 from stretto.types import RequestId
 
 LONG = ("messages", "tools")  # fields that may be long
 MOST_SHORT = ON_THE_LOOP  # bytes of all others
-_NONE, _AUTO, _EMPTY = Raw(b'"none"'), Raw(b'"auto"'), Raw(b"[]")
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
@@ -138,7 +142,7 @@ def variables(request: ChatRequest) -> dict[str, Any]:
 
 
 def calls_functions(request: ChatRequest, tools: bytes) -> bool:
-    return tools.strip() not in (b"null", b"[]") and request.tool_choice != _NONE
+    return tools.strip() not in (b"null", b"[]") and request.tool_choice != NONE
 
 
 def _no_messages() -> Invalid:
@@ -184,91 +188,6 @@ async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> N
         await (stream_answers if stream else whole_answers)(answers, together(several))
 
 
-# ---- requests
-
-
-def refuse_unsupported(request: ChatRequest) -> None:
-    """Fields we know and cannot honour: better an error than an answer to another question."""
-    r = request
-    refused: list[tuple[str, bool, str]] = [
-        ("n", (r.n or 1) > 1 and "audio" in (r.modalities or ()), "one answer is spoken per request"),
-        ("logprobs", bool(r.logprobs), "log probabilities are not reported"),
-        ("top_logprobs", bool(r.top_logprobs), "log probabilities are not reported"),
-        ("functions", r.functions not in (ABSENT, _EMPTY), "use tools"),
-        ("function_call", r.function_call not in (ABSENT, _NONE, _AUTO), "use tools"),
-        ("prediction", r.prediction != ABSENT, "predicted output is not supported"),
-        ("web_search_options", r.web_search_options != ABSENT, "there is no web search"),
-        ("moderation", r.moderation != ABSENT, "there is no moderation"),
-        ("stream_options", bool(r.stream_options) and not r.stream, "only allowed when stream is true"),
-    ]
-    for name, bad, why in refused:
-        if bad:
-            raise Invalid(f"{name}: {why}", name)
-
-
-def audio_format(request: ChatRequest, stream: bool) -> str:
-    format = (request.audio.format if request.audio else None) or ("pcm16" if stream else "wav")
-    codecs.check(format, "audio.format")
-    if stream and format != "pcm16":
-        raise Invalid(f"audio.format: a stream carries pcm16 only, not {format}", "audio.format")
-    return format
-
-
-def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, grammar: str = "") -> Params:
-    r = request
-    longest = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
-    stop = (r.stop,) if isinstance(r.stop, str) else tuple(r.stop or ())
-    given = {
-        "temperature": r.temperature,
-        "top_p": r.top_p,
-        "top_k": or_off(r.top_k),
-        "repetition_penalty": r.repetition_penalty,
-        "min_p": r.min_p,
-        "frequency_penalty": r.frequency_penalty,
-        "presence_penalty": r.presence_penalty,
-        "seed": r.seed,
-        **speech_fields(r),
-        "max_text_tokens": longest,
-        "max_frames": r.max_audio_frames,
-        "stop": stop,
-        "logit_bias": token_bias(r.logit_bias),
-        "ignore_eos": r.ignore_eos,
-        "min_text_tokens": r.min_tokens,
-        "min_frames": r.min_audio_frames,
-    }
-    check_lengths(r.min_tokens, longest or defaults.max_text_tokens, "min_tokens")
-    check_lengths(r.min_audio_frames, r.max_audio_frames or defaults.max_frames, "min_audio_frames")
-    return replace(defaults, **drop_none(given), packets=packets, grammar=grammar)
-
-
-def speech_fields(r: ChatRequest | SpeechFields) -> dict[str, Any]:
-    """How speech is drawn, as far as a request says it."""
-    return {
-        "greedy_speech": r.greedy_speech,
-        "speech_temperature": r.speech_temperature,
-        "speech_top_p": r.speech_top_p,
-        "speech_top_k": or_off(r.speech_top_k),
-        "speech_repetition_penalty": r.speech_repetition_penalty,
-    }
-
-
-def or_off(top_k: int | None) -> int | None:
-    """-1 is how others say off."""
-    return None if top_k is None else max(0, top_k)
-
-
-def check_lengths(least: int | None, most: int, param: str) -> None:
-    if least is not None and least > most:
-        raise Invalid(f"{param} is {least}, more than the {most} that are allowed at most", param)
-
-
-def token_bias(bias: dict[str, float] | None) -> dict[int, float]:
-    for key in bias or {}:
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise Invalid(f"logit_bias: {key[:40]!r} is not the id of a token", "logit_bias")
-    return {int(k): b for k, b in (bias or {}).items()}
-
-
 # ---- answers
 
 
@@ -296,6 +215,7 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
     first = answers[0]
     visit = first.exchange.visit
     parts: list[list[str | Call]] = [[] for _ in answers]
+    told: list[list[TokenLogprob]] = [[] for _ in answers]
     sound: list[bytes] = []
     ends: dict[int, Finished] = {}
     async for i, event in events:
@@ -303,6 +223,7 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
         match event:
             case TextDelta():
                 parts[i] += answers[i].parse(event.text)
+                told[i] += event.logprobs
             case AudioChunk() if not answers[i].calling:
                 sound.append(event.pcm16())
             case Finished():
@@ -312,7 +233,8 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
     choices = []
     for i, answer in enumerate(answers):
         message = await whole_message(answer, parts[i] + answer.parse_rest(), b"".join(sound))
-        choices.append(Choice(message, answer.reason(ends[i]), i))
+        chances = logprobs_of(told[i]) if first.request.logprobs else None
+        choices.append(Choice(message, answer.reason(ends[i]), i, chances))
     await first.exchange.reply(
         ChatResponse(
             id=first.id,
@@ -322,6 +244,23 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
             usage=chat_usage([ends[i].usage for i in range(len(answers))]),
             stretto=report(ends[0], visit, bool(first.request.timeline)),
         )
+    )
+
+
+def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+    """In OpenAI's form, in which a token that ends the answer has no place: what is told is what was said."""
+
+    def letters(token: TokenLogprob) -> list[int] | None:
+        return None if token.said is None else list(token.said)
+
+    return ChoiceLogprobs(
+        [
+            ContentLogprob(
+                t.token, t.logprob, letters(t), [TopLogprob(best.token, best.logprob, letters(best)) for best in t.top]
+            )
+            for t in told
+            if t.said is not None
+        ]
     )
 
 
@@ -347,6 +286,7 @@ async def stream_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[
         note(event, visit)
         match event:
             case TextDelta():
+                writers[i].told += event.logprobs
                 await writers[i].words(answers[i].parse(event.text))
             case AudioChunk():
                 if not answers[i].calling:
@@ -367,6 +307,7 @@ class Writer:
     transcript: list[str] = field(default_factory=list)
     num_calls: int = 0
     begun: bool = False
+    told: list[TokenLogprob] = field(default_factory=list)  # of tokens whose words have not left
     _pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
 
     @property
@@ -382,9 +323,9 @@ class Writer:
                 self.num_calls += 1
             elif self.spoken:
                 self.transcript.append(part)
-                await self._delta(Delta(audio=AudioDelta(transcript=part)))
+                await self._delta(Delta(audio=AudioDelta(transcript=part)), self._take_told())
             else:
-                await self._delta(Delta(content=part))
+                await self._delta(Delta(content=part), self._take_told())
 
     async def sound(self, pcm: bytes) -> None:
         await self._begin()
@@ -397,7 +338,8 @@ class Writer:
             await self._sound(self._pieces.finish())
             await self._delta(Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript)))))
         made = report(end, answer.exchange.visit, bool(answer.request.timeline))
-        await self._send([ChunkChoice(Delta(), answer.reason(end), answer.index)], stretto=made)
+        # Words may have been held back and dropped (a stop string, a function's call): their tokens are told here.
+        await self._send([ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_told())], stretto=made)
 
     async def close(self, usage: Sequence[Usage]) -> None:
         """All answers are written."""
@@ -428,8 +370,14 @@ class Writer:
         for part in slices(data):
             await self._delta(Delta(audio=AudioDelta(data=part)))
 
-    async def _delta(self, delta: Delta) -> None:
-        await self._send([ChunkChoice(delta, index=self.answer.index)])
+    def _take_told(self) -> ChoiceLogprobs | None:
+        """Of the tokens up to here. A token whose words wait for others' is told with those."""
+        told, self.told = self.told, []
+        found = logprobs_of(told)
+        return found if found.content else None
+
+    async def _delta(self, delta: Delta, logprobs: ChoiceLogprobs | None = None) -> None:
+        await self._send([ChunkChoice(delta, index=self.answer.index, logprobs=logprobs)])
 
     async def _send(self, choices: list[ChunkChoice], **extra: Any) -> None:
         a = self.answer

@@ -15,12 +15,13 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.server.exchange import VISIT, CutConnection, Visit
+from stretto.server.exchange import CutConnection
 from stretto.server.failures import Refused, respond
 from stretto.server.livespeech import PATH as LIVE_SPEECH
 from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.service import Service
+from stretto.server.visit import VISIT, Visit
 from stretto.types import RequestId
 
 log = logging.getLogger("stretto.access")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,10 +18,9 @@ from stretto.fields import NOT_JSON, not_json, wrong_field
 from stretto.server.body import Body
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused, describe, respond
-from stretto.types import RequestId
+from stretto.server.visit import VISIT, Visit
 
 T = TypeVar("T")
-VISIT = "stretto.visit"  # where a Visit lies in an ASGI scope
 SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -30,68 +28,6 @@ SSE_HEADERS = (
 )
 LINGER_SECONDS, LINGER_FACTOR = 2.0, 4  # how long, and how many times the limit, a body is thrown away
 CLOSE = {"connection": "close"}  # the rest of a body nobody reads must not be taken for the next request
-
-
-@dataclass(slots=True)
-class Visit:
-    """What the log and the metrics will say about a request; filled in as it goes."""
-
-    request_id: RequestId  # ours, and the engine's
-    client_id: str  # X-Request-Id, the client's own or one like ours: for headers and logs only
-    arrived: float  # time.perf_counter()
-    route: str = "other"
-    owner: str = ""  # which API key, never the key
-    session: str | None = None  # X-Session-Id: its requests go where the one before went, as long as that is up
-    sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
-    content_type: str = ""  # of a body
-    status: int = 0
-    ended: str = ""
-    queued: float | None = None  # seconds in the queue; None: its turn has not come
-    first_text: float | None = None
-    first_audio: float | None = None
-    samples: int = 0
-    sample_rate: int = 24_000
-    last_audio: float = 0.0
-    underrun: float = 0.0
-    num_tokens: int = 0
-    last_text: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.arrived
-
-    def saw_text(self) -> None:
-        self.last_text = self.elapsed()
-        if self.first_text is None:
-            self.first_text = self.last_text
-
-    def saw_audio(self, num_samples: int) -> None:
-        """Keeps the clock of a player that starts with the first packet."""
-        now = self.elapsed()
-        if self.first_audio is None:
-            self.first_audio = now
-        else:
-            # Dry since everything so far was played, waits included.
-            dry = now - (self.first_audio + self.audio_seconds + self.underrun)
-            self.underrun += max(0.0, dry)
-        self.samples += num_samples
-        self.last_audio = now
-
-    @property
-    def token_gap(self) -> float | None:
-        """Mean time between two text tokens."""
-        if self.first_text is None or self.num_tokens < 2:
-            return None
-        return (self.last_text - self.first_text) / (self.num_tokens - 1)
-
-    @property
-    def audio_seconds(self) -> float:
-        return self.samples / self.sample_rate
-
-    @property
-    def rtf(self) -> float | None:
-        return self.last_audio / self.audio_seconds if self.samples else None
 
 
 @dataclass(slots=True)

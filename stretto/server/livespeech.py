@@ -21,11 +21,12 @@ from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.orchestrator.api import AudioChunk, Finished
 from stretto.server import codecs
 from stretto.server.answer import closing, note, slices, unfinished
-from stretto.server.exchange import VISIT, Left, Visit, decode
+from stretto.server.exchange import Left, decode
 from stretto.server.failures import ErrorBody, Refused, describe, respond
 from stretto.server.schema import MAX_INPUT, SpeechDelta, SpeechFields, SpeechFormat, SpeechUsage
 from stretto.server.service import Service
 from stretto.server.speech import speak, used
+from stretto.server.visit import VISIT, Visit
 
 PATH = "/v1/audio/speech/stream"
 MAX_MESSAGE = 6 * MAX_INPUT + 1024

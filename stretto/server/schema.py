@@ -78,6 +78,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
     # Ours.
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
@@ -96,8 +98,6 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     chat_template_kwargs: Raw = field(default_factory=lambda: ABSENT)
 
     # Known, and only good for one value.
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     functions: Raw = field(default_factory=lambda: ABSENT)
     function_call: Raw = field(default_factory=lambda: ABSENT)
     prediction: Raw = field(default_factory=lambda: ABSENT)
@@ -247,11 +247,29 @@ class Message(Struct, frozen=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None  # of its text; None for special tokens
+
+
+class ContentLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(Struct, frozen=True):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
 class Choice(Struct, frozen=True):
     message: Message
     finish_reason: str
     index: int = 0
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatResponse(Struct, frozen=True):
@@ -289,7 +307,7 @@ class ChunkChoice(Struct, frozen=True):
     delta: Delta
     finish_reason: str | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatChunk(Struct, frozen=True):
@@ -376,6 +394,9 @@ class ModelCard(Struct, frozen=True):
     languages: tuple[str, ...] = ()
     instructions: bool = False
     cloning: bool = False
+    random_weights: bool = False  # what it says is noise
+    stages: dict[str, str] = {}  # and what each does, in words
+    max_body_bytes: int = 0
     owned_by: str = "stretto"
     object: Literal["model"] = "model"
 

@@ -14,10 +14,11 @@ from stretto.orchestrator.api import AudioChunk, Event, Finished
 from stretto.server import codecs
 from stretto.server.answer import closing, drop_none, note, report, slices, unfinished
 from stretto.server.body import Body
-from stretto.server.chat import check_lengths, speech_fields
-from stretto.server.exchange import Exchange, Visit, decode
+from stretto.server.chatparams import check_lengths, speech_fields
+from stretto.server.exchange import Exchange, decode
 from stretto.server.schema import SpeechDelta, SpeechDone, SpeechFields, SpeechRequest, SpeechUsage
 from stretto.server.service import Service
+from stretto.server.visit import Visit
 from stretto.server.voices import find_voice, voice_name
 
 _decoder = msgspec.json.Decoder(SpeechRequest)

@@ -24,7 +24,7 @@ from stretto.prompt.jobs import Conversation
 from stretto.prompt.spool import Spool
 from stretto.server.answer import closing, drop_none, finish_reason, note
 from stretto.server.body import Body
-from stretto.server.exchange import Exchange, Visit
+from stretto.server.exchange import Exchange
 from stretto.server.forms import Form, boundary, parse_form
 from stretto.server.schema import (
     Segment,
@@ -35,6 +35,7 @@ from stretto.server.schema import (
     VerboseTranscript,
 )
 from stretto.server.service import Service
+from stretto.server.visit import Visit
 from stretto.types import RequestId
 
 WINDOW_S = 30.0

@@ -19,11 +19,12 @@ from stretto.family import ModelInfo
 from stretto.fields import wrong_field
 from stretto.prompt.jobs import Conversation
 from stretto.server.body import Body
-from stretto.server.exchange import Exchange, Visit, decode
+from stretto.server.exchange import Exchange, decode
 from stretto.server.forms import boundary, parse_form
 from stretto.server.origins import is_form
 from stretto.server.schema import VoiceId, VoiceRequest
 from stretto.server.service import Service
+from stretto.server.visit import Visit
 
 _HIGH, _LOW = ("chelsie", "serena"), ("ethan", "aiden")
 ALIASES = {

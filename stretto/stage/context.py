@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import Loading
+from stretto.control.life import Loading
 from stretto.control.settings import HostSettings
 from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead
 from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
+from stretto.stage.mediarows import PayloadStore
 from stretto.stage.node import Node
 from stretto.stage.plan import RESERVE, StagePlan, check, free_memory
 from stretto.stage.report import Report
@@ -26,7 +27,7 @@ from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
-from stretto.stage.stage import Emit, PayloadStore, Stage
+from stretto.stage.stage import Emit, Stage
 from stretto.stage.stats import record_codec, record_stage
 from stretto.stage.vocoder import Vocoder
 

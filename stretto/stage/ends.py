@@ -16,7 +16,7 @@ from stretto.connector.contract import Endpoint, LinkOptions, OnLink, Receiver, 
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import Registry, connectors
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import Connect, LinkDown, Linked, Listen, Listening
+from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening, Unlink
 from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.observe.recorder import Recorder
@@ -58,6 +58,17 @@ class LinkEnds:
     streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
     due_ns: int | None = field(init=False, default=None)
 
+    def handle(self, m: Listen | Connect | Unlink, switches: OverlapSwitches) -> None:
+        match m:
+            case Unlink(link=name):
+                self.unlink(name)
+            case Listen(link=name, generation=g) if name in self.inlets and g >= 0:
+                self.listen(m, switches)
+            case Connect(link=name, generation=g) if name in self.outlets and g >= 0:
+                self.connect(m, switches)
+            case _:
+                raise WireError(f"link {m.link!r}, generation {m.generation}, has no such end here")
+
     def listen(self, m: Listen, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
         try:
@@ -72,7 +83,7 @@ class LinkEnds:
         end.incoming = incoming = Incoming(receiver, m.link, self.ring, uploader=uploader, recorder=self.recorder)
         incoming.metrics.copy = uploader.took
         incoming.start()
-        inlet.attach(incoming)
+        inlet.away.attach(incoming)
         record_link(self.recorder, m.link, "in", incoming, receiver)
         self.report(Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint)), b"")
 
@@ -88,7 +99,7 @@ class LinkEnds:
             sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h, recorder=self.recorder
         )
         outgoing.start()
-        outlet.attach(outgoing)
+        outlet.away.attach(outgoing)
         record_link(self.recorder, m.link, "out", outgoing, sender)
         self.report(Linked(m.link, m.generation), b"")
 
@@ -120,10 +131,10 @@ class LinkEnds:
             return
         self.recorder.forget(link=name)
         if end.outgoing is not None:
-            self.outlets[name][1].detach()
+            self.outlets[name][1].away.detach()
             end.outgoing.close(drain=False)
         if end.incoming is not None:
-            self.inlets[name][1].detach()
+            self.inlets[name][1].away.detach()
             end.incoming.close()
 
     def close(self) -> None:

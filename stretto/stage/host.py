@@ -1,55 +1,28 @@
 """A host: one process that drives some of the stages on one device, from one loop thread.
 
-Started by the orchestrator with one end of a socket pair. The main thread builds the stages, then reads control
-messages and posts them to the loop, which never waits for the orchestrator (see `channel.py`). When the channel
-closes, the host is over: it exits, whatever it was doing."""
+The process (`process.py`) builds the stages on its main thread, then reads control messages there and posts them to the
+loop, which never waits for the orchestrator (see `channel.py`)."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import logging
 import os
-import signal
-import socket
-import sys
 import time
 from collections.abc import Callable
 
 import msgspec
 import torch
 
-from stretto.child import die_with_parent
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import (
-    Admit,
-    Broken,
-    Cancel,
-    Configure,
-    Connect,
-    Features,
-    Finish,
-    LinkDown,
-    Listen,
-    Ping,
-    Quit,
-    Ready,
-    Say,
-    Stats,
-    Supply,
-    Throttle,
-    ToHost,
-    Unlink,
-)
+from stretto.control.life import Configure, Connect, LinkDown, Listen, Ping, Quit, Stats, Unlink
+from stretto.control.messages import Admit, Cancel, Features, Finish, Say, Supply, Throttle, ToHost
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.named import load
-from stretto.observe import logs
 from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_pieces, unpack_prompt
 from stretto.stage.channel import Channel
 from stretto.stage.context import BuildNodes, StageContext
-from stretto.stage.devices import check_device, one_line
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
 from stretto.stage.node import Asking, Node, TakesText
@@ -60,7 +33,6 @@ from stretto.types import RequestId
 
 log = logging.getLogger(__name__)
 
-SWITCH_S = 0.001
 SPANS = 20_000  # at most in one answer to a ping
 CONTROL = 2048
 """Of the places for messages, those that new requests leave free: what was taken must be able to end."""
@@ -135,23 +107,13 @@ class Host:
             case Throttle(request=id, on=on):
                 for node in self.nodes.values():
                     node.throttle(id, on)
-            case Listen(link=name) | Connect(link=name) if not self._has_end(message):
-                raise WireError(f"link {name!r}, generation {message.generation}, has no such end here")
-            case Listen():
-                self.links.listen(message, self.switches)
-            case Connect():
-                self.links.connect(message, self.switches)
-            case Unlink(link=name):
-                self.links.unlink(name)
+            case Listen() | Connect() | Unlink():
+                self.links.handle(message, self.switches)
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
                 self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
-
-    def _has_end(self, m: Listen | Connect) -> bool:
-        ends = self.links.inlets if isinstance(m, Listen) else self.links.outlets
-        return m.link in ends and m.generation >= 0
 
     def _admit(self, a: Admit, blob: Bytes) -> None:
         """Announce a request to its stages here, the last one first, so that its inputs find it ready. One that cannot
@@ -203,62 +165,15 @@ def _decoded(params: msgspec.Raw, node: Node) -> msgspec.Struct:
         raise WireError(f"{node.name}: not what a request tells it: {e}") from None
 
 
-# -- the process
-
-
-def serve(sock: socket.socket) -> int:
-    channel = Channel(sock)
-    first = channel.read()
-    if first is None:
-        return 0
-    configure = first[0]
-    assert isinstance(configure, Configure), configure
-    start = time.perf_counter()
-    try:
-        settings = HostSettings(**configure.settings)
-        check_device(settings.device)
-        host = Host(configure, settings, channel.post, channel.push)
-        host.load()
-    except Exception as e:
-        if not isinstance(e, (StrettoError, RuntimeError, OSError)):
-            log.error("the stages cannot be built", exc_info=e)
-        channel.send(Broken(type(e).__name__, one_line(e)))
-        channel.flush()
-        return 1
-    if host.device.type == "cuda":
-        host.context.memory["allocated"] = torch.cuda.memory_allocated(host.device)
-    settle_down()
-    channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))
-    # Wakes the reader below, so that the orchestrator learns of it now and not with its next message.
-    host.loop.on_failure = lambda: sock.shutdown(socket.SHUT_RD)
-    host.loop.start()
-    while (item := channel.read()) is not None:
+def take_messages(host: Host, channel: Channel) -> None:
+    """Hand what the orchestrator says to the loop: until it goes, or says so, or the loop has died. On the main thread.
+    `Busy`: the loop takes no more, so the host cannot go on."""
+    while (item := channel.read()) is not None and host.loop.failure is None:
         message, blob = item
-        if isinstance(message, Features):
-            continue  # gathered by the channel until its request is announced
-        if isinstance(message, Quit) or host.loop.failure is not None:
-            break
-        try:
+        if isinstance(message, Quit):
+            return
+        if not isinstance(message, Features):  # those are gathered by the channel until their request is announced
             _post(host, channel, message, blob)
-        except Busy as e:
-            channel.send(Broken("StageDead", f"the stage loop takes no messages: {e}"))
-            channel.flush()
-            return 1  # without `close`, which would wait for the loop
-    code = 0
-    if host.loop.failure is not None:
-        channel.send(Broken("StageDead", f"the stage loop died: {host.loop.failure!r}"))
-        code = 1
-    host.close()
-    channel.flush()
-    return code
-
-
-def settle_down() -> None:
-    """What was made so far stays for good: without this, each full garbage collection would look through all of it, in
-    the middle of a step. And threads that wait for the interpreter get it soon: they bring messages."""
-    gc.collect()
-    gc.freeze()
-    sys.setswitchinterval(SWITCH_S)
 
 
 def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
@@ -282,20 +197,3 @@ def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
         if not isinstance(message, Admit):
             raise
         channel.send(failed(message.request, "host", e))
-
-
-def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--fd", type=int, required=True)
-    args = p.parse_args()
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the orchestrator's to handle
-    logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
-    sock = socket.socket(fileno=args.fd)
-    code = serve(sock)
-    sys.stdout.flush()
-    os._exit(code)  # threads in driver calls must not hold us up
-
-
-if __name__ == "__main__":
-    main()

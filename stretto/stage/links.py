@@ -1,8 +1,7 @@
 """The two sides of a link as a node sees them: an outlet that it sends on, an inlet that it receives on. Loop thread.
 
 Between stages of one host a payload is handed over as it is: `send` ends in the receiving node's `read`. Between hosts
-it becomes a chunk (several, if it exceeds a slot), which couriers carry: an outlet keeps what they have no room for and
-remembers whose it is, an inlet puts what has arrived in order."""
+it goes as chunks: `away.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ from typing import Generic, TypeVar
 import torch
 
 from stretto.connector.contract import Chunk
-from stretto.connector.courier import Incoming, Outgoing
 from stretto.errors import StrettoError
-from stretto.stage.inbox import Inboxes
-from stretto.stage.outbox import Outbox
+from stretto.stage.away import Arrivals, Departures
 from stretto.stage.payload.copies import adopt
 from stretto.stage.payload.schema import Payload, unpack
 from stretto.stage.scheduler.scheduler import Scheduler
@@ -55,33 +52,23 @@ class Inlet(Generic[P]):
         self.within = False  # the sender is in this host
         self._read, self._fail = read, fail
         self._open: set[RequestId] = set()
-        self._courier: Incoming | None = None
-        self._boxes = Inboxes()
+        self.away = Arrivals(self._unpack, fail, self._open.discard)  # of a sender in another host
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
-        return len(self._open) + self._boxes.num_early
-
-    def attach(self, courier: Incoming) -> None:
-        self._courier = courier
-
-    def detach(self) -> None:
-        self._courier = None
+        return len(self._open) + self.away.num_early
 
     def open(self, id: RequestId) -> None:
         """Announce a request, and take what came for it early."""
         self._open.add(id)
         if not self.within:
-            self._boxes.announce(id)
-            self._take(id)
+            self.away.open(id)
 
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         self._open.discard(id)
         if not self.within:
-            self._boxes.forget(id)
-            if purge and self._courier is not None:
-                self._courier.purge(id)
+            self.away.close(id, purge)
 
     def hand(self, id: RequestId, arrival: Arrival[P]) -> None:
         """From the sender in this host."""
@@ -95,50 +82,23 @@ class Inlet(Generic[P]):
             self._fail(id, e)
 
     def turn(self) -> bool:
-        """Take what has arrived. True: something had."""
-        did = False
-        while self._courier is not None and (chunk := self._courier.poll()) is not None:
-            did = True
-            id = chunk.header.request
-            try:
-                self._boxes.push(chunk)
-                self._take(id)
-            except StrettoError as e:
-                self._fail(id, e)
-        return did
+        """Take what has arrived from another host. True: something had."""
+        return not self.within and self.away.turn()
 
-    def _take(self, id: RequestId) -> None:
-        if id not in self._boxes:
-            return
-        inbox = self._boxes[id]
-        while (chunk := inbox.pop()) is not None:
-            try:
-                self._read(id, self._arrival(chunk))
-            finally:
-                chunk.release()
-            if inbox.ended and not len(inbox):
-                self._open.discard(id)
-                self._boxes.forget(id)
-                return
-
-    def _arrival(self, chunk: Chunk) -> Arrival[P]:
-        return Arrival(unpack(self.kind, chunk), chunk.header.mark, chunk.event)
+    def _unpack(self, id: RequestId, chunk: Chunk) -> None:
+        self._read(id, Arrival(unpack(self.kind, chunk), chunk.header.mark, chunk.event))
 
 
 class Outlet(Generic[P]):
-    """The sending side: what has not left yet of each request, and which requests must rest."""
+    """The sending side: how much of each request was sent, and which requests must rest."""
 
     def __init__(self, link: str, kind: type[P]) -> None:
         self.link, self.kind = link, kind
         self.handed = 0  # payloads, to a receiver in this host
+        self.away = Departures()  # to one in another host
         self._inlet: Inlet[P] | None = None
-        self._courier: Outgoing | None = None
         self._open: dict[RequestId, int] = {}  # rows sent
-        self._boxes: dict[RequestId, Outbox] = {}
-        self._slot_bytes = 0  # of a chunk; known when the link is laid, which is before any request
         self._slow: set[RequestId] = set()  # whose listener does not keep up
-        # Whose chunks wait for room, longest first. Few, so that a turn need not look at all boxes.
-        self._full: dict[RequestId, None] = {}
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
@@ -153,16 +113,10 @@ class Outlet(Generic[P]):
         """The receiver is in this host: there is nothing in between."""
         self._inlet, inlet.within = inlet, True
 
-    def attach(self, courier: Outgoing) -> None:
-        self._courier, self._slot_bytes = courier, courier.slot_bytes
-
-    def detach(self) -> None:
-        self._courier = None
-
     def open(self, id: RequestId) -> None:
         self._open[id] = 0
         if self._inlet is None:
-            self._boxes[id] = Outbox(id, self._offer)
+            self.away.open(id)
 
     def sent(self, id: RequestId) -> int:
         """Rows of a request that were sent so far."""
@@ -180,24 +134,17 @@ class Outlet(Generic[P]):
             self.handed += 1
             self._inlet.hand(id, Arrival(payload, mark, event))
             return True
-        sent = self._boxes[id].send(payload, self._slot_bytes, mark, event)
-        if not sent:
-            self._full[id] = None
-        elif mark is Mark.REQUEST_END:
+        sent = self.away.send(id, payload, mark, event)
+        if sent and mark is Mark.REQUEST_END:
             self._forget(id)
         return sent
 
     def flush(self) -> list[RequestId]:
         """Send what waited. Returns the requests of which nothing waits any more."""
-        if not self._full:
-            return []
-        freed = [id for id in self._full if self._boxes[id].flush()]
+        freed = self.away.flush() if self.away.full else []
         for id in freed:
-            del self._full[id]
-            if self._boxes[id].ended:
+            if self.away.ended(id):
                 self._forget(id)
-        if self._full and self._courier is not None:
-            self._courier.wake_when_sent()
         return freed
 
     def throttle(self, id: RequestId, on: bool) -> None:
@@ -208,7 +155,7 @@ class Outlet(Generic[P]):
 
     def blocked(self, id: RequestId) -> bool:
         """A request rests while its listener is slow or its chunks find no room: each may end before the other."""
-        return id in self._slow or id in self._full
+        return id in self._slow or id in self.away.full
 
     def tell(self, id: RequestId, scheduler: Scheduler) -> None:
         """Tell the scheduler whether the request rests."""
@@ -218,20 +165,10 @@ class Outlet(Generic[P]):
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         self._slow.discard(id)
-        if id not in self._open or (not purge and id in self._full):
-            return  # its last chunks still wait for room; `flush` comes back to it
-        box = self._boxes.get(id)
-        self._forget(id)
-        if box is not None:
-            box.drop()
-        if purge and self._courier is not None:
-            self._courier.purge(id)
+        if id in self._open and (purge or id not in self.away.full):  # else its last chunks still wait for room
+            self._forget(id, purge)
 
-    def _offer(self, chunk: Chunk) -> bool:
-        return self._courier is not None and self._courier.offer(chunk)
-
-    def _forget(self, id: RequestId) -> None:
+    def _forget(self, id: RequestId, purge: bool = False) -> None:
         del self._open[id]
-        self._boxes.pop(id, None)
         self._slow.discard(id)
-        self._full.pop(id, None)
+        self.away.forget(id, purge)

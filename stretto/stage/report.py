@@ -27,6 +27,7 @@ class Journal:
     chunks: list[float] = field(default_factory=list)  # of the prompt
     cached: int = 0
     encoded: int = 0  # pieces of media
+    encoded_at: float = 0.0
 
     def mark_chunk(self, now: float) -> None:
         if len(self.chunks) < MAX_MARKS:
@@ -42,7 +43,7 @@ class Journal:
 
     def ended(self, id: RequestId, stage: str, reason: Reason) -> Ended:
         marks, chunks = tuple(self.marks), tuple(self.chunks)
-        return Ended(id, stage, reason.value, self.begun, marks, self.cached, chunks, self.encoded)
+        return Ended(id, stage, reason.value, self.begun, marks, self.cached, chunks, self.encoded, self.encoded_at)
 
 
 def failed(id: RequestId, stage: str, error: StrettoError) -> Failed:

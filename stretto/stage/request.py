@@ -1,5 +1,5 @@
 """A request as one stage sees it: what was asked (`RequestSpec`), where it stands (`Cursor`), what it holds, and
-its state. The scheduler owns and moves these records; the runner and the outbox read them. All on the stage's loop
+its state. The scheduler owns and moves these records; the runner and the nodes read them. All on the stage's loop
 thread. Imports no torch."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RowId = NewType("RowId", int)
 BlockId = NewType("BlockId", int)
 """A page of KV: `block_size` consecutive rows of one sequence."""
 Confirmed = NewType("Confirmed", int)
-"""A row count made by `Cursor.confirm` alone. The outbox sends only up to one of these, never up to a plain int."""
+"""A row count made by `Cursor.confirm` alone. Nodes send only up to one of these, never up to a plain int."""
 
 OPAQUE = -1
 """The id of an input row that no token id describes. Such a row, and all after it, cannot be prefix-cached."""
@@ -56,11 +56,10 @@ class Cursor:
     positions in one assignment, so that no reader ever sees half of a move.
 
     Row `r` takes token (or input row) `r` and gives an output: its payload and, from the last prompt row on, token
-    `r + 1`. So the watermarks `sent <= confirmed <= launched` speak of rows whose output has left the stage, is
-    certain, or is at least on its way:
+    `r + 1`. So the watermarks `confirmed <= launched` speak of rows whose output is certain, or is at least on its way:
 
-        0 ....... sent ....... confirmed ....... launched ....... known
-          left the stage   certain           in flight        input exists, not launched yet
+        0 ....... confirmed ....... launched ....... known
+           certain          in flight        input exists, not launched yet
 
     `filled` (rows with KV, written or being written) follows `launched`, but falls back when KV is lost: the rows
     in between are computed again, and their outputs are not published a second time."""
@@ -70,15 +69,6 @@ class Cursor:
     filled: int = 0
     launched: int = 0
     confirmed: int = 0
-    sent: int = 0
-
-    def check(self) -> None:
-        if not (
-            0 <= self.sent <= self.confirmed <= self.launched <= self.known
-            and 0 <= self.filled <= self.launched
-            and self.prompt <= self.known
-        ):
-            raise Bug(f"cursor out of order: {self}")
 
     def append(self, rows: int) -> None:
         """More rows of an open prompt."""
@@ -101,12 +91,6 @@ class Cursor:
             self.confirmed = stop
         return Confirmed(self.confirmed)
 
-    def send(self, rows: Confirmed) -> None:
-        """The outputs of all rows below `rows` have left the stage."""
-        if not self.sent <= rows <= self.confirmed:
-            raise Bug(f"cannot send up to {rows}: {self}")
-        self.sent = rows
-
     def reuse(self, rows: int) -> None:
         """The KV of the first `rows` rows was found in the cache: what they give is certain without a launch."""
         if self.filled or rows >= self.known:
@@ -117,7 +101,7 @@ class Cursor:
 
     def disown(self, rows: int) -> None:
         """Takes back a `reuse` that nobody has heard of: only `rows` rows were certain before it."""
-        if self.filled or not self.sent <= rows <= self.confirmed or self.launched != self.confirmed:
+        if self.filled or rows > self.confirmed or self.launched != self.confirmed:
             raise Bug(f"cannot go back to {rows} rows: {self}")
         self.launched, self.confirmed = rows, rows
 
@@ -126,20 +110,9 @@ class Cursor:
         if rows < self.filled:
             self.filled = rows
 
-    def rollback(self, keep: int) -> None:
-        """Forget all tokens from index `keep` on, with whatever was launched for them. Rows whose output was never
-        confirmed are to be launched again if they are still wanted."""
-        if not 0 <= keep <= self.known:
-            raise Bug(f"cannot keep {keep} tokens: {self}")
-        confirmed = min(self.confirmed, keep)
-        self.prompt, self.known, self.filled, self.launched, self.confirmed, self.sent = (
-            min(self.prompt, keep),
-            keep,
-            min(self.filled, confirmed),
-            confirmed,
-            confirmed,
-            min(self.sent, confirmed),
-        )
+    def recall(self) -> None:
+        """What is in flight does not count: rows whose output was never confirmed are to be launched again."""
+        self.filled, self.launched = min(self.filled, self.confirmed), self.confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +144,7 @@ class RequestSpec:
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
     cache_output: bool = True  # generated rows are told by their token ids (not so where a row is a frame of codes)
     guide: Guide | None = None  # picks what this allows; each step waits for the one before to be certain
+    logprobs: int | None = None  # its tokens come with how likely they were, and so many of the likeliest
     cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
 
     def __post_init__(self) -> None:

@@ -13,29 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-
 from stretto.errors import Bug, StrettoError
-from stretto.observe.recorder import Histogram, Recorder
+from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead
+from stretto.stage.counters import StageStats
+from stretto.stage.mediarows import MediaOutput, PayloadStore
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
+from stretto.stage.runner.logprobs import Scored
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.step import Step
 from stretto.stage.runner.waiter import Waiter
-from stretto.stage.scheduler.batch import Batch, Outcome, Published
-from stretto.stage.scheduler.blocks import PayloadHandle
+from stretto.stage.scheduler.batch import Batch
 from stretto.stage.scheduler.scheduler import Rows, Scheduler
 from stretto.types import RequestId, Span
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MediaOutput:
-    """Accept-layer rows of prompt positions, on the device; complete once `event` has fired (None: now)."""
-
-    places: Sequence[int]
-    rows: torch.Tensor
-    event: torch.cuda.Event | None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,82 +37,17 @@ class Output:
     confirmed: Confirmed
     token: int | None  # newly certain; for a frame, its code 0
     row: Sequence[int]  # all columns of the token (a frame's codes); empty without a token
-    step: Step | None  # whose `tokens[at]` is the same row on the device
-    at: int
     media: MediaOutput | None
     reason: Reason | None  # the request ended here
+    logprobs: Scored | None = None  # of the token, if the request asks
 
     @property
     def error(self) -> StrettoError | None:
         return self.request.error
 
-    @property
-    def device_row(self) -> torch.Tensor:
-        assert self.step is not None, "no token, no row"
-        return self.step.tokens[self.at]
-
 
 Emit = Callable[[Output], None]
 _NO_ROW: list[int] = []
-
-
-@dataclass(slots=True, eq=False)
-class CachedRows:
-    """Accept-layer rows that belong to a cached block."""
-
-    places: list[int]
-    rows: torch.Tensor
-
-
-KINDS = ("decode", "prefill", "mixed")
-"""Steps that make answers go on, that read prompts, or both."""
-
-
-@dataclass(slots=True)
-class StepStats:
-    """Of the steps of one kind."""
-
-    steps: int = 0
-    launch: Histogram = field(default_factory=Histogram)  # host time to schedule and launch
-    device: Histogram = field(default_factory=Histogram)  # from the device's first work on a step to its last
-
-
-@dataclass(slots=True)
-class StageStats:
-    """Counters that the loop thread keeps; read by metrics and benchmarks."""
-
-    steps: int = 0
-    rows: int = 0  # computed
-    tokens: int = 0  # confirmed
-    failed: int = 0  # steps
-    retire_ns: int = 0  # host time to retire
-    held: int = 0  # launches that were held back for a while
-    late: int = 0  # of these, launches that found the device without work: held back for too long
-    queue: Histogram = field(default_factory=Histogram)  # from a request's arrival to its first row in a batch
-    kinds: dict[str, StepStats] = field(default_factory=lambda: {kind: StepStats() for kind in KINDS})
-
-
-class PayloadStore:
-    """Rows kept beside cached blocks, by handle. The scheduler says when a handle is no longer needed."""
-
-    def __init__(self) -> None:
-        self._kept: dict[PayloadHandle, CachedRows] = {}
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def put(self, kept: CachedRows) -> PayloadHandle:
-        handle = PayloadHandle(self._next)
-        self._next += 1
-        self._kept[handle] = kept
-        return handle
-
-    def get(self, handle: PayloadHandle) -> CachedRows:
-        return self._kept[handle]
-
-    def drop(self, handle: PayloadHandle) -> None:
-        del self._kept[handle]
 
 
 @dataclass(slots=True, eq=False)
@@ -255,13 +180,11 @@ class Stage:
                 self.stats.queue.observe((start - seat.since_ns) / 1e9)
                 seat.since_ns = 0
             seat.cached += join.filled - join.reused_from
-            kept = [self.store.get(handle) for _, handle in join.payloads]
-            if kept:  # found in the cache: certain already, and never computed for this request
-                request = self._find(join.request)
-                places = [p for k in kept for p in k.places]
-                media = MediaOutput(places, *self.runner.joined([k.rows for k in kept]))
-                self._seats[join.request].media.append(media)
-                self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), None, 0, media, None))
+            media = self.store.found(join, self.runner.joined)
+            if media is not None:  # certain already, and never computed for this request
+                request = seat.request
+                seat.media.append(media)
+                self._emit(Output(request, Confirmed(request.cursor.confirmed), None, (), media, None))
 
     def _retire(self, step: Step, kind: str, launching: int, launched: int) -> None:
         start = self.clock()
@@ -281,15 +204,18 @@ class Stage:
             if index in captured:
                 media = MediaOutput(step.captured.places[index], captured[index], step.captured_at)
                 self._seats[request.id].media.append(media)
-            at, row = 0, _NO_ROW
+            row, told = _NO_ROW, None
             if token is not None:
                 at = rows[index]
                 row = columns[at]
                 self.stats.tokens += 1
                 confirm(request, row)
+                if step.logprobs is not None:
+                    told = step.logprobs.of(at)
             if outcome.published:
-                self._keep(outcome)
-            self._emit(Output(request, outcome.confirmed, token, row, step, at, media, outcome.reason))
+                handed, attach = self._seats[request.id].media, self.scheduler.attach_payload
+                self.store.keep(outcome.published, handed, self.runner.joined, attach)
+            self._emit(Output(request, outcome.confirmed, token, row, media, outcome.reason, told))
         for span in step.batch.spans:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:
@@ -300,27 +226,6 @@ class Stage:
         if output.confirmed > output.request.cursor.launched:
             raise Bug(f"{output.request.id}: an output that was never launched")
         self.emit(output)
-
-    def _keep(self, outcome: Outcome) -> None:
-        """Blocks that became findable keep the accept-layer rows of their media."""
-        for block in outcome.published:
-            kept = self._rows_of(outcome.request, block)
-            if kept is not None:
-                handle = self.store.put(kept)
-                if not self.scheduler.attach_payload(block, handle):
-                    self.store.drop(handle)
-
-    def _rows_of(self, request: StageRequest, block: Published) -> CachedRows | None:
-        places: list[int] = []
-        rows: list[torch.Tensor] = []
-        for media in self._seats[request.id].media:
-            where = np.asarray(media.places)
-            low, high = np.searchsorted(where, [block.start, block.stop])
-            if low < high:
-                places += where[low:high].tolist()
-                rows.append(media.rows[low:high])
-        # Read by `joined` again, on that stream.
-        return CachedRows(places, self.runner.joined(rows)[0]) if rows else None
 
     def _leave(self, id: RequestId) -> None:
         """Forget a request once it is over and nothing of it is in flight."""

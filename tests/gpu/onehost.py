@@ -18,21 +18,8 @@ import numpy as np
 import pytest
 
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import (
-    Admit,
-    Cancel,
-    Codes,
-    Connect,
-    Ended,
-    Failed,
-    FromHost,
-    Listen,
-    Listening,
-    Sampling,
-    Text,
-    ToHost,
-    Unlink,
-)
+from stretto.control.life import Connect, Listen, Listening, Unlink
+from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, FromHost, Sampling, Text, ToHost
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast import dtypes
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -43,6 +30,7 @@ from stretto.stage.host import Host
 from stretto.types import GREEDY, SECRET_BYTES, RequestId
 from tests.pipeline import LINKS, STAGES, announcement, configure
 from tests.prompts import Maker
+from tests.stage.invariants import check_scheduler
 
 TOKENS, FRAMES = 6, 4
 SETTINGS = HostSettings(
@@ -163,7 +151,7 @@ class Listener:
         while self.step() or any(len(n) or n.stage.num_in_flight for n in self.nodes.values()):
             pass
         for name in ("thinker", "talker"):
-            self.nodes[name].stage.scheduler.check()
+            check_scheduler(self.nodes[name].stage.scheduler)
             assert not len(self.nodes[name].outlet)
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 SHM, ENDPOINT, ZMQ = (f"stretto/connector/{name}.py" for name in ("shm", "endpoint", "zmqsocket"))
 PENDING, SLOTS = (f"stretto/connector/{name}.py" for name in ("pending", "slots"))
-PIPELINE, MESSAGES = "stretto/orchestrator/pipeline.py", "stretto/control/messages.py"
+LINKING, LIFE = "stretto/orchestrator/linking.py", "stretto/control/life.py"
 ENDS, OUTBOX = "stretto/stage/ends.py", "stretto/stage/outbox.py"
 
 _SHM = "tests/contract/test_strangers_shm.py::test_"
@@ -368,28 +368,28 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     # -- the orchestrator
     (
         "orchestrator: no secret",
-        PIPELINE,
+        LINKING,
         "secrets.token_bytes(SECRET_BYTES)",
         'b""',
         [_LINKS + "each_generation_of_each_link_has_a_secret_of_its_own"],
     ),
     (
         "orchestrator: the same secret for all",
-        PIPELINE,
+        LINKING,
         "secrets.token_bytes(SECRET_BYTES)",
         "bytes(SECRET_BYTES)",
         [_LINKS + "each_generation_of_each_link_has_a_secret_of_its_own"],
     ),
     (
         "orchestrator: a link keeps its secret",
-        PIPELINE,
+        LINKING,
         "secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)",
         "secret = self._secrets.setdefault(name, secrets.token_bytes(SECRET_BYTES))",
         [_LINKS + "each_generation_of_each_link_has_a_secret_of_its_own"],
     ),
     (
         "messages: a link without a secret",
-        MESSAGES,
+        LIFE,
         "Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]",
         "Secret = bytes",
         [_LINKS + "a_host_understands_no_link_without_a_secret[0]"],

@@ -33,7 +33,7 @@ def by_hand(state: str) -> list[str]:
 ENGINE, ADMISSION, TICKET = (f"stretto/orchestrator/{f}.py" for f in ("engine", "admission", "ticket"))
 THINKER, PREFIX = (f"stretto/models/qwen3_omni/nodes/{f}.py" for f in ("thinker", "prefix"))
 TALKER, CODE2WAV = (f"stretto/models/speech/{f}_node.py" for f in ("talker", "vocoder"))
-CHAT = "stretto/server/chat.py"
+CHAT, FIELDS = "stretto/server/chat.py", "stretto/server/chatparams.py"
 
 OWNERS = [
     ("no owner in the thinker's cache", THINKER, "            cache_root=a.cache_root,\n", "", [ROOTS]),
@@ -189,14 +189,14 @@ LEAVING = [
 FLOOR = "stretto/stage/runner/rows.py", "early = positions + 1 < self.floor[rows]"
 MIN_NEW = "stretto/models/qwen3_omni/lanes/thinker.py", "request.cursor.prompt + given.min_new)"
 MIN_FRAMES = "stretto/models/speech/lane.py", "len(given.prompt) + given.min_frames\n"
-HOLDINGS, UPTO = "stretto/stage/scheduler/holdings.py", "islice(request.keys, (cursor.known - 1) // size)"
+SEARCH, UPTO = "stretto/stage/scheduler/prefix.py", "islice(request.keys, (cursor.known - 1) // size)"
 FOUND = f"""chain_keys(request, cursor.known - 1, size)
-        # Rows that were confirmed before need no payload: it has been published.
-        needs = request.spec.needs_payload
-        # A generator, because most searches end early and one that finds no room is repeated at every step.
-        wanted = (
-            (key, needs and media and (i + 1) * size > cursor.confirmed)
-            for i, (key, media) in enumerate({UPTO})"""
+    # Rows that were confirmed before need no payload: it has been published.
+    needs = request.spec.needs_payload
+    # A generator, because most searches end early and one that finds no room is repeated at every step.
+    wanted = (
+        (key, needs and media and (i + 1) * size > cursor.confirmed)
+        for i, (key, media) in enumerate({UPTO})"""
 CACHED = "stretto/stage/stage.py", "cached += join.filled - join.reused_from"
 
 LENGTH = [
@@ -206,7 +206,7 @@ LENGTH = [
     ("a token too many", *MIN_NEW, "request.cursor.prompt + given.min_new + 1)", [f"{LENGTHS}[3-2]", LEAST]),
     ("a frame too few", *MIN_FRAMES, "len(given.prompt) + given.min_frames - 1\n", [f"{LENGTHS}[3-2]"]),
     ("a frame too many", *MIN_FRAMES, "len(given.prompt) + given.min_frames + 1\n", [f"{LENGTHS}[3-2]"]),
-    ("min_tokens not read", CHAT, '        "min_text_tokens": r.min_tokens,\n', "", [LEAST]),
+    ("min_tokens not read", FIELDS, '        "min_text_tokens": r.min_tokens,\n', "", [LEAST]),
     (
         "ignore_eos not heeded",
         "stretto/models/qwen3_omni/params.py",
@@ -302,8 +302,8 @@ USAGE = [
     ),
     ("nothing cached", THINKER, "journal.cached = self.stage.num_cached(id)", "pass", [f"{PROMPTS}[text]"]),
     ("all of what is filled", *CACHED, "cached += join.filled + 1", [f"{PROMPTS}[text]"]),
-    ("a block too few", HOLDINGS, UPTO, "islice(request.keys, (cursor.known - 1) // size - 1)", [LAST]),
-    ("the last token from the cache", HOLDINGS, FOUND, FOUND.replace("cursor.known - 1", "cursor.known"), [LAST]),
+    ("a block too few", SEARCH, UPTO, "islice(request.keys, (cursor.known - 1) // size - 1)", [LAST]),
+    ("the last token from the cache", SEARCH, FOUND, FOUND.replace("cursor.known - 1", "cursor.known"), [LAST]),
 ]
 
 MUTATIONS = OWNERS + LEAVING + LENGTH + USAGE

@@ -1,19 +1,19 @@
 """Guards of the prompt worker, bodies and slots."""
 
 POOL, BODIES = "tests/prompt/test_pool.py", "tests/server/test_bodies.py"
-WORKER = "stretto/prompt/worker.py"
+WORKER, APART = "stretto/prompt/worker.py", "stretto/prompt/apart.py"
 
 MUTATIONS = [
     (
         "CPU time of a job is limited",
-        WORKER,
+        APART,
         "    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # SIGXCPU, then SIGKILL\n",
         "",
         [f"{POOL}::test_limits_of_time_and_memory"],
     ),
     (
         "memory of a job is limited",
-        WORKER,
+        APART,
         "    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))\n",
         "",
         [f"{POOL}::test_limits_of_time_and_memory"],
@@ -21,13 +21,13 @@ MUTATIONS = [
     (
         "a caller that leaves ends its process",
         "stretto/prompt/pool.py",
-        "            self._tell(Stop(call.number))\n",
+        "            self.worker.tell(Stop(call.number))\n",
         "",
         [f"{POOL}::test_a_caller_that_leaves_ends_its_process"],
     ),
     (
         "jobs die with the worker",
-        WORKER,
+        APART,
         "            die_with_parent(worker)\n",
         "",
         [f"{POOL}::test_a_worker_that_dies_comes_back"],

@@ -15,13 +15,8 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from stretto.control.messages import (
-    Admit,
-    Ended,
-    Failed,
-    FromHost,
-    Stats,
-)
+from stretto.control.life import Stats
+from stretto.control.messages import Admit, Ended, Failed, FromHost
 from stretto.control.request import Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.load import Models
@@ -171,7 +166,7 @@ async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> d
     """What the hosts (all of them, or these) say of themselves, asked now. A host reads its messages in order: it has
     taken in whatever it was sent before."""
     pipeline = engine._pipelines[0]
-    asked = pipeline._hosts if hosts is None else [pipeline._hosts[i] for i in hosts]
+    asked = pipeline.upkeep.hosts if hosts is None else [pipeline.upkeep.hosts[i] for i in hosts]
     await asyncio.gather(*(_asked(host) for host in asked))
     return pipeline.metrics()
 
@@ -238,7 +233,7 @@ class HandDriven:
         told = configure(str(model), STAGES, settings.as_dict())
         self.host = Host(told, settings, lambda message, blob: self.reports.append((message, blob)))
         self.host.load()
-        self.host.nodes["thinker"].loop_clock = lambda: 0  # no time passes: encoders never rest for others
+        self.host.nodes["thinker"].encoders.clock = lambda: 0  # no time passes: encoders never rest for others
         for name in ("thinker", "talker"):
             self._watch(name, self.host.nodes[name].stage.runner)
 

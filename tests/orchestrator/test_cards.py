@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.control.devices import check_cards, shown, spread
-from stretto.control.messages import Configure, Ready
+from stretto.control.life import Configure, Ready
 from stretto.control.settings import EngineConfig, HostSettings, parse_devices, parse_placement
 from stretto.device import card_of, visible
 from stretto.errors import Invalid
@@ -173,7 +173,7 @@ def test_a_host_that_waits_for_its_card_is_not_started_after_the_end() -> None:
         await settle()
         await p.close()
         launcher.hosts[0].state = "ready"
-        p._notify()
+        p.upkeep.notify()
         await settle()
         assert [h.started for h in launcher.hosts] == [True, False]
         start.cancel()

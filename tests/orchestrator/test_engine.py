@@ -114,6 +114,16 @@ def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder
             assert lanes == {"thinker", "talker", "code2wav", "packets"}
             talker = min(s.start for s in got.end.timeline if s.lane == "talker")
             assert talker < max(s.stop for s in got.end.timeline if s.lane == "thinker")
+            assert all(s.name != "encode" for s in got.end.timeline)
+            assert engine.info.random_weights
+            assert list(engine.info.stages) == ["thinker", "talker", "code2wav"]
+
+            # Of a prompt with media, it is told when they were encoded: before it was read.
+            got = await collect(engine.generate(CHATS["audio"], params=replace(PARAMS, seed=77), owner="other"))
+            assert got.end is not None
+            (encoded,) = (s for s in got.end.timeline if s.name == "encode")
+            read = [s for s in got.end.timeline if (s.lane, s.name) == (encoded.lane, "prompt")]
+            assert 0 <= encoded.start < encoded.stop == read[0].start
 
             # Asked again, the prompt comes from the prefix caches of both stages, and the answer is the same.
             for kind in ("audio", "image"):

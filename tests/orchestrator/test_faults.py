@@ -13,15 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from stretto.connector.contract import PutFailed
-from stretto.control.messages import (
-    Ended,
-    Failed,
-    LinkDown,
-    Loading,
-    Sampling,
-    Unlink,
-    encode,
-)
+from stretto.control.life import LinkDown, Loading, Unlink
+from stretto.control.messages import Ended, Failed, Sampling, encode
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StageDead, StrettoError
@@ -242,7 +235,7 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
         unread = ticket("unread", 500, 100)
         unread.events.put_nowait(StageDead("any event"))
         for t in list(engine._tickets.values()):
-            engine._look(t)
+            engine.watch.look(t)
         failed = {t.id for t in engine._tickets.values() if t.failed}
         assert failed == {stopped.id, too_long.id, alone.id}
         assert not lively.failed
@@ -261,7 +254,7 @@ def test_what_was_on_its_way_from_a_dead_host_is_lost_too(index: int, lost: set[
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES, restart=False)
         pipeline = Pipeline("p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: told.append(stages))
-        pipeline._died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
+        pipeline.upkeep.died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
         await pipeline.close()
 
     run(work())

@@ -229,10 +229,10 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left["journals"] = len(node.journals)
         else:
             left[f"{name}: blocks"] = stage.scheduler.pool.num_held
-            left[f"{name}: rows"] = stage.scheduler.num_seated
+            left[f"{name}: rows"] = len(stage.scheduler._ledger.holdings.seated)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.lane.inputs)
-            left[f"{name}: out"] = len(node.outlet) + len(node.outlet._slow) + len(node.outlet._full)
+            left[f"{name}: out"] = len(node.outlet) + len(node.outlet._slow) + len(node.outlet.away.full)
             mine = (
                 (node.tellings, node.encoders.requests)
                 if isinstance(node, ThinkerNode)

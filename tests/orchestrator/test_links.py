@@ -7,20 +7,12 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import (
-    PREFIX,
-    Connect,
-    LinkDown,
-    Linked,
-    Listen,
-    Listening,
-    decode_to_host,
-    encode,
-)
+from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening
+from stretto.control.messages import PREFIX, decode_to_host, encode
 from stretto.control.settings import EngineConfig
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.orchestrator import pipeline as pipelines
+from stretto.orchestrator import linking
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.types import SECRET_BYTES
 from tests.orchestrator.common import run
@@ -55,8 +47,8 @@ class Play:
             "p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: self.lost.append(stages)
         )
         self.hosts = [Player() for _ in STAGES]
-        self.pipeline._hosts = self.hosts  # type: ignore[assignment]
-        self.pipeline._links["thinker>talker"] = True
+        self.pipeline.upkeep.hosts = self.hosts  # type: ignore[assignment]
+        self.pipeline.upkeep.links.up["thinker>talker"] = True
 
     def say(self, host: int, message: Any) -> None:
         self.pipeline._message(self.hosts[host], message, b"")  # type: ignore[arg-type]
@@ -87,7 +79,7 @@ class Play:
 def play(work: Callable[[Play], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
         p = Play()
-        joining = asyncio.create_task(p.pipeline._join())
+        joining = asyncio.create_task(p.pipeline.upkeep.links.join())
         await work(p)
         await asyncio.wait_for(joining, 10)
         await p.pipeline.close()
@@ -97,7 +89,7 @@ def play(work: Callable[[Play], Coroutine[Any, Any, None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "LINK_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(linking, "LINK_DELAYS", (0.0, 0.0))
 
 
 def test_a_late_report_does_not_take_down_the_successor() -> None:
@@ -135,7 +127,7 @@ def test_the_last_try_counts() -> None:
     async def work(p: Play) -> None:
         listen = await p.asked(Listen, VOCODER, 1)
         p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
-        listen = await p.asked(Listen, VOCODER, len(pipelines.LINK_DELAYS))
+        listen = await p.asked(Listen, VOCODER, len(linking.LINK_DELAYS))
         p.say(TALKER, Linked(LINK, listen.generation))
         await p.rest()
 
@@ -166,7 +158,7 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
     ends = {LINK: (TALKER, VOCODER), other: (0, TALKER)}
 
     async def work(p: Play) -> None:
-        p.pipeline._links[other] = False
+        p.pipeline.upkeep.links.up[other] = False
         told: list[bytes] = []
         for count in range(1, rounds + 1):
             for link, (sender, receiver) in ends.items():  # in the order in which they are made
@@ -182,7 +174,7 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
             assert p.pipeline.ready(STAGES)
             if count < rounds:
                 for link in ends:
-                    p.say(VOCODER, LinkDown(link, p.pipeline._generations[link], "it broke"))
+                    p.say(VOCODER, LinkDown(link, p.pipeline.upkeep.links.generations[link], "it broke"))
         assert [len(secret) for secret in told] == [SECRET_BYTES] * rounds * len(ends)
         assert len(set(told)) == len(told)
 

@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import (
-    PREFIX,
-    Ended,
-    FromHost,
-    Linked,
-    Loading,
-    Ready,
-    Text,
-    decode_from_host,
-    decode_to_host,
-    encode,
-)
+from stretto.control.life import Linked, Loading, Ready
+from stretto.control.messages import PREFIX, Ended, FromHost, Text, decode_from_host, decode_to_host, encode
 from stretto.control.settings import EngineConfig
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.family import PIPELINE
@@ -71,8 +61,8 @@ def test_a_stage_that_there_is_not_ends_the_host(message: FromHost) -> None:
     assert len(deaths) == 1
     assert "kitchen" in deaths[0]
     assert not passed
-    assert set(pipeline.progress) == set(STAGES)
-    assert not pipeline.memory
+    assert set(pipeline.upkeep.progress) == set(STAGES)
+    assert not pipeline.upkeep.memory
 
 
 def test_what_is_meant_well_is_passed_on() -> None:

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from stretto import __version__
 from stretto.connector.curve import encrypt, key_of
-from stretto.control.messages import Configure, Connect, Ended, Listen, Listening, Ping, Ready, Stats
+from stretto.control.life import Configure, Connect, Listen, Listening, Ping, Ready, Stats
+from stretto.control.messages import Ended
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, Placement
 from stretto.errors import Invalid, StageDead

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.control.messages import (
-    Cancel,
-    Ended,
-    Pcm,
-    Ping,
-    Sampling,
-    Stats,
-    Text,
-    Working,
-)
+from stretto.control.life import Ping, Stats
+from stretto.control.messages import Cancel, Ended, Pcm, Sampling, Text, Working
 from stretto.control.request import ChunkSizes, Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt
@@ -148,7 +140,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
         sum(1 for _ in models.thinker.visual.encoding([v.values for v in seen.videos], [v.grid for v in seen.videos])),
     )
     assert parts > 4
-    host.nodes["thinker"].loop_clock = count().__next__  # a part takes one tick
+    host.nodes["thinker"].encoders.clock = count().__next__  # a part takes one tick
     try:
         for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
             packed = pack(prompt)

@@ -214,8 +214,8 @@ def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
 
 def processes(pool: PromptPool) -> list[int]:
     """Children of the worker."""
-    assert pool._process is not None
-    pid = pool._process.pid
+    assert pool.worker.process is not None
+    pid = pool.worker.process.pid
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -254,18 +254,18 @@ def test_a_worker_that_dies_comes_back(roomy_dir: Path, monkeypatch: pytest.Monk
         await until(lambda: pool.lane.running == 1)
         await until(lambda: len(processes(pool)) == 1)
         [child] = processes(pool)
-        assert pool._process is not None
-        first = pool._process.pid
+        assert pool.worker.process is not None
+        first = pool.worker.process.pid
         os.kill(first, signal.SIGKILL)
         with pytest.raises(StageDead):
             await long
         await until(lambda: not Path(f"/proc/{child}").exists())
         await until(lambda: not pool.lane.running)
         assert len((await pool.build(talk(HELLO))).packed.ids) > 3
-        assert pool._process.pid != first
+        assert pool.worker.process.pid != first
         # One that is stopped does not answer: it is ended, and the next one does.
         monkeypatch.setattr(pool_module, "PATIENCE_S", 0.05)
-        os.kill(pool._process.pid, signal.SIGSTOP)
+        os.kill(pool.worker.process.pid, signal.SIGSTOP)
         with pytest.raises(Busy):
             await pool.build(talk(HELLO))
         monkeypatch.setattr(pool_module, "PATIENCE_S", 60.0)

@@ -52,8 +52,8 @@ class Front:
 
     @property
     def worker(self) -> int:
-        assert self.pool._process is not None
-        return self.pool._process.pid
+        assert self.pool.worker.process is not None
+        return self.pool.worker.process.pid
 
     @property
     def service(self) -> Any:

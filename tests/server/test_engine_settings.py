@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from stretto.control.settings import EngineConfig
-from stretto.orchestrator import engine as engine_module
-from stretto.orchestrator import ticket
+from stretto.orchestrator import ticket, watch
 from tests.pipeline import LINKS, STAGES
 from tests.server.conftest import HEAD, read_until
 from tests.server.real_engine import Served, served
@@ -32,7 +31,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def strict(tiny_dir: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
     """Asks its hosts for numbers when they start and never again, and wants speech at an impossible pace from the first
     packet on."""
-    patch.setattr(engine_module, "PING_EVERY", NEVER)
+    patch.setattr(watch, "PING_EVERY", NEVER)
     patch.setattr(ticket, "SETTLED_S", 0.0)
     with served(tiny_dir, EngineConfig(placement="two", min_pace=1e9)) as it:
         yield it

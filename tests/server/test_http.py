@@ -122,7 +122,7 @@ def test_speech_is_sent_as_it_is_made(format: str) -> None:
     ("change", "param"),
     [
         ({"n": 9}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -20,18 +20,19 @@ from starlette.datastructures import Headers
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.observe.logs import JsonLines
-from stretto.prompt.work import recall
+from stretto.prompt.recall import recall
 from stretto.server import codecs
 from stretto.server.access import Admission
 from stretto.server.command import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
 from stretto.server.config import ServerConfig
-from stretto.server.exchange import CutConnection, Visit
+from stretto.server.exchange import CutConnection
 from stretto.server.failures import Refused
 from stretto.server.keys import NOBODY, Keys
 from stretto.server.logs import NotBroken
 from stretto.server.memory import AudioMemory
 from stretto.server.settings import read_yaml, unknown_variables
 from stretto.server.tools import Call, ToolParser
+from stretto.server.visit import Visit
 from stretto.types import RequestId
 from tests.server.conftest import read_file, read_open
 

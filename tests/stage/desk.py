@@ -17,14 +17,16 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.prompt.prompt import Prompt
 from stretto.stage.ahead import Ahead
+from stretto.stage.mediarows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
-from stretto.stage.stage import Output, PayloadStore, Stage
+from stretto.stage.stage import Output, Stage
 from stretto.types import RequestId, Span
 from tests.solo import Options
+from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
 
 CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
@@ -74,7 +76,6 @@ class Desk:
         if o.token is not None:
             self.tokens[id].append(o.token)
             self.rows[id].append(list(o.row))
-            assert o.device_row.tolist() == list(o.row)
         if o.media is not None:
             if o.media.event is not None:
                 o.media.event.synchronize()
@@ -97,7 +98,7 @@ class Desk:
                     self.clock.move_to(due - self.rng.randrange(MS))
                 else:
                     self.stage.wait()
-            self.stage.scheduler.check()
+            check_scheduler(self.stage.scheduler)
         raise AssertionError("no end in sight")
 
     # -- the thinker

@@ -24,6 +24,7 @@ from stretto.stage.scheduler import (
     StepResult,
 )
 from stretto.types import RequestId, Span
+from tests.stage.invariants import check_scheduler
 
 VOCAB = 7  # small, so that prefixes meet and stops come soon
 STOP = 0
@@ -161,7 +162,7 @@ class OrderCheck:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        self._ready = {r.id: (r, scheduler.num_steps - r.since) for r in scheduler.requests() if self._is_ready(r)}
+        self._ready = {r.id: (r, scheduler._ledger.step - r.since) for r in scheduler.requests() if self._is_ready(r)}
 
     def _is_ready(self, request: StageRequest) -> bool:
         """Ready without a new block: only the budget can keep it out."""
@@ -325,7 +326,7 @@ class Driver:
         return outcomes
 
     def _check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         findable = set(self.scheduler.pool._index.values())
         for step in self.flying:
             assert not findable & step.written, "a block that others may read is being written"
@@ -376,7 +377,7 @@ class Driver:
         assert not self.live
         pool = self.scheduler.pool
         assert pool.num_held == 0
-        assert self.scheduler.num_seated == 0
+        assert not self.scheduler._ledger.holdings.seated
         assert self.scheduler.num_waiting == 0
         pool.clear_cache()
         assert pool.num_available == pool.num_blocks

@@ -24,6 +24,7 @@ from stretto.stage import codec
 from stretto.stage.context import StageContext
 from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.lane import Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
 
@@ -150,12 +151,12 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **kw: zeros(*shape, **kw))
 
-    def step(lane: Any, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, how: How) -> torch.Tensor:
+    def step(lane: Any, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, how: How) -> Picked:
         assert rows.tolist() == [9] * len(rows)
         assert not positions.any()
         assert not values.any()
         cuda.note((len(rows), how))
-        return rows + 1
+        return Picked(rows + 1)
 
     monkeypatch.setattr(decoding, "decode_step", step)
     lane = SimpleNamespace(rows=SimpleNamespace(num_rows=3, device=CPU, sink=9), fused=fused)
@@ -166,8 +167,8 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
     assert cuda.captured() == want
     assert cuda.warmups() == [key for key in want for _ in range(1 if fused else 2)]
     assert list(graphs._graphs) == want
-    for (size, _), (_, (inputs, tokens)) in graphs._graphs.items():
-        assert (inputs.shape, tokens.shape) == ((3, size), (size,))
+    for (size, _), (_, (inputs, picked)) in graphs._graphs.items():
+        assert (inputs.shape, picked.tokens.shape) == ((3, size), (size,))
 
 
 @pytest.mark.parametrize("owner", [PrefillGraphs, WindowGraphs, FrameGraphs])

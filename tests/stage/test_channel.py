@@ -3,17 +3,8 @@
 import socket
 import threading
 
-from stretto.control.messages import (
-    PREFIX,
-    FromHost,
-    Loading,
-    Pcm,
-    Ping,
-    Text,
-    decode_from_host,
-    encode,
-    lengths,
-)
+from stretto.control.life import Loading, Ping
+from stretto.control.messages import PREFIX, FromHost, Pcm, Text, decode_from_host, encode, lengths
 from stretto.stage.channel import Channel
 from stretto.types import RequestId
 

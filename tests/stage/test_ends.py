@@ -12,7 +12,7 @@ import torch
 from stretto.connector.contract import Endpoint, LinkOptions
 from stretto.connector.registry import Registry, connectors
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import Connect, Listen
+from stretto.control.life import Connect, Listen
 from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.stage.ends import LinkEnds

@@ -8,21 +8,13 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import (
-    Admit,
-    Broken,
-    Cancel,
-    Failed,
-    Quit,
-    Ready,
-    Sampling,
-    ToHost,
-    encode,
-)
+from stretto.control.life import Broken, Quit, Ready
+from stretto.control.messages import Admit, Cancel, Failed, Sampling, ToHost, encode
 from stretto.control.settings import HostSettings
 from stretto.orchestrator.process import HostProcess
 from stretto.prompt.packed import PromptMeta
 from stretto.stage import host as hosts
+from stretto.stage import process
 from stretto.stage.loop import Loop
 from stretto.types import GREEDY, RequestId
 from tests.pipeline import STAGES, announcement, configure
@@ -69,15 +61,15 @@ def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost) -> tuple[int, Host
         made.append(Host())
         return made[-1]
 
-    monkeypatch.setattr(hosts, "Host", make)
+    monkeypatch.setattr(process, "Host", make)
     monkeypatch.setattr(hosts, "CONTROL", CONTROL)
-    monkeypatch.setattr(hosts, "settle_down", lambda: None)
+    monkeypatch.setattr(process, "settle_down", lambda: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for message in (configure("", STAGES, HostSettings().as_dict()), *messages):
             ours.sendall(encode(message))
         codes: list[int] = []
-        thread = threading.Thread(target=lambda: codes.append(hosts.serve(theirs)), daemon=True)
+        thread = threading.Thread(target=lambda: codes.append(process.serve(theirs)), daemon=True)
         thread.start()
         thread.join(30)
         assert codes, "it goes on"

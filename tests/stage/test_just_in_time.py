@@ -17,6 +17,7 @@ from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
 from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
+from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device, SimulatedBell
 
 STEP, PROMPT = 16 * MS, 25 * MS
@@ -45,7 +46,7 @@ class Timed(Desk):
         self.rounds += 1
         assert self.rounds < 2000, "no end in sight"
         did = self.loop.round()
-        self.stage.scheduler.check()
+        check_scheduler(self.stage.scheduler)
         return did
 
     def until_held(self) -> int:

@@ -60,8 +60,8 @@ class Link:
         self.ended: dict[RequestId, Mark] = {}
         self.out.start()
         self.into.start()
-        self.outlet.attach(self.out)
-        self.inlet.attach(self.into)
+        self.outlet.away.attach(self.out)
+        self.inlet.away.attach(self.into)
 
     def _read(self, id: RequestId, arrival: Arrival[Any]) -> None:
         arrival.adopt()

@@ -35,7 +35,7 @@ def frame(n: int) -> CodecFrames:
 def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> None:
     """Room in the link must not set a request going whose listener is slow, nor the other way round."""
     link, courier = Outlet("a>b", CodecFrames), Courier()
-    link.attach(courier)  # type: ignore[arg-type]
+    link.away.attach(courier)  # type: ignore[arg-type]
     link.open(ID)
     assert not link.blocked(ID)
     assert not link.send(ID, frame(0))

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from stretto.control.messages import Admit, Cancel, Connect, Ended, Failed, Listen, Ping, Sampling, Stats
+from stretto.control.life import Connect, Listen, Ping, Stats
+from stretto.control.messages import Admit, Cancel, Ended, Failed, Sampling
 from stretto.control.settings import HostSettings
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.config import OmniConfig

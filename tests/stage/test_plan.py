@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.control.messages import Loading
+from stretto.control.life import Loading
 from stretto.control.settings import HostSettings
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.config import OmniConfig

@@ -10,7 +10,6 @@ from stretto.errors import Bug
 from stretto.stage.request import (
     OPAQUE,
     TRANSITIONS,
-    Confirmed,
     Cursor,
     Reason,
     RequestSpec,
@@ -18,6 +17,7 @@ from stretto.stage.request import (
     State,
 )
 from stretto.types import RequestId
+from tests.stage.invariants import check_cursor
 
 
 def request(prompt: list[int], **spec: object) -> StageRequest:
@@ -28,7 +28,7 @@ def request(prompt: list[int], **spec: object) -> StageRequest:
 
 
 def positions(cursor: Cursor) -> tuple[int, ...]:
-    return cursor.prompt, cursor.known, cursor.filled, cursor.launched, cursor.confirmed, cursor.sent
+    return cursor.prompt, cursor.known, cursor.filled, cursor.launched, cursor.confirmed
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(State, State)))
@@ -53,52 +53,48 @@ def test_overlapped_decode_and_a_stop_seen_one_step_late() -> None:
     cursor.append(3)
     cursor.launch(3, samples=True)  # the prompt; token 3 is on the device
     cursor.launch(4, samples=True)  # one step ahead, with a placeholder
-    assert positions(cursor) == (3, 5, 4, 4, 0, 0)
-    cursor.send(cursor.confirm(3))
-    assert positions(cursor) == (3, 5, 4, 4, 3, 3)
-    cursor.rollback(4)  # token 3 was a stop: it is history, the row that took it is not
-    assert positions(cursor) == (3, 4, 3, 3, 3, 3)
+    assert positions(cursor) == (3, 5, 4, 4, 0)
+    cursor.confirm(3)
+    assert positions(cursor) == (3, 5, 4, 4, 3)
 
 
-def test_truncation_takes_back_what_was_sent() -> None:
-    cursor = Cursor(prompt=3, known=9, filled=8, launched=8, confirmed=8, sent=8)
-    cursor.rollback(5)
-    assert positions(cursor) == (3, 5, 5, 5, 5, 5)
-    cursor.rollback(2)
-    assert positions(cursor) == (2, 2, 2, 2, 2, 2)
+def test_what_is_in_flight_can_be_recalled() -> None:
+    cursor = Cursor(prompt=9, known=9, filled=8, launched=8, confirmed=5)
+    cursor.recall()
+    assert positions(cursor) == (9, 9, 5, 5, 5)
+    cursor.vacate(2)
+    cursor.recall()
+    assert positions(cursor) == (9, 9, 2, 5, 5), "lost rows are not found again"
 
 
 def test_lost_kv_takes_nothing_back() -> None:
-    cursor = Cursor(prompt=3, known=7, filled=6, launched=6, confirmed=5, sent=4)
+    cursor = Cursor(prompt=3, known=7, filled=6, launched=6, confirmed=5)
     cursor.vacate()
-    assert positions(cursor) == (3, 7, 0, 6, 5, 4)
+    assert positions(cursor) == (3, 7, 0, 6, 5)
     cursor.confirm(6)  # the step in flight stands
     cursor.launch(4, samples=False)
-    assert positions(cursor) == (3, 7, 4, 6, 6, 4)
+    assert positions(cursor) == (3, 7, 4, 6, 6)
     cursor.launch(7, samples=True)
-    assert positions(cursor) == (3, 8, 7, 7, 6, 4)
+    assert positions(cursor) == (3, 8, 7, 7, 6)
 
 
 def test_an_unheard_reuse_can_be_taken_back() -> None:
-    cursor = Cursor(prompt=9, known=9, filled=0, launched=2, confirmed=2, sent=2)
+    cursor = Cursor(prompt=9, known=9, filled=0, launched=2, confirmed=2)
     cursor.reuse(8)
-    assert positions(cursor) == (9, 9, 8, 8, 8, 2)
+    assert positions(cursor) == (9, 9, 8, 8, 8)
     cursor.vacate()
     cursor.disown(2)
-    assert positions(cursor) == (9, 9, 0, 2, 2, 2)
+    assert positions(cursor) == (9, 9, 0, 2, 2)
 
 
 def test_what_must_not_happen_raises_and_moves_nothing() -> None:
-    cursor = Cursor(prompt=3, known=4, filled=3, launched=3, confirmed=2, sent=1)
+    cursor = Cursor(prompt=3, known=4, filled=3, launched=3, confirmed=2)
     before = positions(cursor)
     for wrong in (
         lambda: cursor.launch(3, False),  # nothing to compute
         lambda: cursor.launch(5, False),  # input unknown
         lambda: cursor.confirm(4),  # never launched
-        lambda: cursor.send(Confirmed(3)),  # not confirmed
-        lambda: cursor.send(Confirmed(0)),  # backwards
         lambda: cursor.append(1),  # the answer has begun
-        lambda: cursor.rollback(5),
         lambda: cursor.reuse(2),  # has KV
     ):
         with pytest.raises(Bug):
@@ -108,7 +104,7 @@ def test_what_must_not_happen_raises_and_moves_nothing() -> None:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["append", "launch", "sample", "confirm", "send", "vacate", "reuse", "rollback"]),
+        st.sampled_from(["append", "launch", "sample", "confirm", "vacate", "reuse", "recall"]),
         st.integers(0, 12),
     ),
     max_size=30,
@@ -122,7 +118,9 @@ def test_the_watermarks_stay_in_order_whatever_is_tried(operations: list[tuple[s
         before = positions(cursor)
         try:
             match name:
-                case "append" | "reuse" | "rollback" | "vacate":
+                case "recall":
+                    cursor.recall()
+                case "append" | "reuse" | "vacate":
                     getattr(cursor, name)(n)
                 case "launch":
                     cursor.launch(n, samples=False)
@@ -130,11 +128,9 @@ def test_the_watermarks_stay_in_order_whatever_is_tried(operations: list[tuple[s
                     cursor.launch(n, samples=True)
                 case "confirm":
                     cursor.confirm(n)
-                case "send":
-                    cursor.send(cursor.confirm(0))
         except Bug:
             assert positions(cursor) == before
-        cursor.check()
+        check_cursor(cursor)
 
 
 def test_limits_of_an_open_a_closed_and_a_paced_request() -> None:

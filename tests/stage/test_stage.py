@@ -14,6 +14,7 @@ from stretto.types import RequestId, SamplingParams
 from tests.prompts import KINDS, make
 from tests.solo import Frame, Options, Solo, TextToken
 from tests.stage.desk import CONFIG, Desk
+from tests.stage.invariants import check_scheduler
 
 SIZE = 8
 
@@ -100,7 +101,7 @@ def talk(desk: Desk, prompts, alone, accept, late: int = 0) -> None:
             elif late == 0 or rng.random() < 0.4:
                 desk.feed(str(i), feeds[i].pop(0))
         desk.stage.turn()
-        desk.stage.scheduler.check()
+        check_scheduler(desk.stage.scheduler)
     desk.run()
 
 
@@ -180,7 +181,7 @@ def test_cancelling_at_any_moment_leaves_the_others_alone(models: Models, prompt
                     desk.stage.cancel(RequestId(str(i)))
                 gone = {i: len(desk.tokens[str(i)]) for i in (1, 4, 6)}
             desk.stage.turn()
-            desk.stage.scheduler.check()
+            check_scheduler(desk.stage.scheduler)
         desk.run()
         for i in range(SIZE):
             if i in gone:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import Loading
+from stretto.control.life import Loading
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast.warm import Marker, Workers
 from stretto.models import warming as shared

@@ -11,18 +11,19 @@ from pathlib import Path
 import msgspec
 
 from stretto.embedded import read_ideas
-from stretto.family import Ear, LinkSpec, Listening, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.family import Ear, LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.generation import read_defaults
+from stretto.models.qwen3_omni.listening import LISTENING
 from stretto.models.qwen3_omni.params import stage_params
 
 PIPELINE = PipelineSpec(
     build="stretto.models.qwen3_omni.host:build",
     stages=(
-        StageSpec("thinker", encodes_media=True, decides="text"),
-        StageSpec("talker", decides="audio", each="frame"),
-        StageSpec("code2wav", first="first frame", each="packet"),
+        StageSpec("thinker", "reads the question and writes the answer", encodes_media=True, decides="text"),
+        StageSpec("talker", "turns the words into codes of speech", decides="audio", each="frame"),
+        StageSpec("code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet"),
     ),
     links=(LinkSpec("thinker", "talker"), LinkSpec("talker", "code2wav")),
     paths={
@@ -33,19 +34,6 @@ PIPELINE = PipelineSpec(
         "speech_ahead": ("thinker", "talker"),
     },
 )
-
-
-LISTENING = Listening(
-    transcribe="Transcribe the audio into text.",
-    transcribe_language="Transcribe the {language} audio into text.",
-    translate="Listen to the provided speech and produce a translation in English text.",
-    languages={
-        "en": "English", "zh": "Chinese", "ko": "Korean", "ja": "Japanese", "de": "German", "ru": "Russian",
-        "it": "Italian", "fr": "French", "es": "Spanish", "pt": "Portuguese", "ms": "Malay", "nl": "Dutch",
-        "id": "Indonesian", "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese", "ar": "Arabic", "ur": "Urdu",
-    },
-)  # fmt: skip
-"""In the words that the released model's documentation uses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from stretto.control.messages import Positive, Sampling, TokenId
-from stretto.control.request import MAX_GRAMMAR
+from stretto.control.request import MAX_GRAMMAR, MAX_LOGPROBS
 from stretto.errors import Bug
 from stretto.family import Wanted
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
@@ -30,6 +30,7 @@ class ThinkerParams(StageParams, frozen=True):
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class TalkerParams(FrameParams, frozen=True):
@@ -55,6 +56,7 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         min_p=p.min_p,
         frequency_penalty=p.frequency_penalty,
         presence_penalty=p.presence_penalty,
+        logprobs=p.logprobs,
     )
     talker = TalkerParams(
         Sampling.of(code0),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.embedded import RANDOM
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.shapes import checkpoint_shapes
 from stretto.models.tiny_files import Weights, merged, random_tensor, write_json
@@ -178,7 +179,7 @@ def write_tiny(directory: str | Path, seed: int = 0, shards: int = 3, changes: d
     write_json(folder / "vocab.json", vocab)
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    write_json(folder / "config.json", config)  # last: a directory with a config.json is complete
+    write_json(folder / "config.json", {**config, RANDOM: True})  # last: a directory with a config.json is complete
 
 
 def _write_weights(folder: Path, weights: Weights, shards: int) -> None:

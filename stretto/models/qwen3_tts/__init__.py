@@ -1,0 +1,8 @@
+"""Qwen3-TTS: text in, speech out."""
+
+MODEL_TYPES = ("qwen3_tts",)
+TINY = {
+    "qwen3-tts": "stretto.models.qwen3_tts.tiny:write_tiny",
+    "qwen3-tts-design": "stretto.models.qwen3_tts.tiny:write_design",
+    "qwen3-tts-base": "stretto.models.qwen3_tts.tiny:write_base",
+}

@@ -15,8 +15,8 @@ from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.params import default_voice, stage_params
 
 BUILD = "stretto.models.qwen3_tts.host:build"
-TALKER = StageSpec("talker", decides="audio", each="frame")
-CODE2WAV = StageSpec("code2wav", first="first frame", each="packet")
+TALKER = StageSpec("talker", "turns the text into codes of speech", decides="audio", each="frame")
+CODE2WAV = StageSpec("code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet")
 LINKS = (LinkSpec("talker", "code2wav"),)
 NO_MEDIA = MediaTokens()
 PASSAGE = 1200
@@ -27,7 +27,7 @@ SPEAKS = PipelineSpec(BUILD, (TALKER, CODE2WAV), LINKS, {"reading": READING})
 # The enroller stands in the middle because the host's first stage takes prompts first, and its last one turns often.
 CLONES = PipelineSpec(
     BUILD,
-    (TALKER, StageSpec("enroller", encodes_media=True, first="voice"), CODE2WAV),
+    (TALKER, StageSpec("enroller", "makes a voice of a clip", encodes_media=True, first="voice"), CODE2WAV),
     LINKS,
     {"reading": READING, "enrolment": ("enroller",)},
 )

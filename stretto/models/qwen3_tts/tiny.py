@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.embedded import RANDOM
 from stretto.models.qwen3_tts.config import CODEC, Kind, TtsConfig, parse
 from stretto.models.qwen3_tts.shapes import codec_shapes, model_shapes
 from stretto.models.tiny_files import Weights, merged, random_tensor, write_json
@@ -155,7 +156,7 @@ def write_tiny(directory: str | Path, seed: int = 0, kind: Kind = "custom_voice"
         (where / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     write_text_files(folder)
     write_json(folder / CODEC / "config.json", codec)
-    write_json(folder / "config.json", config)  # last: a directory with a config.json is complete
+    write_json(folder / "config.json", {**config, RANDOM: True})  # last: a directory with a config.json is complete
 
 
 def write_configs(directory: str | Path, kind: Kind, size: str) -> None:

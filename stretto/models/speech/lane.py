@@ -182,7 +182,7 @@ class FrameLane(Generic[T, I]):
         self.embedding[rows] = step.embedding
         return Picked(guarded(step.codes, step.hidden))
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
         assert self.frame is not None
         hidden, pair = self.frame.places(rows.shape[0])
         self.model.model.fused_step(
@@ -196,4 +196,4 @@ class FrameLane(Generic[T, I]):
             self.cache,
             out=hidden,
         )
-        return self.frame(hidden, pair, rows, positions, self.frame_cache, self.embedding)
+        return Picked(self.frame(hidden, pair, rows, positions, self.frame_cache, self.embedding))

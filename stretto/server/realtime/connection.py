@@ -15,13 +15,13 @@ from urllib.parse import parse_qs
 from starlette.types import Receive, Scope, Send
 
 from stretto.errors import StrettoError
-from stretto.server.exchange import VISIT, Visit
 from stretto.server.failures import respond
 from stretto.server.realtime import serverevents as s
 from stretto.server.realtime.clientevents import LARGE, Event, Malformed, decode
 from stretto.server.realtime.outbox import Outbox, Slow
 from stretto.server.realtime.session import RealtimeSession
 from stretto.server.service import Service
+from stretto.server.visit import VISIT, Visit
 
 PATHS = ("/v1/realtime", "/realtime")
 SUBPROTOCOL = "realtime"

@@ -1,4 +1,4 @@
-// The server's HTTP interface: health, models, and streamed chat. All addresses are relative to the page, so that it
+// The server's HTTP interface: health, models, voices, and streamed chat and speech. All addresses are relative to the page, so that it
 // works behind a proxy's prefix.
 
 const at = (path) => new URL(path, document.baseURI);
@@ -56,7 +56,7 @@ export async function health(signal) {
   return { state, stages: body.stages ?? {}, error };
 }
 
-/** {name, voices, defaultVoice, rate, ideas} of the first model. */
+/** What the page needs to know of the first model. */
 export async function model(key) {
   const response = await reach("v1/models", { headers: headers(key), cache: "no-store" });
   if (!response.ok) throw await failure(response);
@@ -69,12 +69,53 @@ export async function model(key) {
     defaultVoice: first.default_voice ?? voices[0] ?? null,
     rate: first.sample_rate ?? 24000,
     ideas: first.ideas ?? [],
+    inputs: first.input_modalities ?? ["text", "image"],
+    reads: (first.output_modalities ?? ["text"]).includes("text") === false, // texts aloud, and answers nothing
+    languages: first.languages ?? [],
+    instructions: first.instructions ?? false,
+    cloning: first.cloning ?? false,
+    random: first.random_weights ?? false,
+    stages: first.stages ?? {},
+    maxBytes: first.max_body_bytes ?? 0,
   };
 }
 
+/** Names of the voices that this reader has made of clips. */
+export async function ownVoices(key) {
+  const response = await reach("v1/audio/voices", { headers: headers(key), cache: "no-store" });
+  if (!response.ok) throw await failure(response);
+  return ((await response.json()).data ?? []).filter((voice) => voice.created != null).map((voice) => voice.name);
+}
+
+/** {name, audio (base64), format, text}: make a voice of a clip. */
+export async function addVoice(voice, key) {
+  const response = await reach("v1/audio/voices", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers(key) },
+    body: JSON.stringify(voice),
+  });
+  if (!response.ok) throw await failure(response);
+}
+
+export async function removeVoice(name, key) {
+  const path = `v1/audio/voices/${encodeURIComponent(name)}`;
+  const response = await reach(path, { method: "DELETE", headers: headers(key) });
+  if (!response.ok) throw await failure(response);
+}
+
+/** The events of a text that is read aloud, in the form of a chat's. */
+export async function* speech(body, key, signal) {
+  for await (const event of events("v1/audio/speech", body, key, signal, (e) => e.type === "speech.audio.done")) {
+    if (event.type === "speech.audio.delta") yield { choices: [{ delta: { audio: { data: event.audio } } }] };
+    else yield { stretto: event.usage?.stretto };
+  }
+}
+
 /** The events of a streamed chat completion, as parsed JSON, until "[DONE]". */
-export async function* chat(body, key, signal) {
-  const response = await reach("v1/chat/completions", {
+export const chat = (body, key, signal) => events("v1/chat/completions", body, key, signal, () => false);
+
+async function* events(path, body, key, signal, isLast) {
+  const response = await reach(path, {
     method: "POST",
     headers: { "Content-Type": "application/json", Accept: "text/event-stream", ...headers(key) },
     body: JSON.stringify(body),
@@ -88,6 +129,7 @@ export async function* chat(body, key, signal) {
       throw new ApiError(event.error.message ?? "The answer failed.", { status: 500, kind: event.error.type });
     }
     yield event;
+    if (isLast(event)) return;
   }
   throw new Unreachable("The connection broke before the answer was complete.");
 }

@@ -1,24 +1,31 @@
 // The page: joins the parts. It keeps two things of its own: what is being answered now, and what is being played.
 
-import { ApiError, Unreachable, chat } from "./api.js";
+import { announce } from "./announcer.js";
+import { ApiError, Unreachable, chat, speech } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { joinFloats } from "./audio.js";
 import { Connection } from "./connection.js";
 import { Conversation } from "./conversation.js";
 import { writeFigures } from "./figures.js";
+import { accepted, setLimits, taken } from "./files.js";
+import { keep, recall } from "./kept.js";
 import { Live } from "./live.js";
-import { Microphone } from "./microphone.js";
+import { Microphone, chooseMicrophone, listMicrophones } from "./microphone.js";
 import { Notice } from "./notice.js";
 import { Player } from "./player.js";
+import { Reading } from "./reading.js";
+import { store, stored } from "./storage.js";
 import { TalkButton } from "./talkbutton.js";
+import { cycleTheme, nameTheme } from "./themes.js";
 import { Timeline } from "./timeline.js";
+import { OWN_ACCORD, explainFailure, explainState } from "./trouble.js";
 import { Turn } from "./turn.js";
+import { setStageWords } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const SHORTEST_S = 0.25; // a shorter recording is a slip of the finger
 const LONGEST_S = 300;
 const BLOCKED_S = 1; // a sound device that has not started by then is held back by the browser
-const MOST_RETRIES = 5; // of a busy server, without being asked
 const STATES = {
   connecting: "Connecting", loading: "Loading", ready: "Ready", draining: "Shutting down", dead: "Stopped",
   disconnected: "Disconnected", unauthorized: "Key needed", error: "Error", thinking: "Thinking", speaking: "Speaking",
@@ -35,8 +42,9 @@ const notice = new Notice(() => showState());
 const player = new Player(hear);
 const microphone = new Microphone(showLevel);
 const timeline = new Timeline({ canvas: $("timeline"), lanes: $("lanes"), source: $("source") });
-const conversation = new Conversation($("history"), { onReplay: replay, onShow: (entry) => showTurn(entry.turn) });
-const attachments = new Attachments((title) => notice.show({ about: "image", title, advice: "Use a PNG, JPEG or WebP image." }));
+const conversation = new Conversation($("history"), { onReplay: replay, onShow: showTiming, onChange: remember });
+const attachments = new Attachments((title, advice) => notice.show({ about: "file", title, advice }));
+const reading = new Reading(apiKey);
 const connection = new Connection(onConnection, apiKey);
 const live = new Live({
   conversation, player, onLevel: showLiveLevel, onEnd: liveEnded,
@@ -46,23 +54,6 @@ const live = new Live({
 });
 
 // --- settings --------------------------------------------------------------------------------------------------------
-
-function stored(area, name) {
-  try {
-    return area.getItem(name) ?? "";
-  } catch {
-    return ""; // storage is off
-  }
-}
-
-function store(area, name, value) {
-  try {
-    if (value) area.setItem(name, value);
-    else area.removeItem(name);
-  } catch {
-    // storage is off: the choice lasts as long as the page
-  }
-}
 
 function apiKey() {
   return $("key").value.trim();
@@ -74,28 +65,14 @@ function setKey(value) {
   connection.reconnect();
 }
 
-function cycleTheme() {
-  const root = document.documentElement;
-  const next = { undefined: "light", light: "dark", dark: undefined }[root.dataset.theme];
-  if (next) root.dataset.theme = next;
-  else delete root.dataset.theme;
-  store(localStorage, "stretto-theme", next ?? "");
-  nameTheme();
-  timeline.refresh();
-}
-
-function nameTheme() {
-  const words = `Theme: ${document.documentElement.dataset.theme ?? "as the system"}`;
-  $("theme-label").textContent = words;
-  $("theme").title = words;
+/** Keep the conversation's words for the next visit, if the reader wants that. */
+function remember() {
+  keep($("remember").checked ? conversation.words() : []);
 }
 
 // --- the server's state ----------------------------------------------------------------------------------------------
 
-// Notices about the connection, which come and go by themselves. Others stay: they hold a question's "Try again".
-const OURS = ["loading", "disconnected", "draining", "dead", "unauthorized", "error"];
-
-let lastTold = ""; // the latest of them
+let lastTold = ""; // the latest notice about the connection
 
 function onConnection(found) {
   const before = server;
@@ -105,24 +82,14 @@ function onConnection(found) {
   timeline.setStages(Object.keys(stages));
   if (state === "ready") {
     lastTold = "";
-    if (OURS.includes(notice.about)) notice.hide();
+    if (OWN_ACCORD.includes(notice.about)) notice.hide();
     if (model && before.model?.name !== model.name) showModel(model);
     if (waiting) answer(waiting);
     return;
   }
   if (current) return; // the answer itself will tell
-  if (notice.about && !OURS.includes(notice.about)) return;
-  const told = {
-    loading: {
-      title: "The model is loading.", stages, calm: true,
-      text: waiting ? "Your question is asked as soon as it is ready." : "You can ask already.",
-    },
-    draining: { title: "The server is shutting down.", text: "It takes no new questions.", advice: "The page reconnects by itself." },
-    dead: { title: "The server has stopped working.", text: error ?? "", advice: "See its log; it may need a restart." },
-    disconnected: { title: "No connection to the server.", text: "It may have been stopped, or the network is away.", advice: "The page keeps trying and reconnects by itself." },
-    unauthorized: { title: "This server asks for a key.", text: apiKey() ? (error ?? "") : "", key: true },
-    error: { title: "The server answered with an error.", text: error ?? "" },
-  }[state];
+  if (notice.about && !OWN_ACCORD.includes(notice.about)) return;
+  const told = explainState(state, { stages, error, waits: waiting !== null, hasKey: apiKey() !== "" });
   // Told once: a notice built anew would take the focus away, be read out again, and undo the reader's "Dismiss".
   const words = JSON.stringify(told);
   if (told && words !== lastTold) {
@@ -136,9 +103,23 @@ function showModel(model) {
   $("voice").replaceChildren(...model.voices.map((voice) => new Option(voice[0].toUpperCase() + voice.slice(1), voice)));
   $("voice").value = model.voices.includes(chosen) ? chosen : (model.defaultVoice ?? "");
   $("voice").disabled = !model.voices.length;
+  setStageWords(model.stages);
+  timeline.rename();
+  setLimits({ kinds: model.inputs, bytes: model.maxBytes });
+  attachments.enabled = !model.reads && accepted() !== "";
+  $("attach").hidden = !attachments.enabled;
+  $("attach").title = `Attach ${taken()}`;
+  $("file").accept = accepted();
+  reading.show(model).then(showState);
   const idea = (words) => Object.assign(document.createElement("button"), { type: "button", className: "idea", textContent: words });
-  if (model.ideas.length) $("ideas").replaceChildren(...model.ideas.map(idea));
-  $("about").textContent = `Model ${model.name}, speech at ${model.rate / 1000} kHz.`;
+  const ideas = reading.on ? reading.ideas : model.ideas;
+  if (ideas.length) $("ideas").replaceChildren(...ideas.map(idea));
+  const noise = model.random ? " Its weights are random: what it says is noise." : "";
+  $("model").textContent = `${model.reads ? "Read by" : "Answers by"} ${model.name}.${noise}`;
+  $("model").title = model.random ? "Nobody has trained this model. It shows how the server works, not what a model can say." : "The model that this server runs";
+  $("model").classList.toggle("noise", model.random);
+  $("model").hidden = false;
+  $("about").textContent = `Model ${model.name}, speech at ${model.rate / 1000} kHz.${noise}`;
 }
 
 function showState() {
@@ -161,7 +142,7 @@ function submit(text) {
   if (!text.trim() && attachments.empty) return;
   $("question").value = "";
   fit();
-  ask({ text: text.trim(), images: attachments.take(), audio: null });
+  ask({ text: text.trim(), files: attachments.take(), audio: null });
 }
 
 function ask(question) {
@@ -175,7 +156,7 @@ async function answer(entry) {
   stop();
   live.stop(); // a question in writing ends it
   notice.hide();
-  const speak = $("speak").checked;
+  const speak = reading.on || $("speak").checked;
   const rate = server.model?.rate ?? 24000;
   const abort = new AbortController();
   const mine = { entry, abort };
@@ -193,7 +174,10 @@ async function answer(entry) {
       playing = { turn, stream, replay: false };
       turn.restart(); // the first opening of the sound device is not the server's time
     }
-    for await (const event of chat(body(entry, speak), apiKey(), abort.signal)) {
+    const events = reading.on
+      ? speech(reading.body(entry.question.text), apiKey(), abort.signal)
+      : chat(body(entry, speak), apiKey(), abort.signal);
+    for await (const event of events) {
       const { text, samples } = turn.take(event);
       if (text) {
         conversation.append(entry, text);
@@ -227,6 +211,7 @@ function settle(mine, stream) {
     }
   }
   conversation.finish(mine.entry);
+  if (turn.nothing && shown === turn) showTurn(latestTurn()); // a refused question has no timing
   if (current === mine) current = null;
   announce(turn.text, true);
   refresh();
@@ -253,32 +238,11 @@ function limits() {
 }
 
 function explain(error, entry) {
-  const retry = () => answer(entry);
-  if (error instanceof Unreachable) {
-    notice.show({ about: "broken", title: error.message, text: "What had arrived is kept.", advice: "Try again when the server is back.", retry });
-    connection.check();
-  } else if (error.status === 429) {
-    const seconds = Math.max(1, error.retryAfter ?? 2 ** retries);
-    retries += 1;
-    const patient = retries <= MOST_RETRIES;
-    const advice = patient ? "" : "It has been full for a while. Try again later.";
-    notice.show({ about: "busy", title: "The server is busy.", text: error.message, advice, retry, seconds: patient ? seconds : null, calm: true });
-  } else if (error.status === 401) {
-    notice.show({ about: "unauthorized", title: "This server asks for a key.", text: error.message, key: true, retry });
-  } else if (error.status === 413) {
-    notice.show({ about: "failed", title: "That was too much for one request.", text: error.message, advice: "Send a smaller image or a shorter recording, or start a new conversation." });
-  } else if (error.status === 503 && server.state !== "ready") {
-    waiting = entry;
-    notice.show({ about: "loading", title: "The model is loading.", text: "Your question is asked as soon as it is ready.", stages: server.stages, calm: true });
-    connection.check();
-  } else if (error.status === 503) {
-    notice.show({ about: "failed", title: "The server cannot answer now.", text: error.message, advice: "It may be loading or recovering.", retry });
-    connection.check();
-  } else if (error.status >= 400 && error.status < 500) {
-    notice.show({ about: "failed", title: "The server refused the question.", text: error.message, advice: "Change the question or the settings, or start a new conversation." });
-  } else {
-    notice.show({ about: "failed", title: "The answer failed.", text: error.message, advice: "What had arrived is kept.", retry });
-  }
+  if (error.status === 429) retries += 1;
+  const told = explainFailure(error, { retries, ready: server.state === "ready", stages: server.stages, reads: reading.on });
+  if (told.about === "loading") waiting = entry;
+  notice.show({ ...told, retry: told.retry ? () => answer(entry) : null });
+  if (told.check) connection.check();
 }
 
 /** Stop answering, playing and counting down. */
@@ -328,17 +292,6 @@ function soundIsBlocked() {
   });
 }
 
-let announced = 0;
-
-/** Tell screen readers whole sentences, not every token. */
-function announce(text, all = false) {
-  if (text.length < announced) announced = 0;
-  const end = all ? text.length : Math.max(...[". ", "! ", "? ", "\n"].map((mark) => text.lastIndexOf(mark))) + 1;
-  if (end <= announced) return;
-  $("announcer").textContent = text.slice(announced, end);
-  announced = all ? 0 : end;
-}
-
 // --- figures ---------------------------------------------------------------------------------------------------------
 
 let shown = null; // the turn in the score
@@ -347,6 +300,17 @@ function showTurn(turn) {
   shown = turn;
   timeline.show(turn);
   showFigures();
+}
+
+/** Of the latest answer that there is any of. */
+function latestTurn() {
+  return conversation.entries.map((entry) => entry.turn).findLast((turn) => turn && !turn.nothing && !turn.restored) ?? null;
+}
+
+/** The reader wants to see it. */
+function showTiming(entry) {
+  $("score").open = true;
+  showTurn(entry.turn);
 }
 
 function refresh() {
@@ -386,7 +350,7 @@ async function finishRecording() {
     notice.show({ about: "microphone", title: "That was too short.", advice: "Hold the button while you speak, or press it once to start and again to send.", calm: true });
     return;
   }
-  ask({ text: "", images: attachments.take(), audio });
+  ask({ text: "", files: attachments.take(), audio });
 }
 
 function dropRecording() {
@@ -397,6 +361,9 @@ function dropRecording() {
 
 function showRecording() {
   $("recording").hidden = !microphone.recording;
+  $("recording-hint").hidden = false;
+  $("cancel-text").textContent = "Cancel";
+  $("cancel").title = "Drop what was recorded (Escape)";
   $("mic").setAttribute("aria-pressed", String(microphone.recording));
   $("composer").classList.toggle("listening", microphone.recording);
   showState();
@@ -445,7 +412,9 @@ function showLive() {
   $("live").setAttribute("aria-pressed", String(live.open));
   $("recording").hidden = !live.open;
   $("composer").classList.toggle("listening", live.open);
-  if (live.open) $("recording-text").textContent = "Listening; speak when you like";
+  if (live.open) $("recording-text").textContent = "Listening: just talk";
+  $("cancel-text").textContent = live.open ? "End" : "Cancel";
+  $("cancel").title = live.open ? "Close the microphone (Escape)" : "Drop what was recorded (Escape)";
   $("recording-hint").hidden = live.open;
   showState();
 }
@@ -472,7 +441,7 @@ function newConversation() {
   attachments.take();
   showTurn(null);
   $("welcome").hidden = false;
-  $("source").textContent = "The voices appear here as they enter.";
+  $("source").textContent = "The parts of the model appear here as they begin.";
   $("question").focus();
 }
 
@@ -495,8 +464,18 @@ $("question").onkeydown = (e) => {
 $("stop").onclick = stop;
 $("live").onclick = toggleLive;
 $("new").onclick = newConversation;
-$("theme").onclick = cycleTheme;
-$("open-settings").onclick = () => $("settings").showModal();
+$("theme").onclick = () => (cycleTheme(), timeline.refresh());
+$("cancel").onclick = () => (live.open ? live.stop() : dropRecording());
+$("open-settings").onclick = () => {
+  listMicrophones($("microphone"));
+  $("settings").showModal();
+};
+$("microphone").onchange = () => chooseMicrophone($("microphone").value);
+navigator.mediaDevices?.addEventListener?.("devicechange", () => listMicrophones($("microphone")));
+$("remember").onchange = () => {
+  store(localStorage, "stretto-forget", $("remember").checked ? "" : "yes");
+  remember();
+};
 $("settings").onclose = () => {
   store(localStorage, "stretto-instructions", $("instructions").value);
   if (apiKey() !== stored(sessionStorage, "stretto-key")) setKey(apiKey());
@@ -515,7 +494,7 @@ $("zoom-hearing").onclick = () => setZoom("hearing");
 $("ideas").onclick = (e) => e.target.matches(".idea") && submit(e.target.textContent);
 
 addEventListener("keydown", (e) => {
-  if (e.key !== "Escape" || $("settings").open) return;
+  if (e.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (microphone.recording) dropRecording();
   else if (live.open) live.stop();
   else stop();
@@ -534,10 +513,20 @@ window.strettoStats = () => ({
   turns: conversation.entries.map((entry) => entry.turn?.figures() ?? null),
 });
 
-// In one column the score can be folded away, and on a small phone is at first; beside the talk it is always open.
-const oneColumn = matchMedia("(max-width: 900px)");
-oneColumn.addEventListener("change", () => ($("score").open ||= !oneColumn.matches));
-if (oneColumn.matches && innerHeight <= 640) $("score").open = false;
+// Closed until the reader wants it, and then as the reader left it.
+$("score").open = stored(localStorage, "stretto-timing") === "open";
+$("score").ontoggle = () => {
+  store(localStorage, "stretto-timing", $("score").open ? "open" : "");
+  timeline.refresh();
+};
+// What a label means, for readers without a pointer to rest on it.
+$("score-body").onclick = (e) => {
+  const { title } = e.target.closest("[title]:not(button)") ?? {};
+  if (title) $("source").textContent = title;
+};
+$("remember").checked = !stored(localStorage, "stretto-forget");
+conversation.restore(recall());
+$("welcome").hidden = conversation.entries.length > 0;
 $("key").value = stored(sessionStorage, "stretto-key");
 $("instructions").value = stored(localStorage, "stretto-instructions");
 $("longest").value = stored(localStorage, "stretto-longest");

@@ -1,27 +1,36 @@
-// Images that go with the next question: picked, dropped anywhere on the page, or pasted into the question.
+// Files that go with the next question: picked, dropped anywhere on the page, or pasted into the question.
 
-import { isImage, readImage } from "./images.js";
+import { kindOf, readFile, taken } from "./files.js";
 
 const $ = (id) => document.getElementById(id);
 
-function make(tag, properties, ...children) {
+export function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
   return element;
 }
 
+/** A picture, or the name of a file that is none. */
+export function thumbnail({ kind, name, url }) {
+  if (kind === "image") return make("img", { src: url, alt: name || "Image" });
+  const sign = make("span", { className: `icon icon-${kind}`, ariaHidden: "true" });
+  const words = make("span", { className: "chip-name", textContent: name || (kind === "audio" ? "Sound" : "Video") });
+  return make("span", { className: "chip", title: name || "" }, sign, words);
+}
+
 export class Attachments {
   constructor(onError) {
-    this.onError = onError; // told in words about a file that is no image
-    this.images = []; // [{name, url}]
+    this.onError = onError; // (words, advice): a file that cannot be sent
+    this.files = []; // [{kind, name, url}]
     this.depth = 0; // drag events come for every element passed over: entered minus left
+    this.enabled = true;
     $("file").onchange = ({ target }) => {
       this.add([...target.files]);
       target.value = "";
     };
     $("question").onpaste = (e) => {
-      const files = [...e.clipboardData.files].filter(isImage);
-      if (!files.length) return;
+      const files = [...e.clipboardData.files].filter(kindOf);
+      if (!files.length || !this.enabled) return;
       e.preventDefault();
       this.add(files);
     };
@@ -36,43 +45,44 @@ export class Attachments {
   }
 
   get empty() {
-    return !this.images.length;
+    return !this.files.length;
   }
 
-  /** Hand the images over, and begin anew. */
+  /** Hand the files over, and begin anew. */
   take() {
-    const { images } = this;
-    this.images = [];
+    const { files } = this;
+    this.files = [];
     this.show();
-    return images;
+    return files;
   }
 
   async add(files) {
-    for (const file of files.filter(isImage)) {
+    if (!this.enabled) return;
+    for (const file of files) {
       try {
-        this.images = [...this.images, await readImage(file)];
+        this.files = [...this.files, await readFile(file)];
       } catch (error) {
-        this.onError(error.message);
+        this.onError(error.message, `You can attach ${taken()}.`);
       }
     }
     this.show();
   }
 
   hover(depth) {
-    this.depth = depth;
-    $("drop").hidden = depth === 0;
+    this.depth = this.enabled ? depth : 0;
+    $("drop").hidden = this.depth === 0;
   }
 
   show() {
-    const thumbs = this.images.map((image) => {
+    const thumbs = this.files.map((file) => {
       const onclick = () => {
-        this.images = this.images.filter((other) => other !== image);
+        this.files = this.files.filter((other) => other !== file);
         this.show();
       };
       const sign = make("span", { className: "icon icon-close" });
       const remove = make("button", { type: "button", className: "remove", onclick }, sign);
-      remove.setAttribute("aria-label", `Remove ${image.name || "the image"}`);
-      return make("div", {}, make("img", { src: image.url, alt: image.name || "Image" }), remove);
+      remove.setAttribute("aria-label", `Remove ${file.name || "the file"}`);
+      return make("div", {}, thumbnail(file), remove);
     });
     $("tray").replaceChildren(...thumbs);
     $("tray").hidden = this.empty;

@@ -1,13 +1,11 @@
 // The conversation on the page, and as messages for the server. One entry per question, with its answer.
 
+import { make, thumbnail } from "./attachments.js";
 import { joinFloats, toBase64, wavFile } from "./audio.js";
+import { part } from "./files.js";
 import { duration } from "./turn.js";
 
-function make(tag, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
-}
+const COPIED_MS = 2000;
 
 function action(icon, words, onclick) {
   const sign = make("span", { className: `icon icon-${icon}`, ariaHidden: "true" });
@@ -20,17 +18,29 @@ function download(bytes, name) {
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
+/** Whether the words are in the clipboard now. Browsers give it to pages of HTTPS and localhost only; others select. */
+async function copy(words) {
+  try {
+    await navigator.clipboard.writeText(words.textContent);
+    return true;
+  } catch {
+    getSelection().selectAllChildren(words);
+    return document.execCommand("copy");
+  }
+}
+
 export class Conversation {
-  /** `onReplay(entry)`, `onShow(entry)`: the reader asks to hear, or to see the timeline of, an answer again. */
-  constructor(list, { onReplay, onShow }) {
-    Object.assign(this, { list, onReplay, onShow });
+  /** `onReplay(entry)`, `onShow(entry)`: the reader asks to hear, or to see the timing of, an answer again; `onChange()`:
+   * an answer is complete, or all are gone. */
+  constructor(list, { onReplay, onShow, onChange }) {
+    Object.assign(this, { list, onReplay, onShow, onChange });
     this.entries = [];
     this.pinned = true; // the reader follows the newest words
     list.addEventListener("scroll", () => (this.pinned = list.scrollHeight - list.scrollTop - list.clientHeight < 60));
     new ResizeObserver(() => this.scroll(false)).observe(list);
   }
 
-  /** question: {text, images: [{url}], audio: {samples, rate} | null} */
+  /** question: {text, files: [{kind, name, url}], audio: {samples, rate} | null} */
   add(question) {
     const entry = { question, turn: null, ...this.build(question) };
     this.entries.push(entry);
@@ -41,7 +51,7 @@ export class Conversation {
 
   build(question) {
     const asked = make("li", { className: "asked" });
-    for (const image of question.images) asked.append(make("img", { src: image.url, alt: image.name || "Attached image" }));
+    for (const file of question.files) asked.append(thumbnail(file));
     if (question.audio) asked.append(this.recording(question.audio));
     if (question.text) asked.append(make("p", { textContent: question.text }));
     const words = make("p", { className: "words" });
@@ -68,7 +78,8 @@ export class Conversation {
     entry.question.text = text;
     entry.heard ??= entry.asked.appendChild(make("p"));
     entry.heard.dataset.testid = "heard";
-    entry.heard.textContent = text;
+    entry.heard.textContent = text.trimStart();
+    this.onChange();
     this.scroll(false);
   }
 
@@ -79,6 +90,27 @@ export class Conversation {
       ...(question.text ? [message("user", "input_text", question.text)] : []),
       ...(turn?.text ? [message("assistant", "output_text", turn.text)] : []),
     ]);
+  }
+
+  /** The same as words to be kept. What was never answered is left out. */
+  words() {
+    return this.entries.filter(({ turn }) => turn && !turn.nothing).map(({ question, turn }) => ({
+      asked: question.text,
+      files: question.note ?? [...question.files.map((file) => file.name || file.kind), ...(question.audio ? ["spoken"] : [])].join(", "),
+      answer: turn.text,
+    }));
+  }
+
+  /** What was kept of an earlier visit. */
+  restore(kept) {
+    for (const { asked, files, answer } of kept) {
+      const entry = this.add({ text: asked, files: [], audio: null, note: files });
+      if (files || !asked) entry.asked.append(make("p", { className: "meta", textContent: files || "spoken" }));
+      entry.turn = { text: answer, restored: true, figures: () => ({ outcome: "restored", text: answer }) };
+      entry.words.textContent = answer;
+      entry.meta.textContent = answer ? "" : "The sound is not kept.";
+      if (answer) this.offer(entry, [this.copying(entry)]);
+    }
   }
 
   /** Begin (or begin again) the answer to an entry. */
@@ -101,16 +133,17 @@ export class Conversation {
     const { turn } = entry;
     entry.answer.classList.remove("live");
     entry.answer.classList.toggle("broken", turn.outcome === "failed");
-    entry.answer.hidden = turn.outcome === "failed" && !turn.text && !turn.samples; // the notice says it all
+    entry.answer.hidden = turn.nothing; // the notice says it all
     const parts = [];
     if (turn.outcome === "stopped") parts.push("stopped");
     if (turn.outcome === "failed") parts.push("broken off");
     if (turn.samples) parts.push(`${duration(turn.audioSeconds)} of speech`);
-    if (turn.firstAudio !== null) parts.push(`first audio ${duration(turn.firstAudio)}`);
-    else if (turn.firstText !== null) parts.push(`first text ${duration(turn.firstText)}`);
-    if (turn.underruns) parts.push(`${turn.underruns} underrun${turn.underruns > 1 ? "s" : ""}`);
+    if (turn.firstAudio !== null) parts.push(`first sound ${duration(turn.firstAudio)}`);
+    else if (turn.firstText !== null) parts.push(`first words ${duration(turn.firstText)}`);
+    if (turn.underruns) parts.push(`${turn.underruns} gap${turn.underruns > 1 ? "s" : ""}`);
     entry.meta.textContent = parts.join(" · ");
     const buttons = [];
+    if (turn.text) buttons.push(this.copying(entry));
     if (turn.samples) {
       const again = action("play", "Play again", () => this.onReplay(entry));
       again.dataset.testid = "replay";
@@ -118,15 +151,31 @@ export class Conversation {
       const save = action("save", "Save", () => download(wavFile(joinFloats(turn.sound), turn.rate), `answer-${number}.wav`));
       buttons.push(again, save);
     }
-    if (turn.firstText !== null || turn.samples) buttons.push(action("timeline", "Timeline", () => this.onShow(entry)));
+    if (turn.firstText !== null || turn.samples) buttons.push(action("timeline", "Timing", () => this.onShow(entry)));
+    this.offer(entry, buttons);
+    this.onChange();
+  }
+
+  offer(entry, buttons) {
     entry.actions.replaceChildren(...buttons);
     entry.actions.hidden = !buttons.length;
     this.scroll(false);
   }
 
+  copying(entry) {
+    const button = action("copy", "Copy", async () => {
+      const label = button.lastChild;
+      label.textContent = (await copy(entry.words)) ? "Copied" : "Press Ctrl+C";
+      setTimeout(() => (label.textContent = "Copy"), COPIED_MS);
+    });
+    button.dataset.testid = "copy";
+    return button;
+  }
+
   clear() {
     this.entries = [];
     this.list.replaceChildren();
+    this.onChange();
   }
 
   /** What the server is told: all that was asked and answered up to and including `entry`. */
@@ -147,9 +196,9 @@ export class Conversation {
   }
 }
 
-function content({ text, images, audio }) {
-  if (!images.length && !audio) return text;
-  const parts = images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
+function content({ text, files, audio }) {
+  if (!files.length && !audio) return text;
+  const parts = files.map(part);
   if (audio) {
     // Encoded once: a long conversation sends each recording again with every question.
     audio.base64 ??= toBase64(wavFile(audio.samples, audio.rate));

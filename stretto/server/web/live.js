@@ -80,7 +80,7 @@ export class Live {
   }
 
   begin(response) {
-    const entry = this.entry ?? this.conversation.add({ text: "", images: [], audio: null });
+    const entry = this.entry ?? this.conversation.add({ text: "", files: [], audio: null });
     const turn = new Turn(RATE, this.stoppedAt ?? performance.now());
     turn.live = true;
     this.conversation.begin(entry, turn);
@@ -140,7 +140,7 @@ const HANDLERS = {
   "input_audio_buffer.speech_stopped"({ item_id }) {
     this.speaking = false;
     this.stoppedAt = performance.now();
-    this.entry = this.conversation.add({ text: "", images: [], audio: null });
+    this.entry = this.conversation.add({ text: "", files: [], audio: null });
     this.entries.set(item_id, this.entry);
     this.onChange();
   },

@@ -2,9 +2,37 @@
 // given back after it, so that the browser's "in use" sign tells the truth.
 
 import { joinFloats } from "./audio.js";
+import { store, stored } from "./storage.js";
 
 const WANTED_RATE = 24000;
 const ASK = { echoCancellation: true, noiseSuppression: true, autoGainControl: true, channelCount: 1 };
+
+const CHOSEN = "stretto-microphone";
+
+/** Fill a list with the microphones there are. Browsers tell their names once the page may use one. */
+export async function listMicrophones(list) {
+  const devices = (await navigator.mediaDevices?.enumerateDevices?.().catch(() => [])) ?? [];
+  const found = devices.filter((device) => device.kind === "audioinput" && device.deviceId && device.deviceId !== "default");
+  const options = found.map((device, i) => new Option(device.label || `Microphone ${i + 1}`, device.deviceId));
+  list.replaceChildren(new Option("The browser's choice", ""), ...options);
+  list.value = stored(localStorage, CHOSEN);
+  if (list.selectedIndex < 0) list.value = ""; // it is not plugged in now
+}
+
+export function chooseMicrophone(id) {
+  store(localStorage, CHOSEN, id);
+}
+
+/** The chosen microphone, or any if that one is gone. */
+async function openMicrophone() {
+  const chosen = stored(localStorage, CHOSEN);
+  try {
+    return await navigator.mediaDevices.getUserMedia({ audio: chosen ? { ...ASK, deviceId: { exact: chosen } } : ASK });
+  } catch (error) {
+    if (!chosen || !["OverconstrainedError", "NotFoundError"].includes(error.name)) throw error;
+    return navigator.mediaDevices.getUserMedia({ audio: ASK });
+  }
+}
 
 /** Why there is no microphone, in words a person can act on. */
 export class MicrophoneError extends Error {
@@ -54,7 +82,7 @@ export class Microphone {
       );
     }
     try {
-      this.media = await navigator.mediaDevices.getUserMedia({ audio: ASK });
+      this.media = await openMicrophone();
       await this.connect(WANTED_RATE).catch(() => this.connect(undefined));
     } catch (error) {
       await this.release();

@@ -3,15 +3,19 @@
 // from what arrives; the timeline replaces that when it comes.
 
 import { duration } from "./turn.js";
+import { explained, named } from "./words.js";
 
 const OURS = ["packets", "playback"]; // lanes of what arrives and is heard here
 const TONES = 6; // colours of stages in the style; after the last comes the first
 const SLOW_MS = 250; // between pictures when the reader asked for less motion
 const AXIS = 22; // pixels
 
-const READING = /^(prompt|prefill|first)/; // spans before a stage's first output
+const READING = /^(encode|prompt|prefill|first)/; // spans before a stage's first output
 const isLink = (lane) => lane.includes(">");
-const named = (lane) => lane.charAt(0).toUpperCase() + lane.slice(1).replaceAll("_", " ");
+const OURS_WORDS = {
+  packets: ["Arriving", "Pieces of sound, when they arrived in this browser and how long they play"],
+  playback: ["Playing", "Sound in hand: what has arrived and was not played yet. Red: a gap, nothing was left to play"],
+};
 
 export class Timeline {
   constructor({ canvas, lanes, source }) {
@@ -36,6 +40,12 @@ export class Timeline {
     const stages = [...new Set(names.map((name) => name.replace(/^p\d+\./, "")))];
     if (!stages.length || stages.join() === this.stages.join()) return;
     this.stages = stages;
+    this.refresh();
+  }
+
+  /** What stages are called or do has changed. */
+  rename() {
+    this.shown = [];
     this.refresh();
   }
 
@@ -68,8 +78,8 @@ export class Timeline {
         const kind = isLink(lane) ? "link" : OURS.includes(lane) ? lane : "stage";
         Object.assign(item.dataset, { name: lane, lane: kind, ...(kind === "stage" && { tone: tone++ % TONES }) });
         const label = document.createElement("span");
-        label.textContent = kind === "link" ? `→ ${lane.split(">")[1]}` : named(lane);
-        item.title = lane;
+        label.textContent = kind === "link" ? `→ ${lane.split(">")[1]}` : (OURS_WORDS[lane]?.[0] ?? named(lane));
+        item.title = OURS_WORDS[lane]?.[1] ?? (kind === "link" ? `On the way: ${lane.replace(">", " to ")}` : explained(lane));
         item.append(label);
         return item;
       }),
@@ -160,7 +170,7 @@ export class Timeline {
       g.fillRect(box.x, box.y, box.w, box.h);
       g.globalAlpha = 1;
       g.fillRect(box.x, box.y - h * 0.08, 2, box.h + h * 0.16);
-      const words = `Packet ${i + 1}: ${duration(packet.samples / rate)} of speech, at ${duration(packet.t)}`;
+      const words = `Piece ${i + 1}: ${duration(packet.samples / rate)} of speech, arrived at ${duration(packet.t)}`;
       this.boxes.push({ ...box, w: Math.max(6, box.w), words });
     });
   }
@@ -191,7 +201,7 @@ export class Timeline {
       g.fillStyle = color;
       g.fillRect(x(firstSound) - 1, y + 2, 2, h - 4);
     }
-    this.boxes.push({ x: 0, y, w: width, h, words: `Playback: up to ${duration(most)} in hand` });
+    this.boxes.push({ x: 0, y, w: width, h, words: `Playing: up to ${duration(most)} of sound in hand` });
   }
 
   drawNow(g, x, height, pen) {
@@ -213,12 +223,12 @@ export class Timeline {
     const turn = this.turn;
     if (!turn) return;
     this.source.textContent = turn.spans
-      ? "Stages as the server measured them."
-      : "From what arrives here; pale bars are inferred.";
-    const parts = [`${turn.words.length} pieces of text`, `${turn.packets.length} packets of speech`];
-    if (turn.firstText !== null) parts.push(`first text after ${duration(turn.firstText)}`);
-    if (turn.firstAudio !== null) parts.push(`first audio after ${duration(turn.firstAudio)}`);
-    parts.push(`${turn.underruns} underruns`);
+      ? "As the server measured it. Point at a bar to see what it is."
+      : "From what arrives here; pale bars are guesses.";
+    const parts = [`${turn.words.length} pieces of text`, `${turn.packets.length} pieces of speech`];
+    if (turn.firstText !== null) parts.push(`first words after ${duration(turn.firstText)}`);
+    if (turn.firstAudio !== null) parts.push(`first sound after ${duration(turn.firstAudio)}`);
+    parts.push(`${turn.underruns} gaps`);
     this.canvas.setAttribute("aria-label", `Timeline of the pipeline: ${parts.join(", ")}`);
   }
 }
@@ -239,16 +249,12 @@ function lanesOf(stages, spans) {
   return [...lanes, ...links];
 }
 
-/** The server's spans, and for lanes it said nothing about what can be inferred. */
-function allSpans(turn, stages) {
-  const told = turn.spans ?? [];
-  const lanes = new Set(told.map((span) => span.lane));
-  return [...told, ...inferred(turn, stages).filter((span) => !lanes.has(span.lane))];
-}
+/** The server's spans or, before they come, what can be inferred. */
+const allSpans = (turn, stages) => turn.spans ?? inferred(turn, stages);
 
 /** What the stages must have been doing, judged by what has arrived: the first writes, the last makes the packets. */
 function inferred(turn, stages) {
-  if (!stages.length) return [];
+  if (!stages.length || turn.nothing) return [];
   const now = turn.endedAt ?? turn.clock();
   const { firstText, firstAudio, packets, words } = turn;
   const [first, ...later] = stages;

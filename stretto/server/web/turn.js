@@ -69,10 +69,17 @@ export class Turn {
     return this.live && this.firstSound !== null && this.pause !== null ? this.firstSound + this.pause : null;
   }
 
+  /** [{name, seconds, stage}], in their order: of the server's part, what each stage took to its first output. */
   get parts() {
     if (this.speechToSound === null || this.making === null) return null;
-    const { pause, making, firstAudio, firstSound } = this;
-    return { pause, making, network: Math.max(0, firstAudio - making), buffer: firstSound - firstAudio };
+    const { pause, firstAudio, firstSound } = this;
+    const making = Math.min(this.making, firstAudio); // the end of the turn was heard of late: the rest was in that
+    return [
+      { name: "pause", seconds: pause },
+      ...madeOf(this.spans ?? [], making),
+      { name: "network", seconds: firstAudio - making },
+      { name: "buffer", seconds: firstSound - firstAudio },
+    ];
   }
 
   /** A report of the player's. */
@@ -95,6 +102,11 @@ export class Turn {
   end(outcome) {
     this.outcome = outcome;
     this.endedAt = this.clock();
+  }
+
+  /** It was refused, or failed before anything came. */
+  get nothing() {
+    return this.outcome === "failed" && !this.text && !this.packets.length;
   }
 
   get samples() {
@@ -150,6 +162,37 @@ function readSpans(timeline) {
     .map((s) => (Array.isArray(s) ? { lane: s[0], name: s[1], start: s[2], stop: s[3] } : s))
     .filter((s) => typeof s.lane === "string" && Number.isFinite(s.start) && s.stop >= s.start);
 }
+
+/** The server's part of a live answer, by what its stages were doing. `making` is from when the turn was over to when the
+ * first sound left; the spans count from when the engine was asked, which may be before that or after. */
+function madeOf(spans, making) {
+  const firsts = firstOutputs(spans);
+  if (!firsts.length) return [{ name: "making", seconds: making }];
+  const last = Math.max(...firsts.map((one) => one.at));
+  let before = Math.max(0, last - making); // what was done before the turn was over made nobody wait
+  const parts = [{ name: "server", seconds: Math.max(0, making - last) }];
+  for (const { at, ...one } of firsts) {
+    parts.push({ ...one, seconds: Math.max(0, at - before) });
+    before = Math.max(before, at);
+  }
+  return parts;
+}
+
+/** When each stage had its first output, and before it the encoders of media: [{name, stage, at}], the earliest first. */
+function firstOutputs(spans) {
+  const firsts = new Map();
+  for (const { lane, name, stop } of spans) {
+    if (lane === "packets" || lane.includes(">")) continue;
+    const key = name === "encode" ? "encode" : lane;
+    const known = firsts.get(key);
+    if (!known) firsts.set(key, { name: key === "encode" ? key : "stage", stage: lane, span: name, at: stop });
+    else if (known.span === name) known.at = name === "encode" || isFirst(name) ? Math.max(known.at, stop) : known.at;
+  }
+  return [...firsts.values()].map(({ span, ...one }) => one).sort((a, b) => a.at - b.at);
+}
+
+/** Spans before a stage's first output; a prompt in chunks has several. */
+const isFirst = (name) => /^(prompt|prefill|first)/.test(name);
 
 /** "84 ms", "1.24 s" or a dash. */
 export function duration(seconds) {

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stretto.layers.capture import Captured, capture_graphs
-from stretto.stage.runner.lane import Lane, decode_step
+from stretto.stage.runner.lane import Lane, Picked, decode_step
 from stretto.stage.runner.rows import How
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -28,7 +28,7 @@ class DecodeGraphs:
         self.ways = list(ways) if ways is not None else [How(True, True)]
         if ways is None and not lane.fused:
             self.ways.insert(0, How(False, False))
-        self._graphs: dict[tuple[int, How], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._graphs: dict[tuple[int, How], Captured[tuple[torch.Tensor, Picked]]] = {}
         # Inputs on their way to the device. A slot comes up again only after STAGED more steps, when the step that
         # read it has long been retired (there are never that many in flight).
         self._staged: dict[int, list[torch.Tensor]] = {}
@@ -40,8 +40,8 @@ class DecodeGraphs:
         for size in self.sizes:
             self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
 
-    def _prepare(self, key: tuple[int, How]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """A step that is all padding: -> its inputs, its tokens."""
+    def _prepare(self, key: tuple[int, How]) -> Callable[[], tuple[torch.Tensor, Picked]]:
+        """A step that is all padding: -> its inputs, what it picked."""
         size, how = key
         inputs = self.inputs(size)
         return lambda: (inputs, decode_step(self.lane, inputs[0], inputs[1], inputs[2], how))
@@ -55,15 +55,16 @@ class DecodeGraphs:
     def run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
 
-    def replay(self, host: np.ndarray, how: How) -> torch.Tensor | None:
-        """Run a batch (row, position, value) [3, rows]; None if no graph fits. The result is the caller's to keep."""
+    def replay(self, host: np.ndarray, how: How) -> Picked | None:
+        """Run a batch (row, position, value) [3, rows]; None if no graph fits. The tokens are the caller's to keep; the
+        hidden rows stand until the next replay."""
         rows = host.shape[1]
         size = next((s for s in self.sizes if s >= rows), None)
         way = next((w for w in self.ways if w.sampled >= how.sampled and w.penalty >= how.penalty), None)
         found = None if size is None or way is None else self._graphs.get((size, way))
         if found is None or size is None:
             return None
-        graph, (inputs, tokens) = found
+        graph, (inputs, picked) = found
         staged = self._staged[size][self._turn % STAGED]
         self._turn += 1
         view = staged.numpy()
@@ -71,4 +72,5 @@ class DecodeGraphs:
         inputs.copy_(staged, non_blocking=True)
         self.run(graph)
         # The graph's output is overwritten by its next replay, and the copy to the host may still be on its way then.
-        return tokens[:rows].to(torch.int32, copy=True)
+        hidden = picked.hidden[:rows] if picked.hidden is not None else None
+        return Picked(picked.tokens[:rows].to(torch.int32, copy=True), hidden)

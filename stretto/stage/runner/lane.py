@@ -35,6 +35,7 @@ class Picked:
     """What the sampling rows of a step gave. `tokens` < 0 marks a row whose numbers went bad."""
 
     tokens: torch.Tensor  # [rows, columns] int64; column 0 is what the scheduler calls the token
+    hidden: torch.Tensor | None = None  # [rows, hidden] that they were picked from, of a lane with a `DeviceRows.head`
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +87,8 @@ class Lane(Protocol[E]):
         """Pick for rows at `positions` (their last computed ones) and leave the pick in their device rows."""
         ...
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """All of a decode step (`device_input`, `forward`, `pick`) as fused kernels; returns the tokens."""
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
+        """All of a decode step (`device_input`, `forward`, `pick`) as fused kernels."""
         ...
 
 
@@ -98,10 +99,10 @@ def decode_step(
     values: torch.Tensor,
     how: How,
     width: int | None = None,
-) -> torch.Tensor:
+) -> Picked:
     """One decode step for rows whose inputs are on the device. It can be captured."""
     if lane.fused and rows.shape[0] <= MAX_ROWS:
         return lane.fused_step(rows, positions, values)
     x, rope = lane.device_input(rows, positions, values)
     hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
-    return lane.pick(rows, positions, hidden, how).tokens
+    return lane.pick(rows, positions, hidden, how)

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from stretto.kernels.masks import floor_rows, mask_rows
 from stretto.kernels.paged import KVCache, Paging
 from stretto.kernels.sampling import SamplingRows, signed
 from stretto.layers.upload import to_device
 from stretto.stage.request import BlockId
+from stretto.stage.runner.columns import BiasColumns, MaskColumns
+from stretto.stage.runner.logprobs import Head
 from stretto.types import SamplingParams
 
 
@@ -67,6 +67,7 @@ class DeviceRows:
         self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
         self.masks: MaskColumns | None = None  # of a lane that takes guided requests
         self.bias: BiasColumns | None = None
+        self.head: Head | None = None  # of a lane that tells how likely its tokens were
 
     def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
         """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty, and
@@ -124,93 +125,3 @@ class DeviceRows:
             num_decode=num_decode,
             prefills=tuple((stop - start, stop) for _, start, stop in spans[num_decode:]),
         )
-
-
-class MaskColumns:
-    """Which tokens guided requests may pick next, by row: written before each of their steps, applied by every step of
-    a captured graph, where rows without a mask cost nothing."""
-
-    def __init__(self, num_rows: int, vocab: int, device: torch.device, fused: bool) -> None:
-        self.bits = torch.zeros(num_rows, -(-vocab // 32), dtype=torch.int32, device=device)
-        self.masked = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self._fused = fused
-        self._used: set[int] = set()  # rows with a mask
-
-    def clear(self, row: int) -> None:
-        """A new tenant, which has none."""
-        if row in self._used:
-            self._used.discard(row)
-            self.masked[row].fill_(False)
-
-    def write(self, row: int, bits: npt.NDArray[np.int32]) -> None:
-        self.bits[row] = to_device(bits.copy(), self.bits.device, torch.int32)  # a guide writes over its own
-        if row not in self._used:
-            self._used.add(row)
-            self.masked[row].fill_(True)
-
-    def apply(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
-        if self._fused:
-            from stretto.kernels.fast.masks import mask_rows as fast
-
-            fast(logits, rows, self.masked, self.bits)
-        elif self.bits.device.type != "cpu":
-            mask_rows(logits, rows, self.masked, self.bits)
-        elif self._used and len(some := self.masked[rows].nonzero()[:, 0]):
-            part = logits[some]
-            mask_rows(part, rows[some], self.masked, self.bits)
-            logits[some] = part
-
-
-class FloorColumns:
-    """How likely a token must be at least, as a share of the best one's likelihood (min_p), by row. Where a row has
-    none it costs a captured step nothing but the launch."""
-
-    def __init__(self, num_rows: int, device: torch.device, fused: bool) -> None:
-        self.least = torch.zeros(num_rows, device=device)
-        self._fused = fused
-        self._used: set[int] = set()
-
-    def write(self, row: int, least: float) -> None:
-        if least or row in self._used:
-            self.least[row].fill_(least)
-        (self._used.add if least else self._used.discard)(row)
-
-    def apply(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingColumns,
-        state: DeviceRows, end: int,
-    ) -> None:  # fmt: skip
-        """To the logits of these rows, in place, `end` held back where it is. On a CPU, where nothing is captured, only
-        if there is any."""
-        given = logits, rows, self.least, params.floats[0], params.floats[2], state.seen
-        if self._fused:
-            from stretto.kernels.fast.masks import floor_rows as fast
-
-            fast(*given, (positions, state.floor, end))
-        elif self._used or self.least.device.type != "cpu":
-            floor_rows(*given)
-
-
-class BiasColumns:
-    """What requests add to the logits of some tokens, by row: applied by every step, so that a row which has none costs
-    a step nothing it would not do anyway. Unused places add nothing to token 0."""
-
-    def __init__(self, num_rows: int, most: int, device: torch.device) -> None:
-        self.ids = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
-        self.values = torch.zeros(num_rows, most, device=device)
-        self._used: set[int] = set()  # rows with a bias, now or once
-
-    def write(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
-        if row in self._used:
-            self.ids[row].zero_()
-            self.values[row].zero_()
-        if bias:
-            self._used.add(row)
-            ids, values = np.array([i for i, _ in bias]), np.array([v for _, v in bias], dtype=np.float32)
-            self.ids[row, : len(bias)] = to_device(ids, self.ids.device, torch.int64)
-            self.values[row, : len(bias)] = to_device(values, self.values.device, torch.float32)
-
-    def add(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
-        if self._used or self.ids.device.type != "cpu":
-            logits.scatter_add_(1, self.ids[rows], self.values[rows].to(logits.dtype))

@@ -18,8 +18,10 @@ import torch
 from stretto.errors import Bug, StageDead, StrettoError
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
+from stretto.stage.runner.columns import write_guides
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.lane import Lane, SideRows, decode_step
+from stretto.stage.runner.lane import Lane, Picked, SideRows, decode_step
+from stretto.stage.runner.logprobs import StepLogprobs, score
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
@@ -44,7 +46,7 @@ class Runner:
         """`priority` of the stage's stream among those of its device: lower goes first."""
         self.lane, self.graphs = lane, graphs
         self.device = lane.rows.device
-        self._ways = [0] * (lane.rows.num_rows + 1)  # by row: 1 draws, 2 has a repetition penalty
+        self._ways = [0] * (lane.rows.num_rows + 1)  # by row: 1 draws, 2 has a repetition penalty, 4 asks for logprobs
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
@@ -93,40 +95,38 @@ class Runner:
 
     def _failed(self, batch: Batch, error: StrettoError) -> Step:
         none = torch.empty(0, self.lane.columns, dtype=torch.int64)
-        return Step(batch, [], none, none, None, SideRows(), None, error)
+        return Step(batch, [], none, none, None, SideRows(), None, error=error)
 
     def _launch(self, batch: Batch, find: Find) -> Step:
         lane = self.lane
         for join in batch.joined:
             lane.join(join, find(join.request))
             how = How.of(lane.sampling(join.request))
-            self._ways[join.row] = how.sampled | how.penalty << 1
+            asks = find(join.request).spec.logprobs is not None
+            self._ways[join.row] = how.sampled | how.penalty << 1 | asks << 2
         lane.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
         plan = self._plan(batch, find)
-        self._mask(plan)
+        write_guides(lane.rows, plan.spans, plan.requests)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
         ways = 0
         for i in samples:
             ways |= self._ways[plan.spans[i].row]
         how = How(bool(ways & 1), bool(ways & 2))
         if plan.decodes:
-            tokens, captured = self._decode(plan, how), SideRows()
+            picked, captured = self._decode(plan, how), SideRows()
         else:
-            tokens, captured = self._mixed(plan, samples, how)
-        return self._publish(batch, [plan.index[i] for i in samples], tokens, captured)
+            picked, captured = self._mixed(plan, samples, how)
+        told = self._score(plan, samples, picked) if ways & 4 else None
+        return self._publish(batch, [plan.index[i] for i in samples], picked.tokens, captured, told)
 
-    def _mask(self, plan: _Plan) -> None:
-        """What guided requests may pick in this step. Their last tokens are known: they run one step at a time."""
-        for span, request in zip(plan.spans, plan.requests, strict=True):
-            guide = request.spec.guide
-            if guide is not None and span.samples:
-                masks, bias = self.lane.rows.masks, self.lane.rows.bias
-                if masks is None or bias is None:
-                    raise Bug(f"{request.id}: this stage follows no guide")
-                if (bits := guide.mask()) is not None:
-                    masks.write(span.row, bits)
-                if (pairs := guide.bias()) is not None:
-                    bias.write(span.row, pairs)
+    def _score(self, plan: _Plan, samples: list[int], picked: Picked) -> StepLogprobs:
+        """How likely the picks of the requests that ask were."""
+        head = self.lane.rows.head
+        if head is None or picked.hidden is None:
+            raise Bug("this stage does not tell how likely its tokens are")
+        asked = [(at, plan.requests[i].spec.logprobs) for at, i in enumerate(samples)]
+        wanted = [(at, count) for at, count in asked if count is not None]
+        return score(head, picked.hidden, picked.tokens[:, 0], wanted)
 
     def _plan(self, batch: Batch, find: Find) -> _Plan:
         if batch.decode_only and all(s.from_device for s in batch.spans):
@@ -140,13 +140,13 @@ class Runner:
         spans = [batch.spans[i] for i in order]
         return _Plan(spans, order, [find(s.request) for s in spans], False)
 
-    def _decode(self, plan: _Plan, how: How) -> torch.Tensor:
+    def _decode(self, plan: _Plan, how: How) -> Picked:
         """Every row goes on from its own last pick."""
         host = self._device_rows(plan)
         if self.graphs is not None:
-            tokens = self.graphs.replay(host, how)
-            if tokens is not None:
-                return tokens
+            picked = self.graphs.replay(host, how)
+            if picked is not None:
+                return picked
         width = -(-int(host[1].max() + 1) // self.lane.cache.block_size)
         rows, positions, extra = to_device(host, self.device, torch.int64)
         return decode_step(self.lane, rows, positions, extra, how, width)
@@ -157,7 +157,7 @@ class Runner:
         values = [self.lane.decode_value(r, s.start) for r, s in zip(plan.requests, spans, strict=False)]
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
-    def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[torch.Tensor, SideRows]:
+    def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[Picked, SideRows]:
         lane = self.lane
         xs, places, extras = [], [], []
         first = self._device_rows(plan)
@@ -175,22 +175,25 @@ class Runner:
         paging = lane.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
         hidden, captured = lane.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
         if not samples:
-            return torch.empty(0, lane.columns, dtype=torch.int64, device=self.device), captured
+            return Picked(torch.empty(0, lane.columns, dtype=torch.int64, device=self.device)), captured
         last = paging.last_rows
         host = np.array([[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64).T
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
-        return lane.pick(rows, positions, hidden[pick], how).tokens, captured
+        return lane.pick(rows, positions, hidden[pick], how), captured
 
-    def _publish(self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: SideRows) -> Step:
+    def _publish(
+        self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: SideRows, told: StepLogprobs | None
+    ) -> Step:
         tokens = tokens.to(torch.int32)  # as links carry them
         if self.stream is None:
-            return Step(batch, sampling, tokens, tokens, None, captured, None)
+            return Step(batch, sampling, tokens, tokens, None, captured, None, told)
         rows_at = None
         if captured.rows:  # complete before the copy below: whoever takes them need not wait for it
             rows_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
             rows_at.record(self.stream)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
+        told = told.to_host() if told is not None else None
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self.stream)
-        return Step(batch, sampling, tokens, host, copied, captured, rows_at)
+        return Step(batch, sampling, tokens, host, copied, captured, rows_at, told)

@@ -12,6 +12,7 @@ import torch
 
 from stretto.errors import StrettoError
 from stretto.stage.runner.lane import SideRows
+from stretto.stage.runner.logprobs import StepLogprobs
 from stretto.stage.scheduler.batch import Batch
 
 
@@ -24,6 +25,7 @@ class Step:
     copied: torch.cuda.Event | None  # None on a CPU: all is done at launch
     captured: SideRows
     captured_at: torch.cuda.Event | None  # the captured rows are complete
+    logprobs: StepLogprobs | None = None  # on the host once `copied` has fired
     error: StrettoError | None = None  # the launch failed; nothing ran
     retired: bool = False
 

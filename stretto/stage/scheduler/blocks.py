@@ -7,7 +7,7 @@ A block is in exactly one of three places:
     held     at least one request (or a step in flight) refers to it; it may also be findable
     cached   nobody holds it, but its key is in the index; the least recently used is evicted first
 
-so `free + held + cached == total`, which `check` asserts."""
+so `free + held + cached == total`."""
 
 from __future__ import annotations
 
@@ -183,21 +183,3 @@ class BlockPool:
             self._free.append(block)
         if payload is not None and self._on_drop is not None:
             self._on_drop(payload)
-
-    def check(self, refs: Sequence[int] | None = None) -> None:
-        """Conservation, and that each block is where its reference count and key say. `refs`: how often each block
-        is referred to, as counted by the caller."""
-        free, cached = set(self._free), set(self._cached)
-        held = {BlockId(b) for b, n in enumerate(self._refs) if n > 0}
-        if len(free) != len(self._free) or free & cached or free & held or cached & held:
-            raise Bug("a block is in two places")
-        if len(free) + len(held) + len(cached) != self.num_blocks:
-            raise Bug(f"blocks lost: {len(free)} free + {len(held)} held + {len(cached)} cached != {self.num_blocks}")
-        if any(self._keys[block] is not None for block in free) or any(self._keys[b] is None for b in cached):
-            raise Bug("free blocks have no key, cached blocks have one")
-        if {key: block for block, key in enumerate(self._keys) if key is not None} != self._index:
-            raise Bug("the index and the blocks' keys differ")
-        if any(self._keys[block] is None for block in self._payloads):
-            raise Bug("a payload is kept for a block that cannot be found")
-        if refs is not None and list(refs) != self._refs:
-            raise Bug(f"references counted {list(refs)}, kept {self._refs}")

@@ -6,13 +6,9 @@ uses it, and comes free when that step retires."""
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import islice
-
-from stretto.errors import Bug
 from stretto.stage.request import BlockId, RowId, StageRequest
 from stretto.stage.scheduler.batch import Leave, RowJoin, RowLeave
-from stretto.stage.scheduler.blocks import BlockPool, chain_keys
+from stretto.stage.scheduler.blocks import BlockPool
 
 
 class Holdings:
@@ -33,26 +29,6 @@ class Holdings:
 
     def num_blocks(self, rows: int) -> int:
         return -(-rows // self.block_size)
-
-    def find_prefix(self, request: StageRequest) -> list[BlockId]:
-        """Cached blocks for the start of a request that has none, held for it from now on."""
-        found = self.search(request)
-        self.pool.hold(found)
-        return found
-
-    def search(self, request: StageRequest) -> list[BlockId]:
-        """Those that `find_prefix` would find. At least the last known row is left to compute, because its output is
-        not in the cache."""
-        cursor, size = request.cursor, self.block_size
-        chain_keys(request, cursor.known - 1, size)
-        # Rows that were confirmed before need no payload: it has been published.
-        needs = request.spec.needs_payload
-        # A generator, because most searches end early and one that finds no room is repeated at every step.
-        wanted = (
-            (key, needs and media and (i + 1) * size > cursor.confirmed)
-            for i, (key, media) in enumerate(islice(request.keys, (cursor.known - 1) // size))
-        )
-        return self.pool.find(wanted)
 
     def seat(self, request: StageRequest, found: list[BlockId]) -> None:
         """Gives the request a row, and the blocks found for its prefix."""
@@ -145,20 +121,3 @@ class Holdings:
             self.drop(request)
             request.cursor.disown(join.reused_from)
         return True
-
-    def check(self, requests: list[StageRequest]) -> None:
-        """Every block and row is held exactly by those who say so."""
-        refs = Counter(block for request in requests for block in request.blocks)
-        limbo = [entry for entries in self._limbo.values() for entry in entries]
-        refs.update(block for blocks, _ in limbo for block in blocks)
-        self.pool.check([refs[BlockId(b)] for b in range(self.pool.num_blocks)])
-        if self.num_limbo != sum(len(blocks) for blocks, _ in limbo):
-            raise Bug("limbo miscounted")
-        rows = self._free_rows + list(self.seated) + [leave.row for _, leave in limbo if leave is not None]
-        if sorted(rows) != list(range(self.max_rows)):
-            raise Bug(f"rows lost or shared: {sorted(rows)}")
-        if {r.arrival for r in requests if r.row is not None} != {r.arrival for r in self.seated.values()}:
-            raise Bug("seated requests and their rows differ")
-        for request in requests:
-            if request.cursor.filled > len(request.blocks) * self.block_size:
-                raise Bug(f"{request.id}: {request.cursor.filled} rows in {len(request.blocks)} blocks")

@@ -1,19 +1,17 @@
-"""The scheduler's books: every live request, its state, and who gives up memory for whom. `Scheduler` is the only
-caller, on the stage's loop thread. Each public method leaves states, queue, rows and blocks in agreement; `check`
-asserts that."""
+"""The scheduler's books: every live request and its state. (Who gives up memory for whom: `room.py`.) `Scheduler` is
+the only caller, on the stage's loop thread. Each public method leaves states, queue, rows and blocks in agreement
+(`tests/stage/invariants.py`)."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-
-from stretto.errors import Bug
-from stretto.stage.request import BlockId, Reason, StageRequest, State
+from stretto.stage.request import Reason, StageRequest, State
 from stretto.stage.scheduler.batch import Leave
 from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.holdings import Holdings
-from stretto.stage.scheduler.queues import Waiting, by_age, by_order
+from stretto.stage.scheduler.prefix import search
+from stretto.stage.scheduler.queues import Waiting, by_age
+from stretto.stage.scheduler.room import Room
 from stretto.types import RequestId
 
 
@@ -25,6 +23,7 @@ class Ledger:
         self.waiting = Waiting()
         self.requests: dict[RequestId, StageRequest] = {}
         self.step = 0  # of the batch being made, or of the next
+        self._room = Room(config, self.holdings, self.requests, self.settle)
 
     # -- states
 
@@ -70,8 +69,9 @@ class Ledger:
             if head.in_flight or not self._has_row():
                 return
             reuse = self.config.prefix_cache and not head.blocks
-            found = self.holdings.find_prefix(head) if reuse else []
-            if not self._has_room(head, found, idle, new):
+            found = search(self.pool, head, self.config.block_size) if reuse else []
+            self.pool.hold(found)
+            if not self._room.for_newcomer(head, found, self.step, idle, new):
                 self.pool.release(found)
                 return
             self.holdings.seat(head, found)
@@ -86,8 +86,7 @@ class Ledger:
         holdings, size = self.holdings, self.config.block_size
         want = holdings.num_blocks(stop) - len(request.blocks)
         if not self.pool.num_available and request.cursor.filled == len(request.blocks) * size:
-            victims = self._victims(request, idle, lambda other: other.order > request.order)
-            self._make_room(victims, lambda _: 1)
+            self._room.for_a_row(request, self.step, idle)
         holdings.grow(request, min(want, self.pool.num_available))
         return min(stop, len(request.blocks) * size)
 
@@ -104,83 +103,3 @@ class Ledger:
             if starved:
                 self.holdings.unseat(min(starved, key=by_age), Leave.PARKED)
         return self.holdings.num_free_rows > 0
-
-    def _has_room(self, head: StageRequest, found: list[BlockId], idle: bool, new: set[StageRequest]) -> bool:
-        """Whether all known rows of `head` fit beside what the running requests need now, with a block to spare for
-        each of those: otherwise it would be preempted, or preempt, at once, and a running request that lacks a block
-        could lack it for ever. Running requests of a lower priority make room for it."""
-        running = {r for r in self.holdings.seated.values() if r.state is State.RUNNING}
-        victims = self._victims(
-            head,
-            idle and not running,
-            lambda other: other.spec.priority > head.spec.priority and other.order > head.order,
-            new,
-        )
-        num_blocks = self.holdings.num_blocks
-        own = num_blocks(head.cursor.known) - len(head.blocks) - len(found)
-
-        def need(gone: Sequence[StageRequest]) -> int:
-            stay = running.difference(gone)
-            return own + sum(1 + max(0, num_blocks(r.cursor.known) - len(r.blocks)) for r in stay)
-
-        return self._make_room(victims, need)
-
-    def _make_room(self, victims: Sequence[StageRequest], need: Callable[[Sequence[StageRequest]], int]) -> bool:
-        """Preempts as few of `victims` as possible, in order, to have the blocks needed once they are gone; nobody,
-        if all of them would not do. False if there is no room, or only when the steps in flight have retired."""
-        have = self.pool.num_available + self.holdings.num_limbo
-        counts: Counter[BlockId] = Counter()
-        for num_gone in range(len(victims) + 1):
-            gone = victims[:num_gone]
-            if have >= need(gone):
-                for victim in gone:
-                    self._preempt(victim)
-                return self.pool.num_available >= need(gone)
-            if num_gone < len(victims):
-                for block in victims[num_gone].blocks:
-                    counts[block] += 1
-                    have += counts[block] == self.pool.num_refs(block)  # the last to hold it
-        return False
-
-    def _victims(
-        self,
-        request: StageRequest,
-        stuck: bool,
-        may_lose: Callable[[StageRequest], bool],
-        new: Collection[StageRequest] = (),
-    ) -> list[StageRequest]:
-        """Who gives up its blocks for `request`: those that `may_lose` allows, least urgent first. If nothing can move
-        before input arrives (`stuck`), then also those that wait for input, however urgent they are; but not those that
-        have just been seated (`new`). Never one whose span is in the batch being made already."""
-        holders = [r for r in self.requests.values() if r.blocks and r is not request and r.last_step != self.step]
-        holders.sort(key=by_order, reverse=True)
-        losers = [r for r in holders if may_lose(r)]
-        resting = (State.STARVED, State.WAITING)
-        last = [r for r in holders if stuck and r.state in resting and r not in losers and r not in new]
-        return losers + last
-
-    def _preempt(self, victim: StageRequest) -> None:
-        """Takes a request's row and blocks. Its steps in flight stand: they still have the blocks (in limbo) and
-        their tokens count. All confirmed tokens become input to be computed again when it is admitted again, which
-        is only when nothing of it is in flight, so that the host knows them all."""
-        self.holdings.unseat(victim, Leave.PREEMPTED)
-        self.holdings.drop(victim)
-        if victim.state is State.RUNNING:
-            victim.num_preemptions += 1
-            victim.refresh_order(self.config.max_preemptions)
-        self.settle(victim)
-
-    def check(self) -> None:
-        requests = list(self.requests.values())
-        self.holdings.check(requests)
-        for request in requests:
-            request.cursor.check()
-            state, seated = request.state, request.row is not None
-            if state is State.DONE or (state is State.RUNNING and not seated):
-                raise Bug(f"{request.id} is {state.name} and seated={seated}")
-            if seated and state is State.WAITING:
-                raise Bug(f"{request.id} is {state.name} and has a row")
-            if (state is State.WAITING) != (request in self.waiting):
-                raise Bug(f"{request.id} is {state.name}, and in the queue or not against that")
-            if request.starved != (state is State.STARVED):
-                raise Bug(f"{request.id} is {state.name}, starved={request.starved}")

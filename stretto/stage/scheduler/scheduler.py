@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from stretto.errors import Bug, Busy, Gone, Invalid, StrettoError, TooLong
 from stretto.stage.request import OPAQUE, BlockId, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, chain_keys
+from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.ledger import Ledger
+from stretto.stage.scheduler.prefix import publish, search
 from stretto.stage.scheduler.queues import aged_first, most_urgent_first, split
 from stretto.types import RequestId, Span
 
@@ -40,17 +41,8 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def num_steps(self) -> int:
-        """Batches made so far."""
-        return self._ledger.step
-
-    @property
     def num_waiting(self) -> int:
         return len(self._ledger.waiting)
-
-    @property
-    def num_seated(self) -> int:
-        return len(self._ledger.holdings.seated)
 
     @property
     def only_decodes_wait(self) -> bool:
@@ -144,7 +136,7 @@ class Scheduler:
         request = self.request(id)
         if request.row is not None or request.blocks or not self.config.prefix_cache:
             return request.cursor.filled
-        return len(self._ledger.holdings.search(request)) * self._size
+        return len(search(self.pool, request, self._size)) * self._size
 
     def append_text(self, id: RequestId, count: int = 1) -> None:
         """`count` more text tokens arrived for a paced request: as many more decode steps may run."""
@@ -264,13 +256,6 @@ class Scheduler:
         self._ledger.holdings.retire(batch.step)
         return outcomes
 
-    def check(self) -> None:
-        """Asserts every invariant that can be seen from outside a method. For tests and for idle moments."""
-        self._ledger.check()
-        for request in self.requests():
-            if request.in_flight != sum(request in placed for _, placed in self._in_flight):
-                raise Bug(f"{request.id}: {request.in_flight} steps in flight")
-
     # -- scheduling, in parts
 
     def _turns(
@@ -379,7 +364,7 @@ class Scheduler:
         published: tuple[Published, ...] = ()
         next_full = (request.published + 1) * self._size
         if request.proven and next_full <= span.stop and next_full <= request.keyable and self.config.prefix_cache:
-            published = self._publish(request, span.stop)
+            published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
             self._ledger.end(request, reason)
         return Outcome(request, index, start, confirmed, token if span.samples else None, reason, published)
@@ -388,22 +373,6 @@ class Scheduler:
         confirmed = request.cursor.confirm(0)  # nothing new
         self.fail(request.id, error)
         return Outcome(request, index, confirmed, confirmed, None, Reason.FAILED, ())
-
-    def _publish(self, request: StageRequest, stop: int) -> tuple[Published, ...]:
-        """Makes blocks findable that are full with the step that computed rows up to `stop`. (`confirmed` may be
-        ahead of it: then these rows are computed for a second time, and those after them are not there yet.)"""
-        size = self._size
-        # A request that was preempted while the step was in flight has no blocks left to offer.
-        rows = min(stop, request.keyable, len(request.blocks) * size)
-        chain_keys(request, rows, size)
-        awaiting = []
-        for index in range(request.published, rows // size):
-            key, media = request.keys[index]
-            brings_payload = media and request.spec.needs_payload
-            if self.pool.publish(request.blocks[index], key, brings_payload) and brings_payload:
-                awaiting.append(Published(request.blocks[index], key, index * size, (index + 1) * size))
-        request.published = max(request.published, rows // size)
-        return tuple(awaiting)
 
     # -- input, checked before anything changes
 
@@ -427,6 +396,6 @@ class Scheduler:
             # All rows ran before anyone knew that the last of them should sample: it runs again. What of them is
             # still in flight is given up and runs again too, so that no block is written by two steps at once.
             request.epoch += 1
-            cursor.rollback(cursor.known)
+            cursor.recall()
             cursor.vacate(cursor.known - 1)
             self._ledger.holdings.trim(request)

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.control.messages import Admit, Cancel, Codes, Configure, Ended, Failed, Made, Pcm, Sampling, Say
+from stretto.control.life import Configure
+from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Sampling, Say
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_tts.family import BUILD
 from stretto.models.qwen3_tts.params import CODE0, MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams

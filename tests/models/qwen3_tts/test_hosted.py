@@ -43,7 +43,7 @@ def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
             whole = vocoder.decode(torch.tensor(case["ref_codes"] + got.codes)).numpy()
             np.testing.assert_allclose(got.wave, whole[1920 * len(case["ref_codes"]) :], rtol=0, atol=1e-5)
     stage = host.host.nodes["code2wav"].stage
-    assert len(stage._primed) == 2
+    assert len(stage.primers) == 2
     assert stage.idle
 
 
@@ -51,13 +51,13 @@ def test_more_voices_than_are_kept(tts: Checkpoint) -> None:
     [case] = [c for c in cases("base", "1b7") if "ref_codes" in c and not c["whole"]][:1]
     host = Hosted(tts("base"))
     stage = host.host.nodes["code2wav"].stage
-    object.__setattr__(stage.config, "primers", 1)
+    stage.primers.most = 1
     first = host.speak(case, "a")
     other = {**case, "ref_codes": case["ref_codes"][::-1]}
     host.speak(other, "b")
-    assert len(stage._primed) == 1
+    assert len(stage.primers) == 1
     host.admit("c", other)  # its state is there when it is announced, and gone when it has a slot
-    stage._primed.clear()
+    stage.primers.clear()
     host.run()
     again = host.speak(case, "d")
     np.testing.assert_allclose(again.wave, first.wave, rtol=0, atol=1e-5)

@@ -22,9 +22,10 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 import stretto.server
 
@@ -59,6 +60,7 @@ class Script:
     key: str | None = None
     timeline: bool = True
     spans: list[dict[str, Any]] | None = None  # of the timeline; else those of three stages
+    card: dict[str, Any] = field(default_factory=dict)  # what /v1/models says besides
 
 
 def spoken(start: int, samples: int) -> bytes:
@@ -92,6 +94,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
     requests: list[dict[str, Any]] = field(default_factory=list)
     came: threading.Condition = field(default_factory=threading.Condition)  # a request was added
     left: threading.Event = field(default_factory=threading.Event)  # a client went away in the middle of an answer
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)  # voices of clips
     url: str = ""
     loop: asyncio.AbstractEventLoop | None = None  # the server's own, once a question has come
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
@@ -99,7 +102,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
     thread: threading.Thread | None = None
 
     def reset(self) -> None:
-        self.script, self.requests, self.left = Script(), [], threading.Event()
+        self.script, self.requests, self.made, self.left = Script(), [], {}, threading.Event()
         self.gate = asyncio.Semaphore(0)
 
     def wait_for_requests(self, count: int) -> None:
@@ -132,7 +135,9 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             return refused
         card = {
             "id": "tiny", "object": "model", "voices": ["chelsie", "ethan", "aiden"], "default_voice": "ethan",
-            "sample_rate": RATE,
+            "sample_rate": RATE, "input_modalities": ["text", "audio", "image", "video"],
+            "output_modalities": ["text", "audio"], "max_body_bytes": 1 << 20, "random_weights": False,
+            "stages": {"code2wav": "vocoder: makes the sound"}, **self.script.card,
         }  # fmt: skip
         return JSONResponse({"object": "list", "data": [card]})
 
@@ -149,6 +154,62 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             script.refusals -= 1
             return refusal(*script.refuse)
         return StreamingResponse(self.watch(self.answer(body)), media_type="text/event-stream")
+
+    async def speech(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.script.refuse is not None:
+            return refusal(*self.script.refuse)
+
+        async def events() -> AsyncIterator[bytes]:
+            start = 0
+            for n, size in enumerate(self.script.packets):
+                samples = size * 1920 - (555 if n == 0 else 0)
+                yield sse({"type": "speech.audio.delta", "audio": base64.b64encode(spoken(start, samples)).decode()})
+                start += samples
+            yield sse({"type": "speech.audio.done", "usage": {"stretto": {"timeline": spans(0, self.script.packets)}}})
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def voices(self, request: Request) -> Response:
+        """What was made of clips is kept in `requests`."""
+        if request.method == "POST":
+            self.requests.append(body := await request.json())
+            if self.script.refuse is not None:
+                return refusal(*self.script.refuse)
+            self.made[body["name"]] = {"object": "voice", "name": body["name"], "created": 1, "has_text": False}
+        elif request.method == "DELETE":
+            del self.made[request.path_params["name"]]
+        return JSONResponse({"object": "list", "data": list(self.made.values())})
+
+    async def realtime(self, socket: WebSocket) -> None:
+        """Once it hears something: a turn, and its answer, with what the server would measure."""
+        await socket.accept("realtime")
+        heard = False
+        async for message in socket.iter_json():
+            if message["type"] != "input_audio_buffer.append" or heard:
+                continue
+            heard = True
+            for event in self.turn():
+                await socket.send_json(event)
+
+    def turn(self) -> list[dict[str, Any]]:
+        measured = [
+            ("thinker", "encode", 0.0, 0.03), ("thinker", "prompt", 0.03, 0.05), ("talker", "prompt", 0.04, 0.07),
+            ("code2wav", "first frame", 0.07, 0.08),
+        ]  # fmt: skip
+        timeline = [{"lane": a, "name": b, "start": c, "stop": d} for a, b, c, d in measured]
+        timings = {"vad_wait_s": 0.5, "speech_to_audio_s": 0.6, "timeline": timeline}
+        sound = base64.b64encode(spoken(0, 24000)).decode()
+        return [
+            {"type": "input_audio_buffer.speech_started", "item_id": "q"},
+            {"type": "input_audio_buffer.speech_stopped", "item_id": "q"},
+            {"type": "response.created", "response": {"id": "r"}},
+            {"type": "response.output_item.added", "response_id": "r", "item": {"id": "a", "type": "message"}},
+            {"type": "response.output_audio_transcript.delta", "response_id": "r", "delta": self.script.text},
+            {"type": "response.output_audio.delta", "response_id": "r", "delta": sound},
+            {"type": "response.done", "response": {"id": "r", "status": "completed", "stretto": timings}},
+        ]
 
     async def watch(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         script, done = self.script, False
@@ -212,6 +273,10 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             Route("/health", self.health),
             Route("/v1/models", self.models),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/audio/speech", self.speech, methods=["POST"]),
+            Route("/v1/audio/voices", self.voices, methods=["GET", "POST"]),
+            Route("/v1/audio/voices/{name}", self.voices, methods=["DELETE"]),
+            WebSocketRoute("/v1/realtime", self.realtime),
             Mount("/", StaticFiles(directory=WEB, html=True)),
         ]
         app = Starlette(routes=routes, middleware=[Middleware(Policy)])

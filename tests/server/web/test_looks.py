@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,12 @@ def test_words_stand_out_from_their_ground(browser: Browser, server: FakeServer,
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     inks = ["ink", "muted", "alarm", *(f"stage-{i}" for i in range(6)), "packets", "playback", "link"]
-    grounds = {"surface": inks, "paper": ["ink", "muted"], "accent": ["on-accent"], "alarm-soft": ["ink", "muted"]}
+    grounds = {
+        "surface": inks,
+        "paper": ["ink", "muted", "wait-ink"],
+        "accent": ["on-accent"],
+        "alarm-soft": ["ink", "muted"],
+    }
     for ground, words in grounds.items():
         for ink in words:
             light, shade = sorted((luminance(ink), luminance(ground)), reverse=True)
@@ -65,6 +71,7 @@ def test_words_stand_out_from_their_ground(browser: Browser, server: FakeServer,
 
 
 def test_everything_can_be_reached_by_keyboard(tab: Tab) -> None:
+    tab.eval("document.querySelector('#score').open = true")
     tab.eval("document.body.focus()")
     reached = []
     for _ in range(24):
@@ -100,8 +107,6 @@ WIDTHS = ((320, 568), (390, 844), (768, 1024), (1280, 800))
 FONTS = {
     "own": "",
     "dejavu": "* { font-family: 'DejaVu Sans', Verdana, sans-serif !important; }",
-    "liberation": "* { font-family: 'Liberation Sans', Arial, sans-serif !important; }",
-    "serif": "* { font-family: 'DejaVu Serif', serif !important; }",
     "monospace": "* { font-family: 'DejaVu Sans Mono', monospace !important; }",
     "spaced": "* { letter-spacing: 0.12em !important; word-spacing: 0.16em !important; }",
 }
@@ -174,10 +179,123 @@ def locked(tab: Tab, server: FakeServer) -> None:
     tab.until(shows("This server asks for a key."))
 
 
-def listening(tab: Tab, _: FakeServer) -> None:
-    tab.eval("document.querySelector('#recording').hidden = false")
-    tab.eval("document.querySelector('#recording-text').textContent = 'Listening, 123.4 s'")
-    tab.eval("document.querySelector('#state-text').textContent = 'Listening'")
+def refused(tab: Tab, server: FakeServer) -> None:
+    """After an answer: its timing stays, and the refused question has none."""
+    tab.ask("First?")
+    tab.until(DONE)
+    before = tab.text("first-audio")
+    server.script = Script(refuse=(400, {}, f"{LONG} is not allowed"))
+    tab.ask("And this?")
+    tab.until(shows("The server refused the question."))
+    assert tab.text("first-audio") == before
+    assert len(tab.eval("[...document.querySelectorAll('.answer')].filter((e) => e.checkVisibility())")) == 1
+
+
+def answering(tab: Tab, server: FakeServer) -> None:
+    server.script = Script(hold=("packet 2",))
+    tab.ask("What is a stretto?")
+    tab.until("strettoStats().turns[0]?.packets === 2")
+    tab.play(8)
+    assert tab.visible("stop")
+
+
+def recording(tab: Tab, server: FakeServer) -> None:
+    """With the microphone that was chosen; it can be dropped by a button, and begun again."""
+    tab.click("open-settings")
+    tab.until("document.querySelectorAll('#microphone option').length > 1")
+    chosen = tab.eval("document.querySelector('#microphone').options[1].value")
+    tab.do(tab.at("microphone").select_option(chosen))
+    tab.click("close-settings")
+    tab.eval(
+        "(() => { const real = navigator.mediaDevices.getUserMedia;"
+        " navigator.mediaDevices.getUserMedia = (asked) => ((window.asked = asked),"
+        " real.call(navigator.mediaDevices, asked)); })()"
+    )
+    for again in (True, False):
+        tab.click("mic")
+        tab.until("strettoStats().recording && document.querySelector('#recording-text').textContent !== 'Listening'")
+        assert tab.visible("cancel")
+        if again:
+            assert tab.eval("asked.audio.deviceId.exact") == chosen
+            tab.click("cancel")
+            tab.until("!strettoStats().recording")
+            assert not tab.visible("recording")
+    assert server.requests == []
+
+
+def conversing(tab: Tab, _: FakeServer) -> None:
+    """The parts of the wait are told in plain words, and make up the whole."""
+    tab.click("live")
+    tab.until("strettoStats().turns[0]?.parts")
+    assert tab.visible("cancel")
+    tab.click("cancel")
+    tab.until("!strettoStats().live")
+    (turn,) = tab.stats()["turns"]
+    taken = {part.get("stage") if part["name"] == "stage" else part["name"]: part["seconds"] for part in turn["parts"]}
+    assert sum(taken.values()) == pytest.approx(turn["speechToSound"], abs=1e-6)
+    assert taken["pause"] == 0.5
+    names = tab.eval("[...document.querySelectorAll('.part-name')].map((name) => name.textContent)")
+    assert names == ["Pause", "Server", "Encode", "Prefill", "Talker", "Vocoder", "Network", "Buffer"]
+    tab.click("live")
+    tab.until("strettoStats().live")
+
+
+def remembered(tab: Tab, server: FakeServer) -> None:
+    """What was said is still there after a reload, can be copied, and goes along with the next question. A new
+    conversation forgets it."""
+    answered(tab, server)
+    tab.play_out()
+    tab.do(tab.page.reload())
+    tab.until(READY)
+    assert server.script.text in tab.text("answer")
+    tab.do(tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"]))
+    tab.click("copy")
+    tab.until(f"navigator.clipboard.readText().then((words) => words === {server.script.text!r})")
+    tab.ask("And then?")
+    tab.until(DONE)
+    assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
+    kept = tab.eval("localStorage['stretto-history']")
+    assert len(json.loads(kept)) == 2
+    tab.click("new")
+    assert tab.eval("localStorage['stretto-history'] ?? null") is None
+    tab.eval(f"localStorage['stretto-history'] = {kept!r}")
+    tab.do(tab.page.reload())
+    tab.until(f"{READY} && strettoStats().turns.length === 2")
+
+
+def noise(tab: Tab, server: FakeServer) -> None:
+    server.script.card = {"id": LONG, "random_weights": True}
+    tab.do(tab.page.reload())
+    tab.until(READY)
+    tab.until("document.querySelector('#model').textContent.includes('noise')")
+    assert LONG in tab.text("model")
+
+
+FILES = """(async () => {
+  const canvas = Object.assign(document.createElement("canvas"), {width: 20, height: 10});
+  const picture = await new Promise((resolve) => canvas.toBlob(resolve));
+  const dataTransfer = new DataTransfer();
+  const files = [[picture, "a.png", "image/png"], [new Uint8Array(900), "LONG.mp3", "audio/mpeg"],
+    [new Uint8Array(900), "b.mkv", ""], [new Uint8Array(1 << 20), "large.mp4", "video/mp4"],
+    ["x", "LONG.txt", "text/plain"]];
+  for (const [data, name, type] of files) dataTransfer.items.add(new File([data], name, {type}));
+  dispatchEvent(new DragEvent("drop", {dataTransfer}));
+})()""".replace("LONG", LONG)
+
+
+def attached(tab: Tab, server: FakeServer) -> None:
+    """Sound and video go along; a file that is too large or of no use is named."""
+    tab.eval(FILES)
+    tab.until(shows(f"{LONG}.txt cannot be sent: the model takes pictures, sound and video."))
+    assert tab.eval("document.querySelectorAll('#tray > div').length") == 3
+    tab.ask("What is that?")
+    tab.until(DONE)
+    parts = server.requests[0]["messages"][0]["content"]
+    assert [p["type"] for p in parts] == ["image_url", "input_audio", "video_url", "text"]
+    assert parts[1]["input_audio"]["format"] == "mp3"
+    tab.eval(FILES)
+    tab.until("document.querySelectorAll('#tray > div').length === 3")
+    tab.until(shows("cannot be sent"))
 
 
 def composing(tab: Tab, _: FakeServer) -> None:
@@ -194,21 +312,69 @@ def composing(tab: Tab, _: FakeServer) -> None:
 
 def settings(tab: Tab, _: FakeServer) -> None:
     tab.click("open-settings")
+    tab.until("document.querySelectorAll('#microphone option').length > 1")
+
+
+READER: dict[str, Any] = {
+    "output_modalities": ["audio"], "input_modalities": ["text", "audio"], "instructions": True, "cloning": True,
+    "languages": ["auto", "english", "a language with a rather long name"], "voices": [],
+}  # fmt: skip
+
+
+def reading(tab: Tab, server: FakeServer) -> None:
+    """A text is read with a voice that is made of a clip, in a language, and in a manner."""
+    server.script.card = READER
+    tab.do(tab.page.reload())
+    tab.until("document.body.dataset.mode === 'reading'")
+    assert not any(tab.visible(control) for control in ("mic", "live"))
+    tab.click("add-voice")
+    clip = {"name": f"{LONG}.wav", "mimeType": "audio/wav", "buffer": b"RIFF" + bytes(900)}
+    tab.do(tab.at("clip").set_input_files([clip]))  # type: ignore[list-item]
+    tab.write("voice-name", LONG[:60].replace("ä", "a"))
+    server.script.refuse = (400, {}, f"{LONG} is too short")
+    tab.click("save-voice")
+    tab.until("document.querySelector('#voice-wrong').textContent.includes('too short')")
+    server.script.refuse = None
+    tab.click("save-voice")
+    tab.until("!document.querySelector('#voices').open")
+    tab.write("manner", "warmly")
+    tab.eval("document.querySelector('#language').value = 'english'")
+    tab.ask(f"Read this. {LONG}")
+    tab.until(DONE)
+    asked = server.requests[-1]
+    assert asked["input"].startswith("Read this.")
+    assert {k: asked[k] for k in ("instructions", "language", "stream_format", "response_format")} == {
+        "instructions": "warmly", "language": "english", "stream_format": "sse", "response_format": "pcm",
+    }  # fmt: skip
+    assert asked["voice"] in server.made
+    assert tab.stats()["turns"][0]["packets"] == len(server.script.packets)
+
+
+def voices(tab: Tab, server: FakeServer) -> None:
+    server.script.card, server.made = READER, {LONG: {"object": "voice", "name": LONG, "created": 1}}
+    tab.do(tab.page.reload())
+    tab.until("document.body.dataset.mode === 'reading'")
+    tab.click("add-voice")
+    tab.until("document.querySelectorAll('#own-voices li').length === 1")
 
 
 STATES: dict[str, Callable[[Tab, FakeServer], None]] = {
     "empty": lambda tab, server: None, "answered": answered, "failed": failed, "busy": busy, "loading": loading,
-    "locked": locked, "listening": listening, "composing": composing, "settings": settings,
+    "locked": locked, "composing": composing, "settings": settings, "refused": refused, "answering": answering,
+    "recording": recording, "conversing": conversing, "remembered": remembered, "noise": noise, "attached": attached,
+    "reading": reading, "voices": voices,
 }  # fmt: skip
+REAL = ("recording", "conversing", "settings")  # with the browser's own sound
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_nothing_sticks_out(browser: Browser, server: FakeServer, state: str, tmp_path: Path) -> None:
-    """In no state of the page, at no width, with no font, with the score open or folded; nor are words covered, and the
-    page itself never scrolls: its parts do."""
+    """In no state of the page, at no width, with no font, with the timing open or folded; nor are words covered, and
+    the page itself never scrolls: its parts do. At first the timing is folded."""
     folder = Path(os.environ.get("STRETTO_PICTURES", tmp_path))
-    tab = browser.open(server.url, *WIDTHS[0], before=SOUND)
+    tab = browser.open(server.url, *WIDTHS[0], before="" if state in REAL else SOUND)
     tab.until(READY)
+    assert not tab.eval("document.querySelector('#score').open")
     STATES[state](tab, server)
     found = {}
     for font, rules in FONTS.items():
@@ -222,6 +388,8 @@ def test_nothing_sticks_out(browser: Browser, server: FakeServer, state: str, tm
                     " const { scrollWidth, scrollHeight } = document.documentElement;"
                     f" return [[scrollWidth, scrollHeight], [...{OUTSIDE}({width}), ...{COVERED}]]; }})()"
                 )
+                if "STRETTO_PICTURES" in os.environ and font == "own" and (folded or width == 390):
+                    tab.picture(folder / f"{where}.png")
                 if wrong or size[0] > width or size[1] > height:
                     found[where] = [size, *wrong]
                     tab.picture(folder / f"{where}.png")

@@ -95,10 +95,11 @@ def test_a_gap_is_counted_and_told(tab: Tab, server: FakeServer) -> None:
     tab.play_out()
     assert tab.stats()["turns"][0]["underruns"] == 1
     assert tab.text("underruns") == "1"
-    assert tab.eval("document.querySelector('.meta').textContent").endswith("1 underrun")
+    assert tab.eval("document.querySelector('.meta').textContent").endswith("1 gap")
 
 
 def test_figures_and_timeline_are_shown(tab: Tab, server: FakeServer) -> None:
+    tab.eval("document.querySelector('#score').open = true")
     tab.stop_time()
     before = tab.eval("document.querySelector('#timeline').toDataURL()")
     server.script = Script(hold=("words 0", "packet 0", "packet 3", "end"))
@@ -120,7 +121,7 @@ def test_figures_and_timeline_are_shown(tab: Tab, server: FakeServer) -> None:
     shown = {f: tab.text(f) for f in ("first-text", "first-audio", "first-sound", "total")}
     assert shown == {"first-text": "120 ms", "first-audio": "150 ms", "first-sound": "150 ms", "total": "240 ms"}
     assert tab.text("underruns") == "0"
-    assert tab.text("rtf") == f"{0.2 / tab.stats()['turns'][0]['audioSeconds']:.2f}"
+    assert tab.text("rtf") == f"{tab.stats()['turns'][0]['audioSeconds'] / 0.2:.1f}×"
     assert tab.text("rate") == f"{(len(ANSWER.split()) - 1) / 0.03:.0f}"
     # The server sent its timeline: the links between the stages have lanes too.
     assert tab.stats()["lanes"] == [
@@ -132,7 +133,7 @@ def test_figures_and_timeline_are_shown(tab: Tab, server: FakeServer) -> None:
     tab.pass_time(100)
     assert tab.eval("document.querySelector('#timeline').toDataURL()") != making
     label = tab.eval("document.querySelector('#timeline').getAttribute('aria-label')")
-    assert "4 packets" in label
+    assert "4 pieces of speech" in label
 
 
 def test_timeline_without_the_servers_help(tab: Tab, server: FakeServer) -> None:
@@ -164,7 +165,7 @@ def test_lanes_are_the_servers_stages(browser: Browser, server: FakeServer, repl
     tab = browser.open(server.url, before=SOUND)
     tab.until(f"strettoStats().lanes.length === {len(stages) + 2}")
     named = lanes(tab)
-    assert [name for name, _, _ in named] == [f"Stage {i}" for i in range(7)] + ["Packets", "Playback"]
+    assert [name for name, _, _ in named] == [f"Stage {i}" for i in range(7)] + ["Arriving", "Playing"]
     assert [tone for _, tone, _ in named] == ["0", "1", "2", "3", "4", "5", "0", None, None]
     colours = [colour for _, _, colour in named]
     assert len(set(colours)) == 8
@@ -337,6 +338,39 @@ def test_pasted_image_can_be_taken_back(tab: Tab, server: FakeServer) -> None:
     tab.until(DONE)
     image, _ = server.requests[0]["messages"][0]["content"]
     assert image["image_url"]["url"].startswith("data:image/png;base64,"), "small images go as they are"
+
+
+def test_the_parts_of_a_live_answer(tab: Tab) -> None:
+    """Whether the engine was asked after the end of the turn or, as a guess, before it."""
+    made = """import('/turn.js').then(({Turn}) => {
+      const span = (lane, name, start, stop) => ({lane, name, start, stop});
+      const turn = new Turn(24000, 0);
+      turn.live = true;
+      turn.packets = [{t: 0.12, start: 0, samples: 1}];
+      turn.firstSound = 0.2;
+      turn.measure({vad_wait_s: 0.5, speech_to_audio_s: 0.5 + MAKING, timeline: [
+        span("a", "encode", 0, 0.03), span("a", "prompt", 0.03, 0.04), span("a", "prompt", 0.04, 0.05),
+        span("b", "prompt", 0.04, 0.07), span("a", "token", 0.05, 0.06), span("c", "first frame", 0.07, 0.08),
+        span("a>b", "chunk", 0, 1), span("packets", "packet", 0.08, 0.08)]});
+      return turn.parts.map((part) => [part.stage ?? part.name, Math.round(part.seconds * 1000)]);
+    })"""
+    late = [["pause", 500], ["server", 20], ["a", 30], ["a", 20], ["b", 20], ["c", 10], ["network", 20], ["buffer", 80]]
+    assert tab.eval(made.replace("MAKING", "0.1")) == late
+    early = [["pause", 500], ["server", 0], ["a", 0], ["a", 10], ["b", 20], ["c", 10], ["network", 80], ["buffer", 80]]
+    assert tab.eval(made.replace("MAKING", "0.04")) == early
+
+
+def test_what_is_kept_has_an_end(tab: Tab) -> None:
+    """The oldest go first; what makes no sense is nothing."""
+    kept = """import('/kept.js').then(({keep, recall}) => {
+      keep(Array.from({length: 60}, (_, i) => ({asked: `${i}`, files: "", answer: "x".repeat(i < 50 ? 10 : 9000)})));
+      const found = recall().map((one) => one.asked);
+      localStorage["stretto-history"] = '[{"asked": 3}, "x"';
+      return [found, recall().length];
+    })"""
+    assert tab.eval(kept) == [[str(i) for i in range(20, 60)], 0]
+    longer = kept.replace("9000", "30000")
+    assert tab.eval(longer) == [["57", "58", "59"], 0]
 
 
 def test_text_only(tab: Tab, server: FakeServer) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
+from stretto.control.settings import EngineConfig, HostSettings
+from stretto.models.qwen3_tts.tiny import write_tiny
+from stretto.prompt.settings import PoolSettings
 from tests.client.test_command import run
 from tests.server.conftest import Running, serve
+from tests.server.real_engine import served
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
-from tests.server.web.tab import Browser
+from tests.server.web.tab import SOUND, Browser
 from tests.server.web.test_page import READY, shows
 
 
@@ -36,6 +42,36 @@ def test_a_conversation_with_the_tiny_model(browser: Browser, solo_server: Runni
     assert tab.complained() == []
     tab.close()
     assert not solo.ledger.running
+
+
+def test_a_text_is_read_by_a_voice_of_a_clip(browser: Browser, tmp_path: Path) -> None:
+    """With the real model that clones, tiny: a clip that is too short is refused in the server's words."""
+    write_tiny(tmp_path / "tts", 0, "base")
+    config = EngineConfig(prompts=PoolSettings(), host=HostSettings(max_rows=4))
+    with served(tmp_path / "tts", config) as it:
+        tab = browser.open(it.running.url, before=SOUND)
+        tab.until("document.body.dataset.mode === 'reading'")
+        assert "noise" in tab.text("model")
+        for seconds, fine in ((0.2, False), (1.5, True)):
+            soundfile.write(
+                tmp_path / "clip.wav", np.random.default_rng(0).uniform(-0.3, 0.3, int(24000 * seconds)), 24000
+            )
+            if not tab.eval("document.querySelector('#voices').open"):
+                tab.click("add-voice")
+            tab.do(tab.at("clip").set_input_files(str(tmp_path / "clip.wav")))
+            tab.eval("document.querySelector('#voice-name').value = 'My voice'")
+            tab.click("save-voice")
+            tab.until(
+                "!document.querySelector('#voices').open" if fine else "!document.querySelector('#voice-wrong').hidden"
+            )
+        assert "short" in tab.text("voice-wrong")
+        assert tab.eval("document.querySelector('#voice').value") == "My voice"
+        tab.ask("Hi.")
+        tab.until("strettoStats().turns[0]?.outcome === 'done'")
+        (turn,) = tab.stats()["turns"]
+        assert turn["packets"] > 0
+        assert turn["measured"]
+        tab.close()
 
 
 def test_errors_and_states_are_told_in_the_servers_words(browser: Browser) -> None:

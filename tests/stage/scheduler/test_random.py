@@ -17,6 +17,7 @@ from stretto.stage.request import StageRequest
 from stretto.stage.scheduler import SchedulerConfig
 from stretto.types import RequestId, Span
 from tests.stage.fakes import Driver
+from tests.stage.invariants import check_scheduler
 
 COMMON = [1, 2, 2, 1, 2, 1, 1, 1, 2, 2, 1, 2]
 rows = st.builds(lambda n, tail: COMMON[:n] + tail, st.integers(0, 12), st.lists(st.integers(1, 2), max_size=3))
@@ -158,13 +159,6 @@ class Lives(RuleBasedStateMachine):
         if id is not None:
             self.driver.scheduler.set_deadline(RequestId(id), deadline)
 
-    @rule(index=pick)
-    def send(self, index: int) -> None:
-        id = self.among(self.live, index)
-        if id is not None:
-            cursor = self.driver.live[id].cursor
-            cursor.send(cursor.confirm(0))
-
     # -- steps
 
     @rule(turns=st.lists(st.booleans(), min_size=10, max_size=40))
@@ -199,7 +193,7 @@ class Lives(RuleBasedStateMachine):
         # Rows may be computed again after a preemption, each request a bounded number of times.
         assert len(driver.batches) - before <= 20 + work * (3 + driver.config.max_preemptions)
         assert not driver.live
-        driver.scheduler.check()
+        check_scheduler(driver.scheduler)
         driver.check_idle()
 
     def finish_input(self, request: StageRequest) -> None:
@@ -276,7 +270,6 @@ def soak(seed: int, turns: int) -> Driver:
             lives.provide(index=index, at=rng.randrange(3))
             lives.block(index=index, blocked=rng.random() < 0.1)
             lives.deadline(index=index, deadline=rng.choice([None, rng.random()]))
-            lives.send(index=index)
         elif roll < 0.27 and lives.live and odd:
             lives.cancel(index=index)
         elif roll < 0.30 and lives.driver.flying:

@@ -15,9 +15,10 @@ from stretto.kernels.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
+from stretto.stage.runner.columns import BiasColumns, FloorColumns, MaskColumns
 from stretto.stage.runner.lane import HostInput, Picked, SideRows
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import BiasColumns, DeviceRows, FloorColumns, How, MaskColumns, SamplingColumns
+from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
@@ -54,6 +55,7 @@ class ThinkerLane:
         self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
         self.params = SamplingColumns(num_rows + 1, model.device)
         self.rows.bias = self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.rows.head = model.logits
         self.floors = FloorColumns(num_rows + 1, model.device, model.model.fused is not None)
         self.rows.masks = self.masks = MaskColumns(
             num_rows + 1, model.config.thinker.text.vocab_size, model.device, model.model.fused is not None
@@ -124,7 +126,7 @@ class ThinkerLane:
 
     def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
         if self.fused and len(hidden) <= MAX_ROWS:
-            return Picked(self._fused_pick(rows, positions, hidden))
+            return self._fused_pick(rows, positions, hidden)
         logits = self.model.logits(hidden)
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
@@ -135,9 +137,9 @@ class ThinkerLane:
         self.next[rows] = tokens
         if how.penalty:
             self.rows.seen.index_put_((rows, tokens), self.true)
-        return Picked(guarded(tokens[:, None], logits))
+        return Picked(guarded(tokens[:, None], logits), hidden)
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
         model = self.model.model
         hidden = model.fused_step(
             rows,
@@ -151,7 +153,7 @@ class ThinkerLane:
         )
         return self._fused_pick(rows, positions, hidden)
 
-    def _fused_pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _fused_pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> Picked:
         from stretto.kernels.fast.linear import project
         from stretto.kernels.fast.sampling import Columns, PickState, pick_text
 
@@ -161,7 +163,7 @@ class ThinkerLane:
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
         self.floors.apply(logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end)
-        return pick_text(logits, rows, positions, params, answer, self.next)[:, None]
+        return Picked(pick_text(logits, rows, positions, params, answer, self.next)[:, None], hidden)
 
 
 def rope_rows(given: ThinkerInput, start: int, stop: int) -> npt.NDArray[np.float32]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
+from stretto.control.messages import Lacking, Working
+from stretto.errors import Bug, StrettoError
 from stretto.layers.upload import to_device
 from stretto.models.parts import Parts
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
@@ -19,6 +22,7 @@ from stretto.models.qwen3_omni.pieces import MediaPiece, missing_runs
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.models.qwen3_omni.vision_encoder import VisionRows
 from stretto.prompt.prompt import Piece
+from stretto.stage.context import StageContext
 from stretto.stage.request import StageRequest
 from stretto.stage.stage import Stage
 from stretto.types import RequestId
@@ -26,8 +30,11 @@ from stretto.types import RequestId
 AHEAD = 2048
 """Rows that encoding may be ahead of the prefill: enough for the next step, and no more than others can wait for."""
 KEPT_BYTES = 64 << 20
+OTHERS = 15
+"""While there are other requests, encoding media on a CPU takes one part of the loop's time in 1 + this: a part takes as
+long as several steps there, for which listeners would have to wait. A GPU does a part and a step in turns: a rest would
+only keep those waiting whose sound is to be encoded."""
 
-Ask = Callable[[RequestId, tuple[bytes, ...]], None]
 Key = tuple[bytes, bytes, bool]
 Rows = tuple[torch.Tensor, torch.Tensor]
 """What an encoder made of a piece: rows, and DeepStack levels of a picture's."""
@@ -79,13 +86,25 @@ class Encoding:
 
 
 class Encoders:
-    def __init__(self, model: Thinker, stage: Stage, ask: Ask) -> None:
-        self.model, self.stage, self.ask = model, stage, ask
+    def __init__(
+        self, model: Thinker, stage: Stage, context: StageContext, fail: Callable[[RequestId, StrettoError], None]
+    ) -> None:
+        """`fail` ends a request whose media cannot be encoded, and says why."""
+        self.model, self.stage, self.report, self.fail = model, stage, context.report, fail
+        self.num_requests, self.clock = context.num_requests, context.clock
         self.kept = Kept()
         self.encoded = 0  # pieces
         self.asked = 0
         self.requests: dict[RequestId, Encoding] = {}
         vision, hidden = model.config.thinker.vision, model.config.thinker.text.hidden_size
+        self._rests_ns = 0  # not before this is the next part encoded
+        self._others = OTHERS if model.device.type == "cpu" else 0
+        for name, read in {
+            "stretto_stage_encoding": lambda: self.num_due,
+            "stretto_stage_encoded_total": lambda: self.encoded,
+            "stretto_stage_asked_total": lambda: self.asked,
+        }.items():
+            context.recorder.number(name, read, stage=stage.name)
         self._flat = torch.empty(len(vision.deepstack_layers), 0, hidden, device=model.device, dtype=model.dtype)
 
     def add(self, request: StageRequest, given: ThinkerInput, root: bytes, pieces: list[MediaPiece]) -> None:
@@ -115,6 +134,47 @@ class Encoders:
         return e.encoded
 
     @property
+    def due_ns(self) -> int | None:
+        """When the next part is to be encoded, by the loop's clock."""
+        return self._rests_ns if self.due is not None else None
+
+    def turn(self) -> Sequence[RequestId]:
+        """Encode a part of what is due, if it is time for it. Of which requests it was."""
+        now, due = self.clock(), self.due
+        if due is None or now < self._rests_ns:
+            return ()
+        others = self.num_requests() > self.num_due
+        done = self._encode(self._group(due))
+        # Others have the time between two parts, and more of it than the parts take.
+        self._rests_ns = self.clock() + (self._others * (self.clock() - now) if others else 0)
+        return done
+
+    def _group(self, first: RequestId) -> list[RequestId]:
+        """Requests whose windows of sound go into one launch with those of the first."""
+        room = self.model.audio_tower.batch - len(self._windows(self.requests[first]))
+        group = [first]
+        for id, e in self.requests.items() if room < self.model.audio_tower.batch else ():
+            count = len(self._windows(e)) if id != first else 0
+            if 0 < count <= room:
+                group.append(id)
+                room -= count
+        return group
+
+    def _encode(self, ids: list[RequestId]) -> list[RequestId]:
+        for id in ids:
+            self.report(Working(id, self.stage.name), b"")
+        try:
+            with self.stage.runner.on_stream(), torch.inference_mode():
+                self.run(ids)
+        except torch.AcceleratorError:
+            raise  # the device is lost
+        except Exception as e:  # noqa: BLE001  what features that fit nothing make of the models
+            if len(ids) > 1:  # whose they are is found by encoding each alone
+                return [done for id in ids for done in self._encode([id])]
+            self.fail(ids[0], e if isinstance(e, StrettoError) else Bug(f"its media cannot be encoded: {e!r}"))
+        return ids
+
+    @property
     def due(self) -> RequestId | None:
         """A request of which a piece is to be encoded now, each in its turn."""
         return next((id for id, e in self.requests.items() if self._next(e) is not None), None)
@@ -142,35 +202,42 @@ class Encoders:
         if digests:
             e.asked.update(digests)
             self.asked += len(digests)
-            self.ask(e.request.id, tuple(digests))
+            self.report(Lacking(e.request.id, self.stage.name, tuple(digests)), b"")
 
-    def run(self, id: RequestId) -> None:
-        """Encode a part of what is due of a request; then it is behind the others."""
-        e = self.requests.pop(id)
-        self.requests[id] = e
+    def run(self, ids: Sequence[RequestId]) -> None:
+        """Encode a part of what is due of a request, or windows of several; then they are behind the others."""
+        several = [self.requests.pop(id) for id in ids]
+        self.requests |= dict(zip(ids, several, strict=True))
+        e = several[0]
         piece = self._next(e)
         assert piece is not None, "nothing is due"
         kept = self.kept.get(e.key(piece))
         if kept is not None:
             self._done(e, [piece], [kept])
-        elif piece.grid is None:
-            self._hear(e, piece)
-        else:
+        elif piece.grid is not None:
             self._see(e, piece, piece.grid)
+        elif piece.padded:
+            self._hear([(e, self._windows(e)) for e in several])
+        else:
+            self._hear([(e, [piece])], padded=False)
 
-    def _hear(self, e: Encoding, first: MediaPiece) -> None:
-        """Windows that follow each other, in one launch."""
-        tower, at = self.model.audio_tower, e.left.index(first)
-        several = tower.batch if first.padded else 1
-        group: list[MediaPiece] = []
-        for p in e.left[at : at + several]:
-            if p.grid is not None or p.values is None or not (p.padded or p is first) or e.key(p) in self.kept:
+    def _windows(self, e: Encoding) -> list[MediaPiece]:
+        """Windows of sound that are due and follow each other; none of a clip that is not padded to one."""
+        first, found = self._next(e), []
+        for p in e.left[e.left.index(first) :][: self.model.audio_tower.batch] if first is not None else ():
+            if p.grid is not None or p.values is None or not p.padded or e.key(p) in self.kept:
                 break
-            group.append(p)
+            found.append(p)
+        return found
+
+    def _hear(self, windows: Sequence[tuple[Encoding, list[MediaPiece]]], padded: bool = True) -> None:
+        """In one launch."""
         device, dtype = self.model.device, self.model.dtype
-        mels = [to_device(p.values, device, torch.float32).to(dtype) for p in group if p.values is not None]
-        rows = tower.encode_windows(mels, first.padded)
-        self._made(e, group, [(r, self._flat) for r in rows])
+        given = [p.values for _, pieces in windows for p in pieces if p.values is not None]
+        mels = [to_device(v, device, torch.float32).to(dtype) for v in given]
+        rows = iter(self.model.audio_tower.encode_windows(mels, padded))
+        for e, pieces in windows:
+            self._made(e, pieces, [(r, self._flat) for r in islice(rows, len(pieces))])
 
     def _see(self, e: Encoding, piece: MediaPiece, grid: tuple[int, int, int]) -> None:
         """A part of a picture or a video."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from stretto.control.messages import Admit, Lacking, Text, Working
-from stretto.errors import Bug, StrettoError
-from stretto.models.qwen3_omni.lanes.thinker import MAX_BIAS, ThinkerInput
+from stretto.control.messages import Admit, Text
+from stretto.errors import StrettoError
+from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
 from stretto.models.qwen3_omni.nodes.encoders import Encoders
+from stretto.models.qwen3_omni.nodes.guided import Admitted, Compiling, guide_of
 from stretto.models.qwen3_omni.nodes.prefix import thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
@@ -29,36 +28,18 @@ from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_node import FRAME_S
 from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
-from stretto.stage.guide import GrammarGuide, Grammars, Guide, PenaltyGuide
+from stretto.stage.guide import GrammarGuide, Grammars
 from stretto.stage.links import Outlet
+from stretto.stage.mediarows import MediaOutput
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
-from stretto.stage.stage import Emit, MediaOutput, Output, Stage
+from stretto.stage.runner.logprobs import Scored
+from stretto.stage.stage import Emit, Output, Stage
 from stretto.types import Mark, RequestId, Span
 
-OTHERS = 15
-"""While there are other requests, encoding media takes one part of the loop's time in 1 + this: on a CPU, where a part
-takes as long as several steps, listeners would have to wait for it. (On a GPU a part is launched in no time.)"""
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
 """Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report for each token
 would cost the host more than its share of the step. The first ones go one by one, since the talker waits."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Admitted:
-    """A request that is not in the stage yet."""
-
-    admit: Admit
-    params: ThinkerParams
-    prompt: Prompt
-    positions: npt.NDArray[np.float32]
-    first: float
-
-
-def guide_of(p: ThinkerParams, grammar: GrammarGuide | None) -> Guide | None:
-    if not p.frequency_penalty and not p.presence_penalty:
-        return grammar
-    return PenaltyGuide(p.frequency_penalty, p.presence_penalty, dict(p.logit_bias), MAX_BIAS, grammar)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +51,7 @@ class Telling:
     left: int = 0  # tokens that have left
     left_at: float = 0.0  # when the last ones did
     tokens: list[int] = field(default_factory=list)  # that have not
+    logprobs: list[Scored] = field(default_factory=list)  # of these, if they are asked for
 
     def due(self, now: float) -> bool:
         return len(self.tokens) >= min(TEXT_GROUP, 1 + self.left // 2) or now - self.left_at >= TEXT_WAIT_S
@@ -89,35 +71,25 @@ class ThinkerNode:
     ) -> None:
         self.model, self.report, self.clock = model, context.report, clock
         self.config = model.config
-        self.num_requests, self.loop_clock = context.num_requests, context.clock
         self.outlet: Outlet[ThinkerRows] = Outlet("thinker>talker", ThinkerRows)
         self.inlets: tuple[()] = ()
         self.outlets = (self.outlet,)
         self.tellings: dict[RequestId, Telling] = {}
-        self.compiling: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}  # until its grammar is there
         vocab, end = self.config.thinker.text.vocab_size, self.config.tokens.im_end
-        self.grammars, self.ring = Grammars(Path(context.model), vocab, end), context.ring
+        self.compiling = Compiling(Grammars(Path(context.model), vocab, end), context.ring)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
-        self._encode_ns = 0  # not before this is the next part of media encoded
         self.stage = stage(self._emit)
-        self.encoders = Encoders(
-            model, self.stage, lambda id, digests: self.report(Lacking(id, self.name, digests), b"")
-        )
-        for name, read in {
-            "stretto_stage_encoding": lambda: self.encoders.num_due,
-            "stretto_stage_encoded_total": lambda: self.encoders.encoded,
-            "stretto_stage_asked_total": lambda: self.encoders.asked,
-        }.items():
-            context.recorder.number(name, read, stage=self.name)
+        self.encoders = Encoders(model, self.stage, context, self._fail)
 
     def __len__(self) -> int:
-        return len(self.tellings) + len(self.compiling)
+        return len(self.tellings) + len(self.compiling.waiting)
 
     @property
     def due_ns(self) -> int | None:
-        if self.encoders.due is None:
-            return self.stage.due_ns
-        return self._encode_ns if self.stage.due_ns is None else min(self._encode_ns, self.stage.due_ns)
+        own, encoding = self.stage.due_ns, self.encoders.due_ns
+        if own is None or encoding is None:
+            return own if encoding is None else encoding
+        return min(own, encoding)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -137,7 +109,7 @@ class ThinkerNode:
         )
         known = Admitted(a, params, prompt, positions, first)
         if params.grammar:
-            self.compiling[a.request] = known, self.grammars.compile(params.grammar, self.ring)
+            self.compiling.add(known)
         else:
             self._submit(known)
 
@@ -156,6 +128,7 @@ class ThinkerNode:
             priority=a.priority,
             needs_payload=params.speak,
             guide=guide_of(params, grammar),
+            logprobs=params.logprobs,
             cache_root=a.cache_root,
         )
         salts, missing = thinker_salts(pieces), missing_runs(pieces)
@@ -171,7 +144,7 @@ class ThinkerNode:
         self.encoders.supply(id, pieces)
 
     def cancel(self, id: RequestId) -> None:
-        self.compiling.pop(id, None)
+        self.compiling.drop(id)
         self.encoders.drop(id)
         self.stage.cancel(id)
         self.outlet.close(id, purge=True)
@@ -197,39 +170,20 @@ class ThinkerNode:
     def turn(self) -> bool:
         for id in self.outlet.flush():
             self.outlet.tell(id, self.stage.scheduler)
-        if self.compiling:
-            self._take_compiled()
-        now, due = self.loop_clock(), self.encoders.due
-        encoded = due is not None and now >= self._encode_ns
-        if due is not None and encoded:
-            others = self.num_requests() > self.encoders.num_due
-            self._encode(due)
-            # Others have the time between two parts, and more of it than the parts take.
-            self._encode_ns = self.loop_clock() + (OTHERS * (self.loop_clock() - now) if others else 0)
-        return self.stage.turn() or encoded
-
-    def _take_compiled(self) -> None:
-        """Requests whose grammar is there go on, those whose grammar is none fail."""
-        for id in [id for id, (_, made) in self.compiling.items() if made.done()]:
-            known, made = self.compiling.pop(id)
+        for known, made in self.compiling.done() if self.compiling.waiting else ():
             try:
                 self._submit(known, made.result())
             except StrettoError as error:
-                self.cancel(id)
-                self.report(failed(id, self.name, error), b"")
+                self._fail(known.admit.request, error)
+        encoded = self.encoders.turn()
+        for id in encoded:
+            if id in self.tellings:
+                self.tellings[id].journal.encoded_at = self.clock()
+        return self.stage.turn() or bool(encoded)
 
-    def _encode(self, id: RequestId) -> None:
-        """A part of one request's media."""
-        self.report(Working(id, self.name), b"")
-        try:
-            with self.stage.runner.on_stream(), torch.inference_mode():
-                self.encoders.run(id)
-        except torch.AcceleratorError:
-            raise  # the device is lost
-        except Exception as e:  # noqa: BLE001  what features that fit nothing make of the models
-            error = e if isinstance(e, StrettoError) else Bug(f"its media cannot be encoded: {e!r}")
-            self.cancel(id)
-            self.report(failed(id, self.name, error), b"")
+    def _fail(self, id: RequestId, error: StrettoError) -> None:
+        self.cancel(id)
+        self.report(failed(id, self.name, error), b"")
 
     def _emit(self, o: Output) -> None:
         request, reason = o.request, o.reason
@@ -241,6 +195,8 @@ class ThinkerNode:
         if o.token is not None:
             journal.mark(now)
             telling.tokens.append(o.token)
+            if o.logprobs is not None:
+                telling.logprobs.append(o.logprobs)
             if len(journal.marks) == 1:
                 journal.cached = self.stage.num_cached(id)
                 journal.encoded = self.encoders.proven(id)
@@ -249,10 +205,7 @@ class ThinkerNode:
         guide = request.spec.guide
         error = o.error or (guide.error if guide is not None and reason is not None else None)
         if error is not None:
-            del self.tellings[id]
-            self.encoders.drop(id)
-            self.outlet.close(id, purge=True)
-            self.report(failed(id, self.name, error), b"")
+            self._fail(id, error)
             return
         if o.token is not None and reason is None and not telling.due(now):
             return
@@ -270,9 +223,9 @@ class ThinkerNode:
 
     def _tell(self, id: RequestId, telling: Telling, now: float) -> None:
         if telling.tokens:
-            self.report(Text(id, tuple(telling.tokens)), b"")
+            self.report(Text(id, tuple(telling.tokens), tuple(telling.logprobs)), b"")
             telling.left, telling.left_at = telling.left + len(telling.tokens), now
-            telling.tokens = []
+            telling.tokens, telling.logprobs = [], []
 
     def _forward(self, request: StageRequest, ready: int, mark: Mark, media: MediaOutput | None) -> None:
         """Rows that the talker may have: the id at each position, and media rows."""

@@ -10,12 +10,11 @@ of just their size, and no step is so large that the next would be late."""
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,47 +23,16 @@ import torch
 
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
 from stretto.layers.capture import Captured, capture_graphs
-from stretto.observe.recorder import Histogram, Recorder
+from stretto.observe.recorder import Recorder
+from stretto.stage.codec.config import CodecConfig
+from stretto.stage.codec.primers import Primer, Primers
+from stretto.stage.codec.staging import Staging, split
+from stretto.stage.codec.streams import Slots, Stream
+from stretto.stage.counters import CodecStats
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.vocoder import Vocoder
 from stretto.types import RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class CodecConfig:
-    slots: int = 128  # streams at once
-    max_waiting: int = 256  # announced streams without a slot
-    max_pending: int = 4096  # frames that one stream may have waiting
-    frame_sizes: tuple[int, ...] = (1, 2, 4, 8)  # frames per step; packets grow to no more by default
-    slot_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    overlap_depth: int = 2
-    max_cells: int = 256  # slots x frames of a step (unless it is of one frame): larger ones save nothing more
-    urgent_s: float = 0.1  # a stream that runs dry within so long goes before those that do not
-    primers: int = 32  # states behind primers that are kept
-    spare_cells: int = 0  # a step may be padded by so many slots x frames to be of a size that there is already
-
-    def sizes_for(self, slots: int) -> tuple[int, ...]:
-        """Frames per step that steps of so many slots come in, smallest first. The smallest is never padded: it is a
-        stream's first packet."""
-        first, *more = sorted(self.frame_sizes)
-        kept: list[int] = []
-        for frames in reversed([f for f in more if f * slots <= self.max_cells]):
-            if not kept or slots * (kept[0] - frames) > self.spare_cells:
-                kept.insert(0, frames)
-        return first, *kept
-
-    def shapes(self) -> list[tuple[int, int]]:
-        """All (slots, frames) that steps come in."""
-        widths = sorted({*(n for n in self.slot_sizes if n < self.slots), self.slots})
-        return [(slots, frames) for slots in widths for frames in self.sizes_for(slots)]
-
-    def captured(self) -> CodecConfig:
-        """The same in fewer shapes, for steps that are captured. Each shape costs a second or more at start, as the
-        library tries its convolutions anew. On the hardware that we know a captured step takes about 1.5 ms and 0.04 ms
-        more per slot and frame: 48 of them are 2 ms, of the 160 ms or more that a packet to be padded plays. On a CPU,
-        where a step takes as long as its cells, padding would not be cheap."""
-        return replace(self, slot_sizes=(1, 8, 16, 32, 64, 128), spare_cells=48)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,51 +48,12 @@ class AudioOutput:
 
 
 AudioEmit = Callable[[AudioOutput], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Primer:
-    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder then remembers is
-    kept by `key`, for the next stream with the same."""
-
-    key: bytes
-    codes: npt.NDArray[np.int64]  # [n, 16]
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    request: RequestId
-    arrival: int
-    slot: int | None = None
-    pending: deque[npt.NDArray[np.int64]] = field(default_factory=deque)  # codes [n, 16] each
-    num_pending: int = 0
-    launched: int = 0  # frames
-    done: int = 0  # frames whose samples are out
-    ended: Reason | None = None  # no more frames will come
-    deadline: float | None = None  # when the sound sent so far runs out; None: nothing sent yet
-    in_flight: int = 0
-    gone: bool = False
-    primer: Primer | None = None
-
-    @property
-    def primed(self) -> int:
-        """Frames of its primer, which come before its own in all counts here."""
-        return len(self.primer.codes) if self.primer is not None else 0
-
-    @property
-    def num_ready(self) -> int:
-        """Frames that one step may take: none behind the primer's last, where its state is kept."""
-        left = self.primed - self.launched
-        return min(self.num_pending, left) if left > 0 else self.num_pending
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return float("-inf") if self.deadline is None else self.deadline, self.arrival
+NOTHING = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True, eq=False)
 class CodecStep:
-    parts: list[tuple[Stream, int, int, int]]  # stream, frames before, frames, frames' end in the queue's count
+    parts: list[tuple[Stream, int, int]]  # stream, its frames before, those that it takes
     host: torch.Tensor  # [slots, samples], pinned
     copied: torch.cuda.Event | None
     error: StrettoError | None = None
@@ -138,57 +67,6 @@ class CodecStep:
     @property
     def ready(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
-
-
-@dataclass(slots=True)
-class CodecStats:
-    steps: int = 0
-    frames: int = 0
-    slots: int = 0  # slots run, used or not: frames / (slots * step size) is the fill
-    retire_ns: int = 0
-    launch: Histogram = field(default_factory=Histogram)
-    device: Histogram = field(default_factory=Histogram)  # from launch to the samples' arrival, behind earlier steps
-
-
-class Staging:
-    """Host memory that steps read their frames from and write their samples to, pinned where there is a GPU. It goes
-    round: a place comes up again when the step that used it has long been retired."""
-
-    def __init__(self, config: CodecConfig, groups: int, rate: int, device: torch.device) -> None:
-        self._groups, self._pin = groups, device.type == "cuda"
-        self._places = config.overlap_depth + 2
-        frames = config.slots * max(config.frame_sizes)
-        size = frames * groups + config.slots
-        self._in = [torch.zeros(size, dtype=torch.int64, pin_memory=self._pin) for _ in range(self._places)]
-        self._out: list[torch.Tensor | None] = [None] * self._places
-        self._samples = frames * rate
-        self._turn = 0
-
-    def inputs(self, slots: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The next place: codes [slots, groups, size] to be filled in, and counts [slots], all 0. (What older steps
-        left in the codes is never looked at, but it is codes or counts, so nothing that a table would not hold.)"""
-        self._turn = (self._turn + 1) % self._places
-        codes, counts = split(self.host(slots, size), slots, size)
-        counts.zero_()
-        return codes.numpy(), counts.numpy()
-
-    def host(self, slots: int, size: int) -> torch.Tensor:
-        """The place as one piece, for one copy."""
-        return self._in[self._turn][: slots * (self._groups * size + 1)]
-
-    def output(self, wav: torch.Tensor) -> torch.Tensor:
-        """Where the step's samples go."""
-        place = self._out[self._turn]
-        if place is None or place.numel() < wav.numel():
-            size = max(self._samples, wav.numel())
-            place = self._out[self._turn] = torch.empty(size, dtype=wav.dtype, pin_memory=self._pin)
-        return place[: wav.numel()].view(wav.shape)
-
-
-def split(given: torch.Tensor, slots: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [slots, groups, size] and counts [slots] in one piece of memory, as views."""
-    codes = given.numel() - slots
-    return given[:codes].view(slots, -1, size), given[codes:]
 
 
 def on_host(codes: torch.Tensor) -> npt.NDArray[Any]:
@@ -219,13 +97,11 @@ class CodecStage:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.stats = CodecStats()
         self._free_ns = 0  # the device had done all steps that were retired
-        self._free = list(range(c.slots))  # a heap: the lowest slots are used first
+        self._slots = Slots(c.slots)
         self._streams: dict[RequestId, Stream] = {}
-        self._queue: deque[Stream] = deque()  # without a slot
-        self._seated: dict[int, Stream] = {}
         self._steps: deque[CodecStep] = deque()
         self._arrivals = 0
-        self._primed: dict[bytes, Any] = {}  # states, the least lately used first
+        self.primers = Primers(self.state, c.primers)
         self._sizes = {slots: c.sizes_for(slots) for slots, _ in c.shapes()}
         self.graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
@@ -237,14 +113,14 @@ class CodecStage:
         is free."""
         if id in self._streams:
             raise Bug(f"stream {id} opened twice")
-        if len(self._queue) >= self.config.max_waiting:
+        if len(self._slots.waiting) >= self.config.max_waiting:
             raise Busy(f"{self.config.max_waiting} streams are waiting for the vocoder already")
         self._streams[id] = stream = Stream(id, self._arrivals, primer=primer)
-        if primer is not None and primer.key not in self._primed:
+        if primer is not None and primer not in self.primers:
             stream.pending.append(primer.codes)
             stream.num_pending = len(primer.codes)
         self._arrivals += 1
-        self._queue.append(stream)
+        self._slots.waiting.append(stream)
 
     def room(self, id: RequestId) -> int:
         """How many more frames the stream may have waiting."""
@@ -263,7 +139,7 @@ class CodecStage:
             stream.num_pending += len(codes)
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
-            self._finish(stream, np.zeros(0, np.float32), self._start(stream, stream.done))
+            self._pass_on(stream, NOTHING, stream.done, last)
 
     def cancel(self, id: RequestId) -> bool:
         """Drop a stream at once; samples on their way are never emitted."""
@@ -271,7 +147,7 @@ class CodecStage:
         if stream is None:
             return False
         stream.gone = True
-        self._give_up(stream)
+        self._slots.give_up(stream)
         return True
 
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
@@ -290,11 +166,11 @@ class CodecStage:
     @property
     def num_free(self) -> int:
         """Slots that no stream holds."""
-        return len(self._free)
+        return len(self._slots.free)
 
     @property
     def idle(self) -> bool:
-        return not self._steps and not self._streams and len(self._free) == self.config.slots
+        return not self._steps and not self._streams and len(self._slots.free) == self.config.slots
 
     # -- steps
 
@@ -333,8 +209,10 @@ class CodecStage:
 
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""
-        self._seat()
-        ready = [s for s in self._seated.values() if s.num_pending]
+        for stream, slot in self._slots.seat():
+            with self.on_stream():
+                self.primers.begin(stream, slot)
+        ready = [s for s in self._slots.seated.values() if s.num_pending]
         if not ready:
             return []
         dry = self.clock() + self.config.urgent_s
@@ -358,40 +236,6 @@ class CodecStage:
         sizes = self._sizes[slots]
         return next((f for f in sizes if f >= wanted), sizes[-1])
 
-    def _seat(self) -> None:
-        if not self._free or not self._queue:
-            return
-        for stream in sorted((s for s in self._queue if s.num_pending), key=lambda s: s.order):
-            if not self._free:
-                break
-            stream.slot = heapq.heappop(self._free)
-            self._seated[stream.slot] = stream
-            self._queue.remove(stream)
-            with self.on_stream():
-                self._begin(stream, stream.slot)
-
-    def _begin(self, stream: Stream, slot: int) -> None:
-        """A stream takes a slot, where it has heard its primer already or will hear it first."""
-        primer = stream.primer
-        if primer is None or (stream.pending and stream.pending[0] is primer.codes):
-            self.state.reset(slot)
-        elif (saved := self._primed.pop(primer.key, None)) is not None:
-            self._primed[primer.key] = saved
-            self.state.load(slot, saved, stream.primed)
-            stream.launched = stream.done = stream.primed
-        else:  # it was there when the stream was announced
-            self.state.reset(slot)
-            stream.pending.appendleft(primer.codes)
-            stream.num_pending += stream.primed
-
-    def _keep(self, stream: Stream) -> None:
-        """The step that was just launched took the last of a primer."""
-        assert stream.primer is not None
-        assert stream.slot is not None
-        self._primed[stream.primer.key] = self.state.save(stream.slot)
-        while len(self._primed) > self.config.primers:
-            del self._primed[next(iter(self._primed))]
-
     @torch.inference_mode()
     def _launch(self, parts: list[tuple[Stream, int]]) -> None:
         slots = self._num_slots([s for s, _ in parts])
@@ -400,17 +244,17 @@ class CodecStage:
         codes, counts = self._staging.inputs(slots, size)
         for stream, n in parts:
             assert stream.slot is not None
-            self._take(stream, n, codes[stream.slot])
+            stream.take(n, codes[stream.slot])
             counts[stream.slot] = n
-            taken.append((stream, stream.launched, n, stream.launched + n))
+            taken.append((stream, stream.launched, n))
             stream.launched += n
             stream.in_flight += 1
         with self.on_stream():
             try:
                 step = CodecStep(taken, *self.run(slots, size))
-                for stream, before, _, end in taken:
-                    if before < stream.primed == end:
-                        self._keep(stream)
+                for stream, before, n in taken:
+                    if before < stream.primed == before + n:
+                        self.primers.keep(stream)
             except RuntimeError as e:
                 step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
         self._steps.append(step)
@@ -439,78 +283,47 @@ class CodecStage:
         copied.record(self.stream)
         return host, copied
 
-    def _take(self, stream: Stream, n: int, into: npt.NDArray[np.int64]) -> None:
-        """The first n waiting frames, as columns of `into`."""
-        stream.num_pending -= n
-        at = 0
-        while at < n:
-            head = stream.pending.popleft()
-            if len(head) > n - at:
-                stream.pending.appendleft(head[n - at :])
-                head = head[: n - at]
-            into[:, at : at + len(head)] = head.T
-            at += len(head)
-
     def _retire(self, step: CodecStep) -> None:
         wav = step.host.numpy()
-        for stream, before, n, end in step.parts:
+        for stream, before, n in step.parts:
             stream.in_flight -= 1
             if stream.gone:
                 if not stream.in_flight:
-                    self._release(stream)
-                continue
-            if step.error is not None:
-                self._fail(stream, step.error)
-                continue
-            assert stream.slot is not None
+                    self._slots.release(stream)
+            elif step.error is not None:
+                self._pass_on(stream, NOTHING, stream.done, Reason.FAILED, step.error)
+            else:
+                self._take_samples(stream, before, n, wav)
+
+    def _take_samples(self, stream: Stream, before: int, n: int, wav: npt.NDArray[np.float32]) -> None:
+        """Of a step that took `n` frames of a stream behind `before` others."""
+        assert stream.slot is not None
+        stream.done = before + n
+        last = stream.ended is not None and not stream.num_pending and not stream.in_flight
+        if before >= stream.primed:
             span = self.model.valid(before, n)
             # Copied: the step's buffer is shared by all streams and must not be kept alive by a slow reader.
             samples = wav[stream.slot, span.start : span.stop].copy()
-            stream.done = end
-            if before < stream.primed and not (stream.ended is not None and end == stream.primed):
-                continue
-            start = self._start(stream, before)
-            if before < stream.primed:
-                samples = samples[:0]
-            if stream.ended is not None and not stream.num_pending and not stream.in_flight:
-                self._finish(stream, samples, start)
-            else:
-                self.emit(AudioOutput(stream.request, start, samples, stream.done - stream.primed, None))
+            self._pass_on(stream, samples, before, stream.ended if last else None)
+        elif last:  # nothing came behind its primer
+            self._pass_on(stream, NOTHING, before, stream.ended)
 
-    def _start(self, stream: Stream, frames: int) -> int:
-        """Where the samples behind so many frames begin, from the first that is heard."""
-        before = self.model.num_samples(stream.primed) if stream.primed else 0
-        return max(0, self.model.num_samples(frames) - before)
-
-    def _finish(self, stream: Stream, samples: npt.NDArray[np.float32], start: int) -> None:
-        del self._streams[stream.request]
-        self._give_up(stream)
-        frames = max(0, stream.done - stream.primed)
-        self.emit(AudioOutput(stream.request, start, samples, frames, stream.ended))
-
-    def _fail(self, stream: Stream, error: StrettoError) -> None:
-        self._streams.pop(stream.request, None)
-        stream.gone = True
-        self._give_up(stream)
-        start, frames = self._start(stream, stream.done), max(0, stream.done - stream.primed)
-        none = np.zeros(0, np.float32)
-        self.emit(AudioOutput(stream.request, start, none, frames, Reason.FAILED, error))
-
-    def _give_up(self, stream: Stream) -> None:
-        stream.pending.clear()
-        stream.num_pending = 0
-        if stream.slot is None:
-            if stream in self._queue:
-                self._queue.remove(stream)
-        elif not stream.in_flight:
-            self._release(stream)
-
-    def _release(self, stream: Stream) -> None:
-        """The slot is free once no step in flight writes to it."""
-        if stream.slot is not None:
-            del self._seated[stream.slot]
-            heapq.heappush(self._free, stream.slot)
-            stream.slot = None
+    def _pass_on(
+        self,
+        stream: Stream,
+        samples: npt.NDArray[np.float32],
+        before: int,
+        reason: Reason | None,
+        error: StrettoError | None = None,
+    ) -> None:
+        """Samples that begin behind so many frames; with a reason, the last of the stream."""
+        if reason is not None:
+            del self._streams[stream.request]
+            stream.gone = True
+            self._slots.give_up(stream)
+        unheard = self.model.num_samples(stream.primed) if stream.primed else 0
+        start, frames = self.model.num_samples(before) - unheard, stream.done - stream.primed
+        self.emit(AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error))
 
     def _stream(self, id: RequestId) -> Stream:
         try:

@@ -1,0 +1,109 @@
+"""What the orchestrator and its hosts say to each other of a host's own life: what it is, how far it is, which links it
+has, how it is. Those about requests, and how all of them travel: `messages.py`. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from stretto.types import SECRET_BYTES, Wire
+
+Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+
+# -- orchestrator to host
+
+
+class Configure(Wire, frozen=True, tag="configure"):
+    """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
+    `HostSettings`, `beside` the stages of each host that will load on the same card after this one."""
+
+    model: str
+    build: str
+    stages: tuple[str, ...]
+    settings: dict[str, Any]
+    beside: tuple[tuple[str, ...], ...] = ()
+
+
+class Listen(Wire, frozen=True, tag="listen"):
+    link: str
+    connector: str
+    generation: int
+    secret: Secret
+    host: str = "127.0.0.1"  # address of this end, at which the other one reaches it
+    details: dict[str, str] = msgspec.field(default_factory=dict)  # settings of the connector
+
+
+class Connect(Wire, frozen=True, tag="connect"):
+    link: str
+    connector: str
+    endpoint: bytes  # as the listening host gave it: the orchestrator only passes it on
+    generation: int
+    secret: Secret  # as the listening host was given
+    host: str = "127.0.0.1"  # address of this end
+    details: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Unlink(Wire, frozen=True, tag="unlink"):
+    """Close this end of a link; its requests have been cancelled."""
+
+    link: str
+
+
+class Ping(Wire, frozen=True, tag="ping"):
+    number: int
+
+
+class Quit(Wire, frozen=True, tag="quit"):
+    pass
+
+
+LifeToHost = Configure | Listen | Connect | Unlink | Ping | Quit
+
+
+# -- host to orchestrator
+
+
+class Loading(Wire, frozen=True, tag="loading"):
+    stage: str
+    what: str
+
+
+class Ready(Wire, frozen=True, tag="ready"):
+    stages: tuple[str, ...]
+    load_s: float
+    memory: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class Broken(Wire, frozen=True, tag="broken"):
+    """The host cannot go on (a bad checkpoint, no memory); it exits after this."""
+
+    kind: str
+    message: str
+
+
+class Listening(Wire, frozen=True, tag="listening"):
+    link: str
+    generation: int  # as the orchestrator gave it: a link that is made anew has a higher one
+    endpoint: bytes
+
+
+class Linked(Wire, frozen=True, tag="linked"):
+    link: str
+    generation: int
+
+
+class LinkDown(Wire, frozen=True, tag="link_down"):
+    link: str
+    generation: int
+    message: str
+
+
+class Stats(Wire, frozen=True, tag="stats"):
+    number: int  # of the ping it answers
+    values: dict[str, float]
+    clock: float = 0.0  # the host's monotonic clock when it answered
+    spans: tuple[tuple[str, str, int, int], ...] = ()  # where they are recorded: see `observe.recorder`
+
+
+LifeFromHost = Loading | Ready | Broken | Listening | Linked | LinkDown | Stats

@@ -1,0 +1,103 @@
+"""What an engine yields for a request, and says of itself. `api.py` says in which order. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FinishReason = Literal["stop", "length", "cancelled"]
+EngineState = Literal["loading", "ready", "draining", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was, before all that a request may do to that (penalties, temperature, grammars)."""
+
+    id: int
+    token: str  # what it says, or what a special token is called
+    said: bytes | None  # what it adds to the text, which may be part of a character; None for special tokens
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest in its place, the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    ids: tuple[int, ...]
+    text: str  # may be empty: an id can be half a character, or a special token
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each id, where `Params.logprobs` asks for them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodeFrames:
+    start: int  # frames from 0
+    codes: npt.NDArray[np.int32]  # [frames, 16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioChunk:
+    start: int  # samples from 0
+    samples: npt.NDArray[np.float32]
+
+    def pcm16(self) -> bytes:
+        """Little-endian 16-bit samples."""
+        return (self.samples * 32767.0).round().clip(-32768, 32767).astype("<i2").tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    text_tokens: int  # sampled, the end token (or the one that completes a stop string) included
+    frames: int
+    samples: int
+    cached_tokens: int = 0
+    audio_prompt_tokens: int = 0
+    image_prompt_tokens: int = 0
+    encoded_pieces: int = 0  # of media: windows of sound, pictures, videos. Others were found in caches
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """Something that took time: a stage's step, a chunk's hop. Seconds from the request's arrival."""
+
+    lane: str  # a stage, or "packets"
+    name: str
+    start: float
+    stop: float
+
+    @property
+    def in_nanoseconds(self) -> tuple[str, str, int, int]:
+        """As traces have it."""
+        return self.lane, self.name, int(1e9 * self.start), int(1e9 * self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    text: FinishReason
+    audio: FinishReason | None  # None: nothing was to be spoken
+    usage: Usage
+    seed: int
+    timeline: tuple[TimelineSpan, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """What a request made that is neither text nor sound: a voice."""
+
+    data: bytes
+
+
+Event = TextDelta | CodeFrames | AudioChunk | Product | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far loading is, for people who wait."""
+
+    state: EngineState
+    stages: Mapping[str, str] = field(default_factory=dict)  # stage -> "loading 43 %", "capturing", "ready"
+    error: str | None = None

@@ -1,0 +1,51 @@
+"""Large requests and long sounds, cut into parts that can be looked at one by one: done by the prompt worker, or by a
+thread of the engine's. Pure functions; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from stretto.errors import Invalid
+from stretto.fields import NOT_JSON, not_json
+from stretto.prompt.jobs import Outlined, Windows, references
+from stretto.prompt.media import LONG_SOUND, Budget, cut_sound, decode_audio
+from stretto.prompt.spool import Spool
+from stretto.prompt.work import Json
+
+
+def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, Spool]:
+    short, found = outline(data, long, most)
+    spans, at = {}, len(short)
+    for name, value in found.items():
+        spans[name] = (at, at + len(value))
+        at += len(value)
+    ids = tuple({i: None for value in found.values() for i in references(value)})
+    return Outlined(len(short), spans, ids), Spool.sealed(short, *found.values())
+
+
+def do_cut(data: memoryview, seconds: float) -> tuple[Windows, Spool]:
+    parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
+    ends = np.cumsum([len(p) for p in parts]).tolist()
+    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), Spool.sealed(*parts)
+
+
+def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:
+    """A JSON object without its long fields, and these, as they stand in the body."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise Invalid("the request must be a JSON object") from None
+    except NOT_JSON as e:
+        raise Invalid(not_json(e)) from None
+    size = 0
+    for name, value in fields.items():
+        if name not in long:
+            size += len(memoryview(value)) + len(name)
+            if size > most:
+                others = f"all fields but {', '.join(long)} may have {most:,} bytes"
+                raise Invalid(f"{name[:80]} is too large: {others}", name[:80])
+    short = {k: v for k, v in fields.items() if k not in long}
+    return msgspec.json.encode(short), {k: memoryview(fields[k]) for k in long if k in fields}

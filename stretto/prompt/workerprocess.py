@@ -1,0 +1,145 @@
+"""The prompt worker's process (`worker.py`), as the server sees it: started, told what to do, started again when it
+dies. Used by `pool.py`, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from stretto.errors import Busy, CheckpointError, StageDead, StrettoError
+from stretto.prompt.jobs import MAX_DATAGRAM, JobFailed, Stop, ToWorker, WorkerReady, encode
+from stretto.prompt.settings import PoolSettings
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
+YOUNG_S = 10.0
+
+
+class NotSent(StageDead):
+    """A job that the worker never got."""
+
+
+class WorkerProcess:
+    def __init__(self, model: Path, builder: str, settings: PoolSettings) -> None:
+        self._model, self._builder, self._settings = model, builder, settings
+        self.process: asyncio.subprocess.Process | None = None
+        self.restarts = 0
+        self._control: socket.socket | None = None
+        self._ready = asyncio.Event()
+        self._broken: StrettoError | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._keeper = asyncio.create_task(self._keep(), name="prompt worker")
+        await self.wait_until_ready(self._settings.start_timeout_s)
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    def tell(self, message: ToWorker, *fds: int) -> None:
+        """`Busy`: it takes no more now. `NotSent`: it is not there."""
+        if self._control is None:
+            if isinstance(message, Stop):
+                return  # the worker is gone, and its children with it
+            raise NotSent("the prompt worker has died and is being started again")
+        try:
+            socket.send_fds(self._control, [encode(message)], list(fds))
+        except BlockingIOError:
+            if isinstance(message, Stop):  # hundreds of messages wait: it does not take any
+                self.kill()
+                return
+            raise Busy("too many prompts wait to be built") from None
+        except OSError:
+            self._ready.clear()  # its end will be told soon
+            if not isinstance(message, Stop):
+                raise NotSent("the prompt worker has died and is being started again") from None
+
+    def kill(self) -> None:
+        """A worker that does not answer; its successor is started by `_keep`."""
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    async def _keep(self) -> None:
+        """Keep one worker running."""
+        deaths = 0
+        try:
+            while self._broken is None:
+                await self._begin()
+                assert self.process is not None
+                began = time.monotonic()
+                await self.process.wait()
+                self._end()
+                if self._broken is None:
+                    deaths = 1 if time.monotonic() - began > YOUNG_S else deaths + 1
+                    self.restarts += 1
+                    log.warning("the prompt worker died (%s) and is started again", self.process.returncode)
+                    await asyncio.sleep(RESTART_DELAYS[min(deaths - 1, len(RESTART_DELAYS) - 1)])
+        finally:
+            self._end()
+            if self.process is not None and self.process.returncode is None:
+                self.kill()
+                await self.process.wait()
+
+    async def _begin(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        s = self._settings
+        with theirs:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "stretto.prompt.worker", str(self._model), "--fd", str(theirs.fileno())),
+                *("--builder", self._builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT},
+            )
+        self._control = ours
+        asyncio.get_running_loop().add_reader(ours, self._hear)
+
+    def _end(self) -> None:
+        """The worker is gone, and with it all that it did."""
+        self._ready.clear()
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+            self._control = None
+
+    def _hear(self) -> None:
+        """The worker says one word in its life: that it is ready, or why not."""
+        assert self._control is not None
+        try:
+            data = self._control.recv(MAX_DATAGRAM)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._ready.clear()
+            return
+        message = msgspec.msgpack.decode(data, type=WorkerReady | JobFailed)
+        if isinstance(message, JobFailed):
+            self._broken = CheckpointError(message.message)
+        self._ready.set()
+
+    async def wait_until_ready(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ready.wait()
+        except TimeoutError:
+            raise StageDead("the prompt worker did not come up") from None
+        if self._broken is not None:
+            raise self._broken

@@ -1,0 +1,72 @@
+"""What the log and the metrics will say about a request. Filled in on the event loop, from its arrival on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from stretto.types import RequestId
+
+VISIT = "stretto.visit"  # where a Visit lies in an ASGI scope
+
+
+@dataclass(slots=True)
+class Visit:
+    """What the log and the metrics will say about a request; filled in as it goes."""
+
+    request_id: RequestId  # ours, and the engine's
+    client_id: str  # X-Request-Id, the client's own or one like ours: for headers and logs only
+    arrived: float  # time.perf_counter()
+    route: str = "other"
+    owner: str = ""  # which API key, never the key
+    session: str | None = None  # X-Session-Id: its requests go where the one before went, as long as that is up
+    sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
+    content_type: str = ""  # of a body
+    status: int = 0
+    ended: str = ""
+    queued: float | None = None  # seconds in the queue; None: its turn has not come
+    first_text: float | None = None
+    first_audio: float | None = None
+    samples: int = 0
+    sample_rate: int = 24_000
+    last_audio: float = 0.0
+    underrun: float = 0.0
+    num_tokens: int = 0
+    last_text: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.arrived
+
+    def saw_text(self) -> None:
+        self.last_text = self.elapsed()
+        if self.first_text is None:
+            self.first_text = self.last_text
+
+    def saw_audio(self, num_samples: int) -> None:
+        """Keeps the clock of a player that starts with the first packet."""
+        now = self.elapsed()
+        if self.first_audio is None:
+            self.first_audio = now
+        else:
+            # Dry since everything so far was played, waits included.
+            dry = now - (self.first_audio + self.audio_seconds + self.underrun)
+            self.underrun += max(0.0, dry)
+        self.samples += num_samples
+        self.last_audio = now
+
+    @property
+    def token_gap(self) -> float | None:
+        """Mean time between two text tokens."""
+        if self.first_text is None or self.num_tokens < 2:
+            return None
+        return (self.last_text - self.first_text) / (self.num_tokens - 1)
+
+    @property
+    def audio_seconds(self) -> float:
+        return self.samples / self.sample_rate
+
+    @property
+    def rtf(self) -> float | None:
+        return self.last_audio / self.audio_seconds if self.samples else None

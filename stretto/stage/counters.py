@@ -1,0 +1,46 @@
+"""What stages count and time of themselves, on the loop thread; `stats.py` gives it names, benchmarks read it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stretto.observe.recorder import Histogram
+
+KINDS = ("decode", "prefill", "mixed")
+"""Steps that make answers go on, that read prompts, or both."""
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Of the steps of one kind."""
+
+    steps: int = 0
+    launch: Histogram = field(default_factory=Histogram)  # host time to schedule and launch
+    device: Histogram = field(default_factory=Histogram)  # from the device's first work on a step to its last
+
+
+@dataclass(slots=True)
+class StageStats:
+    """Of an autoregressive stage."""
+
+    steps: int = 0
+    rows: int = 0  # computed
+    tokens: int = 0  # confirmed
+    failed: int = 0  # steps
+    retire_ns: int = 0  # host time to retire
+    held: int = 0  # launches that were held back for a while
+    late: int = 0  # of these, launches that found the device without work: held back for too long
+    queue: Histogram = field(default_factory=Histogram)  # from a request's arrival to its first row in a batch
+    kinds: dict[str, StepStats] = field(default_factory=lambda: {kind: StepStats() for kind in KINDS})
+
+
+@dataclass(slots=True)
+class CodecStats:
+    """Of a stage that makes samples of frames."""
+
+    steps: int = 0
+    frames: int = 0
+    slots: int = 0  # slots run, used or not: frames / (slots * step size) is the fill
+    retire_ns: int = 0
+    launch: Histogram = field(default_factory=Histogram)
+    device: Histogram = field(default_factory=Histogram)  # from launch to the samples' arrival, behind earlier steps

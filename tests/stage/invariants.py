@@ -1,0 +1,62 @@
+"""What holds of a scheduler between any two calls: states, queue, rows and blocks agree. Asserted by tests after steps
+and at idle moments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from stretto.stage.request import BlockId, Cursor, StageRequest, State
+from stretto.stage.scheduler.blocks import BlockPool
+from stretto.stage.scheduler.holdings import Holdings
+from stretto.stage.scheduler.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    ledger, requests = scheduler._ledger, scheduler.requests()
+    check_holdings(ledger.holdings, requests)
+    for r in requests:
+        check_cursor(r.cursor)
+        state, seated = r.state, r.row is not None
+        assert state is not State.DONE, r.id
+        assert seated or state is not State.RUNNING, r.id
+        assert not (seated and state is State.WAITING), r.id
+        assert (state is State.WAITING) == (r in ledger.waiting), f"{r.id} is {state.name}"
+        assert r.starved == (state is State.STARVED), f"{r.id} is {state.name}, starved={r.starved}"
+        assert r.in_flight == sum(r in placed for _, placed in scheduler._in_flight), r.id
+
+
+def check_cursor(c: Cursor) -> None:
+    assert 0 <= c.confirmed <= c.launched <= c.known, c
+    assert 0 <= c.filled <= c.launched, c
+    assert c.prompt <= c.known, c
+
+
+def check_holdings(holdings: Holdings, requests: Sequence[StageRequest]) -> None:
+    """Every block and row is held exactly by those who say so."""
+    refs = Counter(block for request in requests for block in request.blocks)
+    limbo = [entry for entries in holdings._limbo.values() for entry in entries]
+    refs.update(block for blocks, _ in limbo for block in blocks)
+    check_pool(holdings.pool, [refs[BlockId(b)] for b in range(holdings.pool.num_blocks)])
+    assert holdings.num_limbo == sum(len(blocks) for blocks, _ in limbo)
+    rows = holdings._free_rows + list(holdings.seated) + [leave.row for _, leave in limbo if leave is not None]
+    assert sorted(rows) == list(range(holdings.max_rows)), "rows lost or shared"
+    assert {r.arrival for r in requests if r.row is not None} == {r.arrival for r in holdings.seated.values()}
+    for r in requests:
+        assert r.cursor.filled <= len(r.blocks) * holdings.block_size, f"{r.id}: {r.cursor.filled} rows"
+
+
+def check_pool(pool: BlockPool, refs: Sequence[int] | None = None) -> None:
+    """Conservation, and that each block is where its reference count and key say. `refs`: how often each block is
+    referred to, as counted by the caller."""
+    free, cached = set(pool._free), set(pool._cached)
+    held = {BlockId(b) for b, n in enumerate(pool._refs) if n > 0}
+    assert len(free) == len(pool._free)
+    assert len(free | cached | held) == len(free) + len(cached) + len(held), "a block is in two places"
+    assert len(free) + len(held) + len(cached) == pool.num_blocks, "blocks lost"
+    assert all(pool._keys[block] is None for block in free)
+    assert all(pool._keys[block] is not None for block in cached)
+    assert {key: block for block, key in enumerate(pool._keys) if key is not None} == pool._index
+    assert all(pool._keys[block] is not None for block in pool._payloads)
+    if refs is not None:
+        assert list(refs) == pool._refs
