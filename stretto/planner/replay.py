@@ -1,8 +1,9 @@
 """One card, replayed: the real scheduler of each stage, the real pace of packets, and a device that takes table time.
 
 Steps of the stages run beside each other, each slower than alone. A stage makes its next step when the one before ends,
-as `stage/ahead.py` has it; behind a step with prompts it is made at once. Time is simulated: a minute of a busy card
-takes seconds. Called by the planner; deterministic; imports no torch."""
+as `stage/ahead.py` has it; behind a step with prompts, or when prompts have come, it is made at once. The server's one
+thread works on all that arrive by turns, and sends packets and text one after the other. Time is simulated: a minute of
+a busy card takes seconds. Called by the planner; deterministic; imports no torch."""
 
 from __future__ import annotations
 
@@ -81,12 +82,16 @@ class _Stage:
     known: dict[int, float] = field(default_factory=dict)  # what decodes take, by rows
 
     def launch(self) -> None:
-        """The next step; behind one that holds prompts, the one after it too."""
-        while not self.running or (len(self.running) < 2 and not self.running[-1].batch.decode_only):
+        """The next step when the one before has ended; behind one that holds prompts, or for prompts that have come,
+        the one after it too: with those that are there by then."""
+        while not self.running or (len(self.running) < 2 and not self._held()):
             batch = self.scheduler.schedule()
             if batch is None:
                 return
             self.running.append(_Step(batch, self._takes(batch)))
+
+    def _held(self) -> bool:
+        return self.running[-1].batch.decode_only and self.scheduler.only_decodes_wait
 
     def _takes(self, batch: Batch) -> float:
         decodes = self._decodes(batch.num_decodes) if batch.num_decodes else 0.0

@@ -113,6 +113,16 @@ def test_the_server_does_a_little_of_each_by_turns() -> None:
     assert [h.arrived for h in heard] == [0.0] * 4
 
 
+def test_a_step_takes_the_prompts_that_are_there_when_the_first_has_come() -> None:
+    """While one is answered, a prompt that comes has the next step made at once; one that comes a little later, though
+    before that step begins, has to wait for the one after it, as with the real stage."""
+    long = with_(text=msgspec.structs.replace(TABLE.text, decode=[(1, 10.0), (8, 10.0)]))
+    speaker, *others = replay(Card(long), iter([(0.0, ASKED), (0.021, ASKED), (0.023, ASKED)]), 1.0)
+    assert speaker.first_text == pytest.approx(0.010)
+    first, second = (h.arrived + (h.first_text or 0.0) for h in others)
+    assert second - first > 0.005
+
+
 def test_more_than_there_are_rows_wait_for_one() -> None:
     heard = replay(Card(with_(max_rows=2)), iter([(0.0, ASKED)] * 6), 1.0)
     firsts = sorted(h.first_audio or 0.0 for h in heard)
