@@ -85,6 +85,8 @@ def runs_of(places: Places | Sequence[int]) -> list[Span]:
     flat = np.asarray(places, dtype=np.int64)
     if not len(flat):
         return []
+    if flat[-1] - flat[0] + 1 == len(flat):  # as a window of sound
+        return [Span(int(flat[0]), int(flat[-1]) + 1)]
     cuts = np.flatnonzero(np.diff(flat) != 1) + 1
     starts, lasts = flat[np.r_[0, cuts]].tolist(), flat[np.r_[cuts - 1, len(flat) - 1]].tolist()
     return [Span(a, b + 1) for a, b in zip(starts, lasts, strict=True)]

@@ -63,10 +63,14 @@ def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:
         return
     key = keys[-1][0] if keys else _root(request.spec.cache_root)
     ids = array("q", request.ids[begin:end]).tobytes()
-    salts = [salt for salt in request.salts if salt.span.stop > begin]
+    salts, first, last = request.salts, 0, 0  # they come in order, and none reaches into another
     for start in range(begin, end, block_size):
         stop = start + block_size
-        inside = [s for s in salts if s.span.start < stop and s.span.stop > start] if salts else salts
+        while first < len(salts) and salts[first].span.stop <= start:
+            first += 1
+        while last < len(salts) and salts[last].span.start < stop:
+            last += 1
+        inside = salts[first:last]
         key = _digest(key, ids[(start - begin) * 8 : (stop - begin) * 8], start, inside)
         keys.append((key, bool(inside)))
 

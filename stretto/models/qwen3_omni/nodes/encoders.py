@@ -31,9 +31,9 @@ AHEAD = 2048
 """Rows that encoding may be ahead of the prefill: enough for the next step, and no more than others can wait for."""
 KEPT_BYTES = 64 << 20
 OTHERS = 15
-"""While there are other requests, encoding media on a CPU takes one part of the loop's time in 1 + this: a part takes as
-long as several steps there, for which listeners would have to wait. A GPU does a part and a step in turns: a rest would
-only keep those waiting whose sound is to be encoded."""
+"""While there are other requests, encoding media on a CPU takes one part of the loop's time in 1 + this: a part takes
+as long as several steps there, for which listeners would have to wait. A GPU does a part and a step in turns: a rest
+would only keep those waiting whose sound is to be encoded."""
 
 Key = tuple[bytes, bytes, bool]
 Rows = tuple[torch.Tensor, torch.Tensor]
