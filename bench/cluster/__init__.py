@@ -27,10 +27,10 @@ from typing import Any
 
 import httpx
 
-from bench.cluster_kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
+from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
 from bench.harness.results import arguments, parser, write
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
