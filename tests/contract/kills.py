@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -186,7 +187,8 @@ def _kill_both(kit: Kit, nursery: Nursery, chance: random.Random, size: int) -> 
     victims = [taker, giver]
     chance.shuffle(victims)
     for victim in victims:
-        victim.kill()
+        with suppress(ProcessLookupError):  # one whose peer has died may have ended by itself
+            victim.kill()
     for victim in victims:
         victim.wait_gone()
     if kit.name == "shm":

@@ -29,7 +29,7 @@ from tests.server.real_engine import Served, served
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_tts import SPEECH, VOICES, same, sound
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "live_speech.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "client_live_speech.py"
 TEXT = "Hello there, how are you on this fine morning?"
 FRAMES = 16
 """More than the text has tokens: the speech cannot end before the text has."""
@@ -214,7 +214,7 @@ def test_the_example_as_it_stands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", StringIO("Hello, how are you?"))
-    monkeypatch.setattr(sys, "argv", ["live_speech.py", custom.running.url, "one"])
+    monkeypatch.setattr(sys, "argv", ["client_live_speech.py", custom.running.url, "one"])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert "s of speech in speech.wav" in capsys.readouterr().out
     with wave.open("speech.wav") as file:

@@ -1,7 +1,7 @@
 """Speech of a text that is still being written: pieces go out as they come, sound comes back meanwhile, into a file.
 Needs a server with a speech model (`stretto serve`) and `pip install websockets`:
 
-python examples/live_speech.py [URL [KEY]] < text"""
+python examples/client_live_speech.py [URL [KEY]] < text"""
 
 import asyncio
 import contextlib
