@@ -8,8 +8,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
