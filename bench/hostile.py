@@ -9,7 +9,7 @@ to the first packet, the latency of /live, what the attackers were answered, and
 Fails if a listener waited longer than in the quiet runs beyond their noise, if /live took 50 ms more at worst, if
 anything was held, or if anybody was answered with a 5xx.
 
-Attackers are processes that run when nothing else would (they stand for other machines), yet share this one's cores:
+Attackers are processes of low priority (they stand for other machines), but they do share this one's cores:
 `--attacks control` is work of their own that no server should mind, and tells how much of a delay is theirs."""
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ def main(given: Sequence[str]) -> int:
         print(json.dumps(asyncio.run(probe(args.port, args.seconds))))
         return 0
     if args.role == "attack":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.nice(19)
         print(json.dumps(asyncio.run(attack(args.port, args.attacks, args.seconds, args.folder))))
         return 0
     return run(args)
