@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as released
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 
-from recipes.nano import codes, corpus
+from recipes.nano import codes, corpus, weights
 from recipes.nano.audio import HOP, RATE, frames
 from recipes.nano.graph import Schedule, Trainer, device_of, finite
 from recipes.nano.report import gate, note, say
@@ -397,8 +397,7 @@ def _save(work: Path, model: Codec) -> None:
         model.bake()
         for p in model.decoder.state_dict().values():
             p.copy_(p.to(torch.bfloat16).float())
-    decoder = {k: v.to(torch.bfloat16).cpu().contiguous() for k, v in model.decoder.state_dict().items()}
-    save_file(decoder, work / DECODER)
+    weights.save(model.decoder, work / DECODER)
     rest = {k: v.half().cpu().contiguous() for k, v in model.state_dict().items() if not k.startswith("decoder.")}
     save_file({k: v for k, v in rest.items() if k not in ("quantizer.use", "quantizer.total")}, work / ENCODER)
 

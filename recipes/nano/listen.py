@@ -16,10 +16,9 @@ from random import Random
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recipes.nano import grammar, shape, thinker, voices
+from recipes.nano import grammar, shape, thinker, voices, weights
 from recipes.nano.decoder import segment_mask
 from recipes.nano.graph import Schedule, Trainer, device_of
 from recipes.nano.report import gate, note, say
@@ -161,15 +160,15 @@ class Ears(nn.Module):
         wave = samples.gather(1, low).float() * (1 - part) + samples.gather(1, low + 1).float() * part
         power = self.power(wave * there / 32768 * 10 ** draw(-1.3, 0.1))
         frames = ((lead + lengths[:, None] / speed + tail).clamp_max(n)[:, 0].long() // HOP).clamp_max(n // HOP)
-        return self.masked(self.seen(self.coloured(power), frames), frames), frames
+        return self.masked(self.seen(self.coloured(power), frames)), frames
 
     def coloured(self, power: Tensor) -> Tensor:
         """Echo, colour of the room and the microphone, noise, a telephone's band."""
         b, bins, t = power.shape
         device = power.device
 
-        def draw(low: float, high: float, *shape: int) -> Tensor:
-            return low + (high - low) * torch.rand(b, *(shape or (1, 1)), device=device)
+        def draw(low: float, high: float) -> Tensor:
+            return low + (high - low) * torch.rand(b, 1, 1, device=device)
 
         steps = torch.arange(24, device=device)
         decay = torch.exp(-steps / 6.0)
@@ -189,7 +188,7 @@ class Ears(nn.Module):
         narrow = (draw(0, 1) < 0.2) & (place > edge)
         return power * torch.where(narrow, 1e-6, 1.0)
 
-    def masked(self, mel: Tensor, frames: Tensor) -> Tensor:
+    def masked(self, mel: Tensor) -> Tensor:
         """Some stretches of time and some bands are missing."""
         b, bins, t = mel.shape
         device = mel.device
@@ -302,28 +301,28 @@ class Listener(nn.Module):
         return y
 
 
-def losses(m: Listener, clips: Clips, pick: Tensor, changed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def losses(m: Listener, clips: Clips, pick: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(cross entropy of the answers, CTC, share of answers that are right token by token)."""
     b, device = len(pick), pick.device
     samples, lengths = clips.samples[pick], clips.lengths[pick]
     with torch.autocast(device.type, enabled=False):
-        mel, frames = m.ears.changed(samples, lengths) if changed else m.ears(samples.float() / 32768, lengths)
+        mel, frames = m.ears.changed(samples, lengths)
     rows, counts = m.tower(mel, frames)
     rows = rows.float()
     spelling = spelling_loss(m.scores(rows), counts, clips.spelled[pick].long(), clips.num_spelled[pick].long())
-    as_text = torch.rand(b, device=device) < (TYPED if changed else -1.0)
+    as_text = torch.rand(b, device=device) < TYPED
     answer, num_answer = clips.answer[pick].long(), clips.num_answer[pick].long()
     typed, num_typed = clips.typed[pick].long(), clips.num_typed[pick].long()
     x, real = m.turn(rows, counts, typed, num_typed, as_text, answer, num_answer)
     width = x.shape[1]
     # Two questions to a row, behind a system turn or none; the second sees the first, or does not.
-    which = torch.randint(0, 8, (b // 2,), device=device) * changed
+    which = torch.randint(0, 8, (b // 2,), device=device)
     which = torch.where(which < len(m.systems), which, 0)
     system = m.thinker.model.embed_tokens(m.systems[which])
     there = torch.arange(SYSTEM, device=device)[None] < m.system_sizes[which][:, None]
     x = torch.cat((system, x.view(b // 2, 2 * width, -1)), dim=1)
     real = torch.cat((there, real.view(b // 2, 2 * width)), dim=1)
-    apart = torch.rand(b // 2, 1, device=device) < (0.5 if changed else 2.0)
+    apart = torch.rand(b // 2, 1, device=device) < 0.5
     second = torch.arange(x.shape[1], device=device)[None] >= SYSTEM + width
     hidden = m.answered(x, real, (apart & second).int())
     hidden = hidden[:, SYSTEM:].reshape(b, width, -1)[:, -ANSWER - 2 : -2]
@@ -380,32 +379,20 @@ def train(work: Path, s: Settings) -> None:
     torch.manual_seed(0)
     m = Listener(text, Tower(text.config.thinker.audio), thinker.load(work, text, torch.device("cpu"))).to(device)
     if s.go_on:
-        m.tower.load_state_dict({k: v.float() for k, v in load_file(work / FILE).items()})
+        weights.load(m.tower, work / FILE)
     m.train()
     m.thinker.model.embed_tokens.weight.requires_grad_(False)
-    data = thinker.prepared(work, text, s.rows)
-    ids, segments, positions = (torch.from_numpy(a).to(device) for a in (data.ids, data.segments, data.positions))
-    learn = torch.from_numpy(data.learn).to(device)
+    texts = thinker.Data.place(thinker.prepared(work, text, s.rows), device)
     clips = Clips(text, s.voices, s.clips, device)
     while len(clips) < s.first or min(voices.made(s.voices), default=1):
         clips.look()
         time.sleep(0.5)
     say("listen", f"{len(clips)} questions to begin with; {time.monotonic() - started:.0f} s")
 
-    def typed_loss() -> Tensor:
-        pick = torch.randint(0, len(ids), (s.text_batch,), device=device)
-        row = ids[pick].long()
-        hidden = m.thinker(row, positions[pick].long(), segment_mask(segments[pick]))
-        wrong = F.cross_entropy(
-            m.thinker.lm_head(hidden[:, :-1]).float().flatten(0, 1), row[:, 1:].flatten(), reduction="none"
-        )
-        said = learn[pick][:, 1:].flatten().float()
-        return (wrong * said).sum() / said.sum()
-
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
         pick = (torch.rand(s.batch, device=device, dtype=torch.float64) * clips.size).long()
         answered, spelled, right = losses(m, clips, pick)
-        typed = typed_loss()
+        typed = texts.loss(m.thinker, s.text_batch)
         # At first the rows must come to mean words; answers from noise would only teach the thinker to guess.
         begun = 1.0 if s.go_on else ((trainer.done - 0.08) / 0.07).clamp(0, 1)
         total = begun * answered + 0.5 * spelled + typed + thinker.UNEVEN * m.thinker.model.unevenness()
@@ -427,13 +414,9 @@ def train(work: Path, s: Settings) -> None:
     trainer = Trainer("listen", trained, trained, loss, schedule, labels, device, every=25.0,
                       after_block=lambda step: clips.look())  # fmt: skip
     reached = trainer.run(validate)
-    save_file(
-        {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in m.tower.state_dict().items()}, work / FILE
-    )
-    state = {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in m.thinker.state_dict().items()}
-    save_file(state, work / thinker.FILE)
-    m.thinker.load_state_dict({k: v.to(device).float() for k, v in state.items()})
-    m.tower.load_state_dict({k: v.to(device).float() for k, v in load_file(work / FILE).items()})
+    for part, file in ((m.tower, FILE), (m.thinker, thinker.FILE)):
+        weights.save(part, work / file)
+        weights.load(part, work / file)
     m.eval()
     heard = exactness(m, text, s.voices)
     pairs = thinker.quiz(320)

@@ -17,10 +17,9 @@ from random import Random
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recipes.nano import codes, corpus, grammar, hide, layout, thinker
+from recipes.nano import codes, corpus, grammar, hide, layout, thinker, weights
 from recipes.nano.aids import Aids
 from recipes.nano.decoder import Decoder, initialize, segment_mask
 from recipes.nano.graph import Schedule, Trainer, device_of
@@ -314,18 +313,14 @@ def train(work: Path, s: Settings) -> None:
     reached = trainer.run(validate)
     if growing is not None:
         growing.save()
-    _save(model, work / LAST)
+    weights.save(model, work / LAST)
     best.put_back()
-    _save(model, work / FILE)
+    weights.save(model, work / FILE)
     held_ = {k: round(v, 4) for k, v in best.reached.items()}
     gate("talker", f"phones right with half of the past hidden {held_['phones_half']}, wanted above 0.8",
          held_["phones_half"] > 0.8)  # fmt: skip
     minutes = round((time.monotonic() - started) / 60, 2)
     note(work, "talker", minutes=minutes, hours=round(rest.hours, 2), best=held_, **reached)
-
-
-def _save(model: Talker, path: Path) -> None:
-    save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()}, path)
 
 
 def _rows(text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2) -> layout.Batch:
@@ -357,5 +352,5 @@ class Best:
 
 def load(work: Path, text: Text, device: torch.device, file: str = FILE) -> Talker:
     model = Talker(text.config)
-    model.load_state_dict({k: v.float() for k, v in load_file(work / file).items()})
+    weights.load(model, work / file)
     return model.to(device).eval()

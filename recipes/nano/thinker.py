@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recipes.nano import grammar
+from recipes.nano import grammar, weights
 from recipes.nano.decoder import Decoder, initialize, segment_mask
 from recipes.nano.graph import Schedule, Trainer, device_of
 from recipes.nano.report import gate, note, say
@@ -49,6 +49,31 @@ class Rows:
     segments: Ints
     positions: Ints
     learn: npt.NDArray[np.bool_]  # the model has to say this token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Data:
+    """Rows on the device."""
+
+    ids: Tensor
+    segments: Tensor
+    positions: Tensor
+    learn: Tensor
+
+    @classmethod
+    def place(cls, rows: Rows, device: torch.device) -> Data:
+        given = (rows.ids, rows.segments, rows.positions, rows.learn)
+        return cls(*(torch.from_numpy(a).to(device) for a in given))
+
+    def loss(self, model: Thinker, count: int) -> Tensor:
+        """Mean cross entropy of the tokens to be said, in so many random rows."""
+        pick = torch.randint(0, len(self.ids), (count,), device=self.ids.device)
+        row = self.ids[pick].long()
+        hidden = model(row, self.positions[pick].long(), segment_mask(self.segments[pick]))
+        logits = model.lm_head(hidden[:, :-1]).float()
+        wrong = F.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten(), reduction="none")
+        said = self.learn[pick][:, 1:].flatten().float()
+        return (wrong * said).sum() / said.sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +197,12 @@ def train(work: Path, s: Settings) -> None:
     device, text = device_of(s.device), Text.open(work)
     torch.manual_seed(0)
     model = Thinker(text.config.thinker.text).to(device)
-    data = prepared(work, text, s.rows)
-    ids, segments, positions = (torch.from_numpy(a).to(device) for a in (data.ids, data.segments, data.positions))
-    learn = torch.from_numpy(data.learn).to(device)
-    num_rows = len(ids)
-    say(
-        "thinker",
-        f"{num_rows} rows, {learn.float().mean():.2f} of the tokens are answers; {time.monotonic() - started:.0f} s",
-    )
+    data = Data.place(prepared(work, text, s.rows), device)
+    share, took = data.learn.float().mean(), time.monotonic() - started
+    say("thinker", f"{len(data.ids)} rows, {share:.2f} of the tokens are answers; {took:.0f} s")
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
-        pick = torch.randint(0, num_rows, (s.batch,), device=device)
-        row = ids[pick].long()
-        hidden = model(row, positions[pick].long(), segment_mask(segments[pick]))
-        logits = model.lm_head(hidden[:, :-1]).float()
-        wrong = F.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten(), reduction="none")
-        said = learn[pick][:, 1:].flatten().float()
-        cross = (wrong * said).sum() / said.sum()
+        cross = data.loss(model, s.batch)
         uneven = model.model.unevenness()
         return cross + UNEVEN * uneven, torch.stack((cross, uneven))
 
@@ -205,9 +219,8 @@ def train(work: Path, s: Settings) -> None:
     schedule = Schedule(left, rate=1.5e-3, max_steps=s.steps, eager=s.eager)
     trainer = Trainer("thinker", parameters, parameters, loss, schedule, ("cross", "uneven"), device, every=20.0)
     reached = trainer.run(validate)
-    state = {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()}
-    save_file(state, work / FILE)
-    model.load_state_dict({k: v.to(device).float() for k, v in state.items()})  # scored as it will be shipped
+    weights.save(model, work / FILE)
+    weights.load(model, work / FILE)  # scored as it will be shipped
     exact = exactness(model, text, pairs)
     overall = sum(exact[p.kind] for p in pairs) / len(pairs)
     gate("thinker", f"held-out questions answered exactly: {overall:.3f}, wanted above 0.95", overall > 0.95)
@@ -229,5 +242,5 @@ def save_embedding(work: Path, out: Path) -> None:
 
 def load(work: Path, text: Text, device: torch.device) -> Thinker:
     model = Thinker(text.config.thinker.text)
-    model.load_state_dict({k: v.float() for k, v in load_file(work / FILE).items()})
+    weights.load(model, work / FILE)
     return model.to(device).eval()

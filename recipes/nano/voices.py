@@ -13,7 +13,6 @@ import subprocess
 import tarfile
 import time
 import wave
-import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -177,11 +176,6 @@ def load(folder: Path, number: int) -> list[npt.NDArray[np.int16]]:
     with np.load(folder / f"{number:04d}.npz") as file:
         samples, ends = file["samples"], np.cumsum(file["lengths"])
     return np.split(samples, ends[:-1])
-
-
-def check(numbers: list[int]) -> int:
-    """Changes with the questions, of which only numbers are stored."""
-    return zlib.crc32("\n".join(a.pair.question for n in numbers for a in chunk(n)).encode())
 
 
 def pack(archive: Path) -> None:
