@@ -34,8 +34,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +43,7 @@ from bench.harness.checkpoint import add_model_arguments, checkpoint, device_her
 from bench.harness.crowd import PREBUFFERS, Crowd, Questions, told
 from bench.harness.env import command
 from bench.harness.listener import Heard
-from bench.harness.results import ROOT, arguments, parser, read, write
+from bench.harness.results import ROOT, arguments, measured_part, parser, read, write
 from bench.harness.serving import GpuWatch, Server, Stopped, environment, serving
 from bench.harness.workload import WORKLOADS, Workload
 from stretto.client.bench import Closed, Level, Open
@@ -220,20 +218,9 @@ def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
 def run_part(
     name: str, work: Callable[[], Iterator[dict[str, Any]]], result: dict[str, Any], to: Path | None = None
 ) -> None:
-    """What a part finds before it fails is kept, and written as soon as it is there. It carries what it was measured
-    on, since parts of a file may be measured one by one."""
-    start, found = time.monotonic(), []
-    result["parts"][name] = part = {"found": found, "error": None, "env": result["env"]}
-    print(f"== {name}", flush=True)
-    try:
+    with measured_part(name, result, to) as add:
         for one in work():
-            found.append(one)
-            write(to, result)
-    except Exception as e:  # noqa: BLE001 - the boundary between parts: the others are still worth their time
-        part["error"] = f"{type(e).__name__}: {e}"
-        print(f"{name} failed: {traceback.format_exc()}", flush=True)
-    part["seconds"] = time.monotonic() - start
-    write(to, result)
+            add(one)
 
 
 def begin(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-from collections.abc import Iterable, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +51,29 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rounded(value))}" for key, value in result.items())
     path.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+
+
+@contextmanager
+def measured_part(name: str, result: dict[str, Any], to: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A part of a result; call what it gives with each thing found. What was found before a failure is kept, and is
+    written as soon as it is there. It carries what it was measured on, since parts of a file may be measured one by
+    one."""
+    start = time.monotonic()
+    found: list[dict[str, Any]] = []
+    result["parts"][name] = told = {"found": found, "error": None, "env": result["env"]}
+    print(f"== {name}", flush=True)
+
+    def add(one: dict[str, Any]) -> None:
+        found.append(one)
+        write(to, result)
+
+    try:
+        yield add
+    except Exception as e:  # noqa: BLE001 - the boundary between parts: the others are still worth their time
+        told["error"] = f"{type(e).__name__}: {e}"
+        print(f"{name} failed: {traceback.format_exc()}", flush=True)
+    told["seconds"] = time.monotonic() - start
+    write(to, result)
 
 
 def rounded(value: Any) -> Any:

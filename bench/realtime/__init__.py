@@ -30,14 +30,13 @@ import asyncio
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
-from bench.harness.results import arguments, parser, read, write
+from bench.harness.results import arguments, measured_part, parser, read, write
 
 PARTS = ("first", "append", "barge", "live", "http")
 LIMITS = {"first": 95.0, "append": 25.0, "barge": 12.0, "live": 40.0, "http": 60.0}
@@ -47,21 +46,10 @@ LIMITS = {"first": 95.0, "append": 25.0, "barge": 12.0, "live": 40.0, "http": 60
 async def run_part(
     name: str, work: Callable[[], AsyncIterator[dict[str, Any]]], result: dict[str, Any], to: Path | None
 ) -> None:
-    """What a part finds before it fails is kept, and written as soon as it is there."""
-    start = time.monotonic()
-    found: list[dict[str, Any]] = []
-    result["parts"][name] = part = {"found": found, "error": None, "env": result["env"]}
-    print(f"== {name}", flush=True)
-    try:
+    with measured_part(name, result, to) as add:
         async for one in work():
-            found.append(one)
-            write(to, result)
-    except Exception as e:  # noqa: BLE001 - the boundary between parts: the others are still worth their time
-        part["error"] = f"{type(e).__name__}: {e}"
-        print(f"{name} failed: {traceback.format_exc()}", flush=True)
-    part["seconds"] = time.monotonic() - start
-    print(f"   {part['seconds']:.1f} s", flush=True)
-    write(to, result)
+            add(one)
+    print(f"   {result['parts'][name]['seconds']:.1f} s", flush=True)
 
 
 async def on_engine(args: argparse.Namespace, directory: Path, parts: list[str], result: dict[str, Any]) -> None:
