@@ -72,3 +72,27 @@ def test_one_that_cannot_be_encoded_fails_alone(
     assert "cannot be encoded" in second.error
     assert [first.output, third.output] == [wanted[0], wanted[2]]
     assert launches.sizes == [3, 1, 1, 1]
+
+
+def test_only_a_cpu_rests_between_two_parts(
+    host: Listener, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For fifteen times as long as a part took, while others are being answered."""
+    host.forget()
+    encoders = host.nodes["thinker"].encoders
+    (first,) = host.admit(prompts[:1])
+    while encoders.num_due:
+        host.step()
+    now = [10**18]  # ns: each look at the clock takes 1 µs
+    monkeypatch.setattr(encoders, "clock", lambda: now.append(now[-1] + 1000) or now[-1])
+    encoded = encoders.encoded
+    (second,) = host.admit(prompts[1:2])
+    while encoders.encoded == encoded:
+        host.step()
+    monkeypatch.undo()
+    rest = encoders._rests_ns - now[-1]
+    encoders._rests_ns = 0
+    while not (host.answers[first].done and host.answers[second].done):
+        host.step()
+    host.settle()
+    assert (rest > 0) == (host.device.type == "cpu")
