@@ -12,6 +12,7 @@ import torch
 
 from stretto.errors import Bug
 from stretto.kernels import fast
+from stretto.models.building import Building
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.lanes.talker import TalkerLane
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
@@ -23,7 +24,6 @@ from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import begin
 from stretto.models.speech.vocoder_node import VocoderNode
-from stretto.models.warming import Warming
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
@@ -40,13 +40,9 @@ def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
 
 
 @dataclass(slots=True, eq=False)
-class StageBuilder:
+class StageBuilder(Building[Source]):
     """Of one host's stages."""
 
-    stages: Sequence[str]  # in the order of the data's way
-    context: StageContext
-    blocks: dict[str, int] = field(init=False, default_factory=dict)  # of the KV pools
-    warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
     _words: torch.Tensor | None = field(init=False, default=None)  # the thinker's embedding, which a talker borrows
 
     def build(self) -> dict[str, Node]:
@@ -61,25 +57,8 @@ class StageBuilder:
             log.warning("%s: the plain path, several times slower: the fused kernels need a Hopper GPU or a newer one, "
                         "Triton and bfloat16", torch.cuda.get_device_name(c.device))  # fmt: skip
         order = sorted(self.stages, key=lambda name: name != "code2wav")
-        self._plan(source, order)
-        try:
-            nodes = {name: self._node(name, source) for name in order}
-        finally:
-            if self.warming is not None:
-                self.warming.close()
-        if c.device.type == "cuda":
-            torch.cuda.synchronize()
-        return {name: nodes[name] for name in self.stages}
-
-    def _plan(self, source: Source, order: Sequence[str]) -> None:
-        """Size the pools, refuse what does not fit, and begin to compile kernels."""
-        c, s = self.context, self.context.settings
-        self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
-        plans = plan(source.config, order, s, self.blocks, source.dtype)
-        free = c.fit(plans)
-        if c.device.type == "cuda":
-            weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
-            self.warming = begin(c.model, source.config, order, s, self.blocks, source.dtype, free, weights)
+        self._plan(source, order, pool_sizes, plan, begin)
+        return self._nodes(source, order)
 
     def _node(self, name: str, source: Source) -> Node:
         if name != "code2wav" and self.warming is not None and self.warming.apart:
@@ -137,14 +116,6 @@ class StageBuilder:
     def _code2wav(self, source: Source) -> VocoderNode:
         c, model = self.context, source.code2wav()
         return VocoderNode(lambda emit: c.vocoder("code2wav", model, emit), c)
-
-    def finish_warming(self, stage: str) -> None:
-        """Wait until kernels are compiled, and the memory of those who did it is back."""
-        if self.warming is not None:
-            if self.warming.running:
-                self.context.progress(stage, "compiling kernels")
-            self.warming.finish()
-            self.warming = None
 
     def _room(self, stage: str) -> str:
         s, blocks = self.context.settings, self.blocks.get(stage)

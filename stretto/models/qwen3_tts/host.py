@@ -5,11 +5,12 @@ Called once by the host, on its main thread, before its loop runs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from stretto.errors import Bug
+from stretto.models.building import Building
 from stretto.models.qwen3_tts.enroller import EnrollerNode
 from stretto.models.qwen3_tts.lane import TalkerLane
 from stretto.models.qwen3_tts.load import Source
@@ -17,7 +18,6 @@ from stretto.models.qwen3_tts.plan import plan, pool_sizes
 from stretto.models.qwen3_tts.talker_node import TalkerNode
 from stretto.models.qwen3_tts.vocoder_node import CodecNode
 from stretto.models.qwen3_tts.warming import begin
-from stretto.models.warming import Warming
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
@@ -29,13 +29,8 @@ def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
 
 
 @dataclass(slots=True, eq=False)
-class StageBuilder:
+class StageBuilder(Building[Source]):
     """Of one host's stages."""
-
-    stages: Sequence[str]  # in the order of the data's way
-    context: StageContext
-    blocks: dict[str, int] = field(init=False, default_factory=dict)  # of the KV pool
-    warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
 
     def build(self) -> dict[str, Node]:
         """The stages' nodes, if all of them fit.
@@ -45,25 +40,8 @@ class StageBuilder:
         c, s = self.context, self.context.settings
         source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False)
         order = sorted(self.stages, key=lambda name: name == "talker")
-        self._plan(source, order)
-        try:
-            nodes = {name: self._node(name, source) for name in order}
-        finally:
-            if self.warming is not None:
-                self.warming.close()
-        if c.device.type == "cuda":
-            torch.cuda.synchronize()
-        return {name: nodes[name] for name in self.stages}
-
-    def _plan(self, source: Source, order: Sequence[str]) -> None:
-        """Size the pool, refuse what does not fit, and begin to compile kernels."""
-        c, s = self.context, self.context.settings
-        self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
-        plans = plan(source.config, order, s, self.blocks, source.dtype)
-        free = c.fit(plans)
-        if c.device.type == "cuda":
-            weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
-            self.warming = begin(c.model, source.config, order, s, self.blocks, source.dtype, free, weights)
+        self._plan(source, order, pool_sizes, plan, begin)
+        return self._nodes(source, order)
 
     def _node(self, name: str, source: Source) -> Node:
         if self.warming is not None and self.warming.apart:
@@ -110,14 +88,6 @@ class StageBuilder:
             c.progress("enroller", "trying a clip")
             model.rehearse()
         return EnrollerNode(model, c)
-
-    def finish_warming(self, stage: str) -> None:
-        """Wait until kernels are compiled, and the memory of those who did it is back."""
-        if self.warming is not None:
-            if self.warming.running:
-                self.context.progress(stage, "compiling kernels")
-            self.warming.finish()
-            self.warming = None
 
     def _room(self, stage: str) -> str:
         s = self.context.settings

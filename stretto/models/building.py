@@ -1,0 +1,63 @@
+"""Building a host's stages, as far as all families do it alike: sizes and kernels first, then stage after stage.
+
+Called once by the host, on its main thread, before its loop runs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from stretto.models.warming import Warming
+from stretto.stage.context import StageContext
+from stretto.stage.node import Node
+
+S = TypeVar("S")  # where a family's weights come from
+
+
+@dataclass(slots=True, eq=False)
+class Building(Generic[S]):
+    """Of one host's stages."""
+
+    stages: Sequence[str]  # in the order of the data's way
+    context: StageContext
+    blocks: dict[str, int] = field(init=False, default_factory=dict)  # of the KV pools
+    warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
+
+    @abstractmethod
+    def _node(self, name: str, source: S) -> Node: ...
+
+    def _plan(
+        self, source: Any, order: Sequence[str], pool_sizes: Callable[..., dict[str, int]],
+        plan: Callable[..., Any], begin: Callable[..., Warming | None],
+    ) -> None:  # fmt: skip
+        """Size the pools, refuse what does not fit, and begin to compile kernels, as the family has these."""
+        c, s = self.context, self.context.settings
+        self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
+        plans = plan(source.config, order, s, self.blocks, source.dtype)
+        free = c.fit(plans)
+        if c.device.type == "cuda":
+            weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
+            self.warming = begin(c.model, source.config, order, s, self.blocks, source.dtype, free, weights)
+
+    def _nodes(self, source: S, order: Sequence[str]) -> dict[str, Node]:
+        """Of all stages, built in this order."""
+        try:
+            nodes = {name: self._node(name, source) for name in order}
+        finally:
+            if self.warming is not None:
+                self.warming.close()
+        if self.context.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {name: nodes[name] for name in self.stages}
+
+    def finish_warming(self, stage: str) -> None:
+        """Wait until kernels are compiled, and the memory of those who did it is back."""
+        if self.warming is not None:
+            if self.warming.running:
+                self.context.progress(stage, "compiling kernels")
+            self.warming.finish()
+            self.warming = None
