@@ -33,6 +33,7 @@ FILE = "talker.safetensors"
 LAST = "talker-last.safetensors"  # at the end: worse on held-out sentences, but surer of the domain's answers
 DROPOUT = 0.1
 END_WEIGHT = 3.0
+RARE = 5
 HEARD = 0.12  # share of questions that are sound: rows of zeros, 13 a second
 RESIDUAL_WEIGHT = 3.0  # of the predictor's cross entropy against that of code 0
 FALL = 0.75  # weight of a code against the one before it
@@ -192,12 +193,13 @@ def _residual(model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled
 def examples(
     text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2
 ) -> list[tuple[layout.Example, int]]:
-    """Every utterance `epochs` times, each time asked for in another way; the domain's answers `domain` times that."""
+    """Every utterance `epochs` times, each time asked for in another way; the domain's answers `domain` times that,
+    and those whose words come nowhere else `RARE` times as often again."""
     rng = Random(seed)
     asked = _questions()
     jobs: list[tuple[str, list[str], int]] = []  # answer, questions, utterance
     for number, words in enumerate(spoken.texts):
-        for _ in range(epochs * (domain if words in asked else 1)):
+        for _ in range(epochs * (1 if words not in asked else domain if words in _common() else domain * RARE)):
             answer, question = _asked(rng, words, asked)
             earlier = [grammar.pair(rng).question for _ in range(rng.choices((0, 1, 2), (80, 15, 5))[0])]
             jobs.append((answer, [*earlier, question], number))
@@ -223,6 +225,13 @@ def _questions() -> dict[str, list[grammar.Pair]]:
         if not pair.held_out:
             found.setdefault(pair.answer, []).append(pair)
     return found
+
+
+@cache
+def _common() -> frozenset[str]:
+    """Sums and counting: many answers out of few words."""
+    kinds = grammar.domain_kinds()
+    return frozenset(p.answer for kind in ("sum", "count") for p in kinds[kind])
 
 
 def _asked(rng: Random, words: str, asked: dict[str, list[grammar.Pair]]) -> tuple[str, str]:
@@ -264,8 +273,9 @@ def train(work: Path, s: Settings) -> None:
     started = time.monotonic()
     device, text = device_of(s.device), Text.open(work)
     torch.manual_seed(0)
-    _, rest = codes.read(work, s.hours).split(corpus.chunk_texts(0))
-    held, rest = rest.split(corpus.chunk_texts(HELD))
+    domain = _questions()
+    _, rest = codes.read(work, s.hours).split([t for t in corpus.chunk_texts(0) if t not in domain])
+    held, rest = rest.split([t for t in corpus.chunk_texts(HELD) if t not in domain])
     rows = _rows(text, rest, "talker", s.epochs, s.domain)
     more = s.more_hours if s.audio is not None else 0.0
     share = 1 + more / rest.hours
