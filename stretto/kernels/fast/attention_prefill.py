@@ -2,7 +2,8 @@
 
 A tile is some queries of one sequence times all heads that share a kv head, so that keys are read once per group. Which
 sequence a tile belongs to is found on the device, so a captured launch serves any mix of sequences up to its size.
-Called on the stage's thread, on the current stream."""
+With few tiles, the keys of those that have many are split over several programs, and a second kernel adds the parts
+up: a short turn at the end of a long conversation. Called on the stage's thread, on the current stream."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from stretto.kernels.fast.linear import precision
 from stretto.kernels.fast.tuning import config
 
 LOG2_E = 1.4426950408889634
+MAX_SPLITS = 8
+PROGRAMS = 264  # to have at work: two for each multiprocessor of an H200
 
 
 @triton.jit
@@ -55,11 +58,19 @@ def _attend_keys(
     return mixed, top, norm
 
 
+@triton.jit
+def _used(keys, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """How many splits have work: each has at least so many keys, if there is more than one."""
+    return tl.minimum(tl.maximum(keys // KEYS, 1), SPLITS)
+
+
 @triton.jit(do_not_specialize=["num_sequences", "rows", "table_stride", "num_blocks"])
 def _attend(
-    q, cache, out, starts, lengths, tables, num_sequences, rows, table_stride, num_blocks, scale,
+    q, cache, out, parts, tops, norms, splits, starts, lengths, tables, num_sequences, rows, table_stride, num_blocks,
+    scale,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr, N: tl.constexpr, SEARCH: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, SEARCH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Long tiles are those at the end of a sequence: start with them, so that the short ones fill the gaps.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -81,7 +92,8 @@ def _attend(
     query, head = first + m // GROUPS, m % GROUPS
     d = tl.arange(0, DIM)
     mine = (query < end - begin) & (head < GROUP)
-    place = ((begin + query).to(tl.int64) * (KV_HEADS * GROUP) + kv * GROUP + head)[:, None] * DIM + d[None, :]
+    row = (begin + query).to(tl.int64) * (KV_HEADS * GROUP) + kv * GROUP + head
+    place = row[:, None] * DIM + d[None, :]
     tile_q = tl.load(q + place, mask=mine[:, None] & (keys > 0), other=0.0)
     hidden = keys - (end - begin)  # keys before the sequence's first query
     seen = tl.minimum(hidden + query + 1, keys)
@@ -94,22 +106,61 @@ def _attend(
     norm = tl.zeros((QUERIES * GROUPS,), tl.float32)
     whole = tl.minimum(hidden + first + 1, keys) // N * N  # every query of the tile sees all of these
     whole = tl.maximum(whole, 0)
-    last = tl.minimum(hidden + first + QUERIES, keys)
+    last = tl.maximum(tl.minimum(hidden + first + QUERIES, keys), 0)
+    low = 0
+    used = _used(last, KEYS, SPLITS)
+    if SPLITS > 1:
+        split = tl.program_id(2)
+        if split >= used:
+            return
+        share = (last + used * N - 1) // (used * N) * N
+        low = tl.minimum(split * share, last)
+        last = tl.minimum(low + share, last)
+        whole = tl.minimum(tl.maximum(whole, low), last)
     mixed, top, norm = _attend_keys(
-        tile_q, mixed, top, norm, 0, whole, keys, seen, keys_at, values_at, table, scale,
+        tile_q, mixed, top, norm, low, whole, keys, seen, keys_at, values_at, table, scale,
         block_stride, DIM, BLOCK, N, False, PRECISION,
     )  # fmt: skip
     mixed, top, norm = _attend_keys(
         tile_q, mixed, top, norm, whole, last, keys, seen, keys_at, values_at, table, scale,
         block_stride, DIM, BLOCK, N, True, PRECISION,
     )  # fmt: skip
-    mixed = mixed / tl.where(norm == 0.0, 1.0, norm)[:, None]
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=mine[:, None])
+    if used == 1:
+        mixed = mixed / tl.where(norm == 0.0, 1.0, norm)[:, None]
+        tl.store(out + place, mixed.to(out.dtype.element_ty), mask=mine[:, None])
+    else:
+        part = row * SPLITS + tl.program_id(2)
+        tl.store(parts + part[:, None] * DIM + d[None, :], mixed, mask=mine[:, None])
+        tl.store(tops + part, top, mask=mine)
+        tl.store(norms + part, norm, mask=mine)
+    if SPLITS > 1:
+        tl.store(splits + row, used, mask=mine & (tl.program_id(2) == 0))
+
+
+@triton.jit
+def _add_up(out, parts, tops, norms, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """The parts of one query and head, where there are several."""
+    row = tl.program_id(0).to(tl.int64)
+    used = tl.load(splits + row)
+    if used == 1:
+        return
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    there = s < used
+    top = tl.load(tops + row * SPLITS + s, mask=there, other=float("-inf"))
+    share = tl.exp2(top - tl.max(top, 0))  # the first split has a key that every query sees
+    norm = tl.sum(share * tl.load(norms + row * SPLITS + s, mask=there, other=0.0), 0)
+    at = parts + (row * SPLITS + s)[:, None] * DIM + d[None, :]
+    mixed = tl.sum(tl.load(at, mask=there[:, None], other=0.0) * share[:, None], 0)
+    tl.store(out + row * DIM + d, (mixed / norm).to(out.dtype.element_ty))
 
 
 def launch_for(heads: int, kv_heads: int, dim: int, rows: int) -> dict[str, int]:
-    # With few rows there are few tiles: smaller ones, to have more of them at work.
-    default = {"QUERIES": 16 if rows > 128 else 8, "N": 64, "num_warps": 8 if rows > 128 else 4, "num_stages": 3}
+    # With few rows there are few tiles: smaller ones, to have more of them at work, and their keys split.
+    queries = 16 if rows > 128 else 8
+    tiles = kv_heads * -(-rows // queries)
+    splits = min(MAX_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
+    default = {"QUERIES": queries, "N": 64, "KEYS": 256, "SPLITS": splits, "num_warps": 8 if rows > 128 else 4,
+               "num_stages": 3}  # fmt: skip
     return config("prefill_attend", (heads, kv_heads, dim, int(triton.next_power_of_2(rows))), default)
 
 
@@ -130,14 +181,20 @@ def attend(
     sequences = lengths.shape[0]
     group = heads // kv_heads
     groups = triton.next_power_of_2(group)
-    launch = launch or launch_for(heads, kv_heads, dim, rows)
+    launch = launch_for(heads, kv_heads, dim, rows) | (launch or {})
     queries = max(launch["QUERIES"], -(-16 // groups))
     out = torch.empty_like(q)
-    grid = (kv_heads, rows // queries + sequences + 1)
-    _attend[grid](
-        q, cache, out, starts, lengths, tables, sequences, rows, tables.stride(0), cache.shape[1], dim**-0.5 * LOG2_E,
+    splits = launch["SPLITS"]
+    parts = q.new_empty(rows, heads, splits, dim, dtype=torch.float32) if splits > 1 else None
+    tops, norms = q.new_empty(2, rows, heads, splits, dtype=torch.float32) if splits > 1 else (None, None)
+    used = q.new_empty(rows, heads, dtype=torch.int32) if splits > 1 else None
+    _attend[(kv_heads, rows // queries + sequences + 1, splits)](
+        q, cache, out, parts, tops, norms, used, starts, lengths, tables, sequences, rows, tables.stride(0),
+        cache.shape[1], dim**-0.5 * LOG2_E,
         GROUP=group, GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, BLOCK=block,
         SEARCH=max(16, triton.next_power_of_2(sequences + 1)),
         PRECISION=precision(q), **launch | {"QUERIES": queries},
     )  # fmt: skip
+    if splits > 1:
+        _add_up[(rows * heads,)](out, parts, tops, norms, used, DIM=dim, SPLITS=splits, num_warps=1)
     return out

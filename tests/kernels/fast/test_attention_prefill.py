@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from stretto.kernels.fast.attention_prefill import attend
+from stretto.kernels.fast.attention_prefill import attend, launch_for
 from stretto.kernels.paged import KVCache, Paging, paged_attention
 
 Spans = Sequence[tuple[int, int]]  # (first query, queries) of each sequence
@@ -66,14 +66,32 @@ def test_a_mix_of_sequences_equals_the_plain_version(
     close(out, expected(q, cache, paging), 1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_padding_changes_nothing_and_comes_out_as_zeros(device: torch.device) -> None:
+@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("spans", [*MIXES, [(200, 1), (90, 3), (0, 9), (47, 20)]])
+def test_keys_in_splits_equal_the_plain_version(spans: Spans, splits: int, device: torch.device) -> None:
+    """Some tiles with one split and some with several; queries that see nothing of the last one."""
+    q, cache, paging = paged(spans, 4, 2, 16, 16, device, torch.float32, seed=splits)
+    launch = {"QUERIES": 8, "N": 16, "KEYS": 16, "SPLITS": splits}
+    out = attend(q, cache, starts_of(spans, device), paging.lengths, paging.tables, launch)
+    close(out, expected(q, cache, paging), 1e-5)
+
+
+def test_few_rows_are_split_and_many_are_not() -> None:
+    assert launch_for(32, 4, 128, 96)["SPLITS"] == 4
+    assert launch_for(32, 4, 128, 16)["SPLITS"] == 8
+    assert launch_for(32, 4, 128, 2048)["SPLITS"] == 1
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_changes_nothing_and_comes_out_as_zeros(splits: int, device: torch.device) -> None:
+    launch = {"N": 16, "KEYS": 16, "SPLITS": splits}
     spans = [(9, 1), (0, 11), (20, 6)]
     q, cache, paging = paged(spans, 8, 1, 16, 8, device, torch.float32, seed=3)
-    alone = attend(q, cache, starts_of(spans, device), paging.lengths, paging.tables)
+    alone = attend(q, cache, starts_of(spans, device), paging.lengths, paging.tables, launch)
     bad = torch.full((14, 8, 16), float("nan"), device=device)
     lengths = torch.cat((paging.lengths, torch.full((2,), 77, dtype=torch.int32, device=device)))
     tables = torch.cat((paging.tables, torch.zeros_like(paging.tables[:2])))
-    out = attend(torch.cat((q, bad)), cache, starts_of(spans, device, empty=2), lengths, tables)
+    out = attend(torch.cat((q, bad)), cache, starts_of(spans, device, empty=2), lengths, tables, launch)
     assert torch.equal(out[: len(q)], alone)
     assert not out[len(q) :].any()
 
