@@ -108,8 +108,8 @@ def _attend(
     whole = tl.maximum(whole, 0)
     last = tl.maximum(tl.minimum(hidden + first + QUERIES, keys), 0)
     low = 0
-    used = _used(last, KEYS, SPLITS)
     if SPLITS > 1:
+        used = _used(last, KEYS, SPLITS)
         split = tl.program_id(2)
         if split >= used:
             return
@@ -125,16 +125,17 @@ def _attend(
         tile_q, mixed, top, norm, whole, last, keys, seen, keys_at, values_at, table, scale,
         block_stride, DIM, BLOCK, N, True, PRECISION,
     )  # fmt: skip
-    if used == 1:
-        mixed = mixed / tl.where(norm == 0.0, 1.0, norm)[:, None]
-        tl.store(out + place, mixed.to(out.dtype.element_ty), mask=mine[:, None])
-    else:
-        part = row * SPLITS + tl.program_id(2)
-        tl.store(parts + part[:, None] * DIM + d[None, :], mixed, mask=mine[:, None])
-        tl.store(tops + part, top, mask=mine)
-        tl.store(norms + part, norm, mask=mine)
     if SPLITS > 1:
-        tl.store(splits + row, used, mask=mine & (tl.program_id(2) == 0))
+        if split == 0:
+            tl.store(splits + row, tl.zeros_like(head) + used, mask=mine)
+        if used > 1:
+            part = row * SPLITS + split
+            tl.store(parts + part[:, None] * DIM + d[None, :], mixed, mask=mine[:, None])
+            tl.store(tops + part, top, mask=mine)
+            tl.store(norms + part, norm, mask=mine)
+            return
+    mixed = mixed / tl.where(norm == 0.0, 1.0, norm)[:, None]
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=mine[:, None])
 
 
 @triton.jit
