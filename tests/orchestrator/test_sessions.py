@@ -37,6 +37,7 @@ WORDS = "What did you hear?"
 BLOCK, WINDOW = 16, 104  # rows
 EIGHT = (8.02, 0.013, 17.3, 8.0, 0.3, 33.0, 5.0, 12.9)  # seconds
 ROWS, ENCODED = "stretto_stage_rows_total", "stretto_stage_encoded_total"
+STEPS = "stretto_stage_steps_total"
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_sound_in_pieces_is_the_whole_sound(stand: Stand, seconds: tuple[float, 
 
 
 def test_what_is_left_after_a_turn_does_not_grow_with_it(stand: Stand) -> None:
-    """In windows to encode and in rows of both stages; told in the usage, and counted by the stages."""
+    """In windows to encode, in rows of both stages and in steps; told in the usage, and counted by the stages."""
 
     async def after(seconds: float, speech: bool) -> tuple[Answer, dict[str, float]]:
         modalities = ("text", "audio") if speech else ("text",)
@@ -131,7 +132,7 @@ def test_what_is_left_after_a_turn_does_not_grow_with_it(stand: Stand) -> None:
             await s.commit()
             got = await stand.answer(s, modalities=modalities, instructions="Answer briefly.")
             values = await stats(stand.engine)
-        return got, {k: v - before[k] for k, v in values.items() if k.startswith((ROWS, ENCODED))}
+        return got, {k: v - before[k] for k, v in values.items() if k.startswith((ROWS, ENCODED, STEPS))}
 
     for speech in (True, False):
         for seconds in (13.0, 197.0):
@@ -142,6 +143,7 @@ def test_what_is_left_after_a_turn_does_not_grow_with_it(stand: Stand) -> None:
             assert usage.prompt_tokens - usage.cached_tokens < BLOCK + WINDOW
             assert work[ENCODED + '{stage="thinker"}'] == 1
             assert work[ROWS + '{stage="thinker"}'] < BLOCK + WINDOW + PARAMS.max_text_tokens
+            assert work[STEPS + '{stage="thinker",kind="prefill"}'] == 1
             talker = work[ROWS + '{stage="talker"}']
             assert talker < BLOCK + WINDOW + 16 + PARAMS.max_frames + 2 if speech else talker == 0
 

@@ -157,10 +157,10 @@ def _add_up(out, parts, tops, norms, splits, DIM: tl.constexpr, SPLITS: tl.const
 
 def launch_for(heads: int, kv_heads: int, dim: int, rows: int) -> dict[str, int]:
     # With few rows there are few tiles: smaller ones, to have more of them at work, and their keys split.
-    queries = 16 if rows > 128 else 8
-    tiles = kv_heads * -(-rows // queries)
-    splits = min(MAX_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
-    default = {"QUERIES": queries, "N": 64, "KEYS": 256, "SPLITS": splits, "num_warps": 8 if rows > 128 else 4,
+    few = rows <= 128
+    tiles = kv_heads * -(-rows // 8)
+    splits = min(MAX_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1)) if few else 1
+    default = {"QUERIES": 8 if few else 16, "N": 64, "KEYS": 128, "SPLITS": splits, "num_warps": 4 if few else 8,
                "num_stages": 3}  # fmt: skip
     return config("prefill_attend", (heads, kv_heads, dim, int(triton.next_power_of_2(rows))), default)
 

@@ -79,7 +79,7 @@ def test_keys_in_splits_equal_the_plain_version(spans: Spans, splits: int, devic
 def test_few_rows_are_split_and_many_are_not() -> None:
     assert launch_for(32, 4, 128, 96)["SPLITS"] == 4
     assert launch_for(32, 4, 128, 16)["SPLITS"] == 8
-    assert launch_for(32, 4, 128, 2048)["SPLITS"] == 1
+    assert launch_for(32, 4, 128, 256)["SPLITS"] == 1
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -205,16 +205,20 @@ class Encoders:
             self.report(Lacking(e.request.id, self.stage.name, tuple(digests)), b"")
 
     def run(self, ids: Sequence[RequestId]) -> None:
-        """Encode a part of what is due of a request, or windows of several; then they are behind the others."""
+        """Encode a part of what is due of a request, or windows of several; then they are behind the others. What was
+        kept costs nothing, so it does not end the turn: a step would be launched for its few rows, and the encoder
+        would wait behind that."""
         several = [self.requests.pop(id) for id in ids]
         self.requests |= dict(zip(ids, several, strict=True))
         e = several[0]
         piece = self._next(e)
         assert piece is not None, "nothing is due"
-        kept = self.kept.get(e.key(piece))
-        if kept is not None:
+        while piece is not None and (kept := self.kept.get(e.key(piece))) is not None:
             self._done(e, [piece], [kept])
-        elif piece.grid is not None:
+            piece = self._next(e)
+        if piece is None:
+            return
+        if piece.grid is not None:
             self._see(e, piece, piece.grid)
         elif piece.padded:
             self._hear([(e, self._windows(e)) for e in several])
