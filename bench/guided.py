@@ -42,21 +42,23 @@ async def answer(engine: PipelineEngine, params: Params) -> float:
     return (last - first) / (tokens - skipped)
 
 
-async def measure(engine: PipelineEngine, rows: int, rounds: int, tokens: int) -> dict[str, float]:
+async def measure(engine: PipelineEngine, rows: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Medians of the rounds' medians, and every answer's own value, round by round."""
     free = Params(max_text_tokens=tokens, ignore_eos=True)
     guided = replace(free, ignore_eos=False, grammar=ENDLESS)
-    plain: list[float] = []
-    beside: list[float] = []
-    own: list[float] = []
+    plain: list[list[float]] = []
+    beside: list[list[float]] = []
+    own: list[list[float]] = []
     for turn in range(rounds + 1):  # the first is for warmth
         alone = await asyncio.gather(*(answer(engine, free) for _ in range(rows)))
         first, *others = await asyncio.gather(answer(engine, guided), *(answer(engine, free) for _ in range(rows - 1)))
         if turn:
-            plain.append(statistics.median(alone))
-            own.append(first)
-            beside += [statistics.median(others)] if others else []
-    found = {"free_s": statistics.median(plain), "guided_s": statistics.median(own)}
-    return found | ({"beside_s": statistics.median(beside)} if beside else {})
+            plain.append(alone)
+            own.append([first])
+            beside += [others] if others else []
+    samples = {"free_s": plain, "guided_s": own} | ({"beside_s": beside} if beside else {})
+    found = {name: statistics.median(map(statistics.median, values)) for name, values in samples.items()}
+    return found | {"samples": samples}
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +69,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         async with PipelineEngine.open(directory, config) as engine:
             for rows in args.rows:
                 found[str(rows)] = one = await measure(engine, rows, args.rounds, args.tokens)
-                shown = {name.removesuffix("_s"): f"{1000 * value:.3f} ms" for name, value in one.items()}
+                shown = {
+                    name.removesuffix("_s"): f"{1000 * value:.3f} ms"
+                    for name, value in one.items()
+                    if name != "samples"
+                }
                 print(f"{rows} rows: " + ", ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
     return {"env": describe(), "arguments": arguments(args), "rows": found}
 

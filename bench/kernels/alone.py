@@ -42,6 +42,11 @@ LINEARS = [  # rows of w, inputs, norm, add, glu
     (6144, 1024, True, False, True),
     (1024, 3072, False, True, False),
     (2048, 1024, True, False, False),
+    (4096, 2048, True, False, False),  # Qwen3-TTS 1.7B, talker: qkv, o, gate and up, down, head
+    (2048, 2048, False, True, False),
+    (12288, 2048, True, False, True),
+    (2048, 6144, False, True, False),
+    (3072, 2048, False, False, False),
 ]
 ROUTERS = [(128, 2048, True, False, False), (129, 1024, True, False, False)]
 MIXTURES = {"thinker": (2048, 128, 768, 8, 0), "talker": (1024, 128, 384, 6, 2)}

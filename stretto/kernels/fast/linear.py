@@ -374,6 +374,14 @@ def matrix_defaults(rows: int, inputs: int) -> dict[str, int]:
     return {"BN": 16, "BK": chunk, "S": sides, "warps": 8}
 
 
+def split_defaults(tile: int, weights: int, x: torch.Tensor) -> dict[str, int]:
+    """From 64 rows on, where `_matrix` reads the rows too often: about 128 programs, or as many as there are tiles."""
+    if tile < 64 or x.shape[1] % 512:
+        return {"SPLITS": 0}
+    splits = min(4, max(1, 1 << max(0, (8192 // weights).bit_length() - 1)))
+    return {"SPLITS": splits, "BN": 64, "BK": 64, "warps": 4, "stages": 5 if x.element_size() == 2 else 2}
+
+
 MANY = 16384
 """Outputs from which `_wide` takes over."""
 COUNTERS = 512
@@ -467,7 +475,7 @@ def _few(
     outputs = w.shape[0] // 2 if glu else w.shape[0]
     out = x.new_empty(rows, outputs) if out is None else out
     tile = tile_rows(rows)
-    c = config("split", (tile, w.shape[0], inputs), {"SPLITS": 0}) if tuned is None else tuned
+    c = config("split", (tile, w.shape[0], inputs), split_defaults(tile, w.shape[0], x)) if tuned is None else tuned
     split = c.get("SPLITS", 0) > 0 and counters is not None
     if split and norm is not None:
         x, norm = normalise(x, *norm), None

@@ -20,6 +20,7 @@ fast_linear = pytest.importorskip("stretto.kernels.fast.linear")
 fast_experts = pytest.importorskip("stretto.kernels.fast.experts")
 fast_many = pytest.importorskip("stretto.kernels.fast.experts_many")
 fast_attention = pytest.importorskip("stretto.kernels.fast.attention")
+tuning = pytest.importorskip("stretto.kernels.fast.tuning")
 
 Narrow = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 EPS = 1e-6
@@ -115,6 +116,25 @@ def test_products_in_parts(device: torch.device, dtype: torch.dtype, rows: int, 
         found = fast_linear.project(apart, v, norm=(gain, EPS), counters=counters, tuned=one)
         assert error(found, F.linear(normed.float(), v.float())) < ERROR[dtype]
         assert not counters.any()
+
+
+@both
+def test_many_rows_of_widths_that_nobody_tuned_are_cut_into_parts(device: torch.device, dtype: torch.dtype) -> None:
+    r = Random(device, dtype, 70)
+    x, w, gain = r(70, 512), r(192, 512, scale=0.05), r.gain(512)
+    counters = torch.zeros(fast_linear.COUNTERS, dtype=torch.int32, device=device)
+    with tuning.instead({}) as asked:
+        found = fast_linear.project(x, w, norm=(gain, EPS), counters=counters)
+    assert asked["split/128x192x512"].found["SPLITS"] == 4
+    assert error(found, F.linear(rms_norm(x, gain, EPS).float(), w.float())) < ERROR[dtype]
+
+
+def test_how_many_parts() -> None:
+    x = torch.empty(128, 2048, dtype=torch.bfloat16)
+    parts = {n: fast_linear.split_defaults(128, n, x)["SPLITS"] for n in (1024, 2048, 4096, 12288)}
+    assert parts == {1024: 4, 2048: 4, 4096: 2, 12288: 1}
+    assert fast_linear.split_defaults(32, 2048, x)["SPLITS"] == 0
+    assert fast_linear.split_defaults(128, 2048, x[:, :300])["SPLITS"] == 0
 
 
 @both
