@@ -1,8 +1,8 @@
 """Capturing a pass as CUDA graphs, one per size it comes in.
 
 Owns what all captures have in common: the warm-ups, the memory pool that the graphs of one owner share, the stream they
-are captured on. Called once at start by whoever owns the graphs, before anything runs on that stream; filling inputs
-and replaying are the owner's."""
+are captured on, and a first replay of each. Called once at start by whoever owns the graphs, before anything runs on
+that stream; filling inputs and replaying are the owner's."""
 
 from __future__ import annotations
 
@@ -46,4 +46,7 @@ def capture_graphs(
             raise
         pool = pool or graph.pool()
         graphs[key] = graph, result
+    with torch.cuda.stream(stream):
+        for graph, _ in graphs.values():
+            graph.replay()  # its first replay sends it to the device: the first request need not wait for that
     return graphs
