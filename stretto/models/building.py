@@ -4,6 +4,7 @@ Called once by the host, on its main thread, before its loop runs."""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from stretto.kernels import fast
 from stretto.models.warming import Warming
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S")  # where a family's weights come from
 
@@ -36,6 +40,9 @@ class Building(Generic[S]):
     ) -> None:  # fmt: skip
         """Size the pools, refuse what does not fit, and begin to compile kernels, as the family has these."""
         c, s = self.context, self.context.settings
+        if c.device.type == "cuda" and not fast.apply(source.dtype, c.device):
+            log.warning("%s: the plain path, several times slower: the fused kernels need a Hopper GPU or a newer one, "
+                        "Triton and bfloat16", torch.cuda.get_device_name(c.device))  # fmt: skip
         self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
         plans = plan(source.config, order, s, self.blocks, source.dtype)
         free = c.fit(plans)
