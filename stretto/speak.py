@@ -45,7 +45,7 @@ def add_speak_parser(jobs: Any) -> None:
     how.add_argument("--clip-text", default="", metavar="TEXT", help="what is said in it: a closer likeness")
     how.add_argument("--greedy", action="store_true", help="no chance")
     how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--max-frames", type=int, default=4095, metavar="N", help="12.5 frames are a second")
+    how.add_argument("--max-frames", type=int, metavar="N", help="12.5 frames are a second")
     add_flags(speak, RECORDS, TITLES, LEFT_OUT)
     speak.set_defaults(job=run_speak)
 
@@ -55,12 +55,13 @@ def run_speak(args: argparse.Namespace) -> int:
 
 
 async def _speak(args: argparse.Namespace) -> int:
-    from stretto.control.request import Params
     from stretto.orchestrator.engine import PipelineEngine
 
     config = replace(engine_config(vars(args), os.environ, max_requests=1), min_pace=0.0)
-    params = Params(seed=args.seed, greedy_speech=args.greedy, max_frames=args.max_frames)
     async with PipelineEngine.open(args.model, config) as engine:
+        params = replace(engine.info.defaults, seed=args.seed, greedy_speech=args.greedy)
+        if args.max_frames is not None:
+            params = replace(params, max_frames=args.max_frames)
         return await _read(args, engine, await _manner(args, engine), params)
 
 

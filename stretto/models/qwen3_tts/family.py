@@ -11,8 +11,11 @@ from pathlib import Path
 import msgspec
 
 from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.models.generation import GenerationFile
 from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
+from stretto.models.qwen3_tts.generation import read_defaults, read_residual
 from stretto.models.qwen3_tts.params import default_voice, stage_params
+from stretto.types import SamplingParams
 
 BUILD = "stretto.models.qwen3_tts.host:build"
 TALKER = StageSpec("talker", "turns the text into codes of speech", decides="audio", each="frame")
@@ -39,6 +42,7 @@ class Qwen3Tts:
     info: ModelInfo
     pipeline: PipelineSpec
     vocab_size: int
+    residual: SamplingParams  # of codes other than a frame's first
     media_tokens: MediaTokens = NO_MEDIA
     builder: str = "stretto.models.qwen3_tts.prompts:open_builder"
 
@@ -46,11 +50,11 @@ class Qwen3Tts:
         self.config.speaker_id(voice)
 
     def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        return stage_params(self.config, wanted)
+        return stage_params(self.config, wanted, self.residual)
 
 
 def open_model(directory: Path) -> Qwen3Tts:
-    config = TtsConfig.read(directory)
+    config, file = TtsConfig.read(directory), GenerationFile.open(directory)
     clones = config.kind == "base"
     info = ModelInfo(
         name=directory.name,
@@ -60,10 +64,12 @@ def open_model(directory: Path) -> Qwen3Tts:
         max_positions=config.talker.decoder.max_positions,
         input_modalities=("text", "audio") if clones else ("text",),
         output_modalities=("audio",),
+        defaults=read_defaults(file),
         languages=(AUTO, *config.talker.offered),
         instructions=config.takes_instructions,
         cloning=clones,
         live_text=True,
         passage=PASSAGE,
     )
-    return Qwen3Tts(config, info, CLONES if clones else SPEAKS, config.talker.text_vocab)
+    pipeline = CLONES if clones else SPEAKS
+    return Qwen3Tts(config, info, pipeline, config.talker.text_vocab, read_residual(file))

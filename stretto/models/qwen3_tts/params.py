@@ -16,10 +16,8 @@ from stretto.models.qwen3_tts.rows import Reference
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
-CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the talker was made to pick code 0 of a frame."""
 RESIDUAL = SamplingParams(temperature=0.9, top_k=50)
-"""How the code predictor was made to pick the other codes."""
+"""How the code predictor picks codes other than a frame's first, where the checkpoint says nothing of it."""
 MIN_FRAMES = 2
 """The model was made to say at least so much."""
 
@@ -68,14 +66,16 @@ def read_voice(config: TtsConfig, data: bytes) -> ClonedVoice:
     return voice
 
 
-def stage_params(config: TtsConfig, w: Wanted) -> dict[str, msgspec.Struct]:
+def stage_params(config: TtsConfig, w: Wanted, residual: SamplingParams) -> dict[str, msgspec.Struct]:
+    """`residual`: how the checkpoint's other codes are drawn; those of codebook 0 as the request says."""
     if w.capability == "enrolment":
         return {"enroller": EnrollerParams()}
     if w.capability != "reading":
         raise Bug(f"{w.capability} is not what this model does")
     p, m = w.params, w.manner
     seed = stage_seed(w.seed, "talker")
-    code0, residual = replace(CODE0, seed=seed), replace(RESIDUAL, seed=seed)
+    drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
+    code0, residual = SamplingParams(*drawn, seed=seed), replace(residual, seed=seed)
     if p.greedy_speech:
         code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
     cloned = read_voice(config, m.voice) if m.voice else None

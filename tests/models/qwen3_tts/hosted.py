@@ -13,12 +13,14 @@ from stretto.control.life import Configure
 from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Sampling, Say
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_tts.family import BUILD
-from stretto.models.qwen3_tts.params import CODE0, MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
+from stretto.models.qwen3_tts.params import MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
 from stretto.prompt.packed import PromptMeta
 from stretto.stage.host import Host
 from stretto.types import RequestId, SamplingParams
 from tests.models.qwen3_tts.ids import ROLE, instruct_ids
 
+CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+"""As the released files have it."""
 GREEDY = (SamplingParams(0.0, 50, 1.0, CODE0.repetition_penalty), SamplingParams(0.0, 50))
 
 
@@ -56,7 +58,9 @@ class Hosted:
             case Failed():
                 answer.error = message
 
-    def admit(self, id: str, case: dict[str, Any], *, live: bool = False, sampling: Any = GREEDY, **more: Any) -> None:
+    def admit(
+        self, id: str, case: dict[str, Any], *, live: bool = False, sampling: Any = GREEDY, min_frames: int = MIN_FRAMES
+    ) -> None:
         """A case of `cases.py`, or a part of its text if it is `live`."""
         cloned = None
         if "vector" in case:
@@ -64,9 +68,9 @@ class Hosted:
             vector = np.array(case["vector"], np.float32).tobytes()
             cloned = ClonedVoice(vector, codes, tuple(case.get("ref_text", ())))
         talker = TalkerParams(
-            *(Sampling.of(s) for s in sampling), case["max_new"] - 1, case.get("speaker"), MIN_FRAMES, want_codes=True,
+            *(Sampling.of(s) for s in sampling), case["max_new"] - 1, case.get("speaker"), min_frames, want_codes=True,
             spoken=() if live else tuple(case["text"]), live=live, language=case.get("language"), cloned=cloned,
-            whole=case["whole"], **more,
+            whole=case["whole"],
         )  # fmt: skip
         ids = (*(instruct_ids(case["instruct"]) if "instruct" in case else ()), *ROLE)
         told = {"talker": talker, "code2wav": PrimedParams(cloned.codes if cloned is not None else b"")}

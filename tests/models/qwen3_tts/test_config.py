@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stretto.control.request import Params
 from stretto.errors import CheckpointError, Invalid
+from stretto.family import Wanted
 from stretto.layers.targets import targets
 from stretto.models.qwen3_tts.config import parse
 from stretto.models.qwen3_tts.enroller import Enroller
@@ -17,6 +23,8 @@ from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.qwen3_tts.tiny import released_codec, released_config, tiny_codec, tiny_config
 from stretto.models.qwen3_tts.vocoder import CodecDecoder
 from stretto.models.weights import build
+from stretto.registry import open_model
+from tests.models.qwen3_tts.conftest import Checkpoint
 
 
 @pytest.mark.parametrize(
@@ -101,3 +109,35 @@ def test_languages_and_voices() -> None:
         config.speaker_id("nobody")
     assert config.takes_instructions
     assert not parse(tiny_config(size="0b6"), tiny_codec()).takes_instructions
+
+
+def test_the_checkpoints_own_sampling_is_the_default(tts: Checkpoint, tmp_path: Path) -> None:
+    """Of code 0 and of the other codes, where a request says nothing; what it says counts for code 0."""
+    folder = tmp_path / "changed"
+    shutil.copytree(tts("custom_voice"), folder)
+    file = folder / "generation_config.json"
+    assert open_model(folder).info.defaults == Params(max_frames=8191), "as released: 8192 picks, the last one the end"
+    told = {"temperature": 0.6, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.2, "max_new_tokens": 100}
+    file.write_text(json.dumps({**told, "subtalker_temperature": 0.3, "subtalker_top_k": 3, "subtalker_top_p": 0.4}))
+    model = open_model(folder)
+    params = talker_params(model, model.info.defaults)
+    assert params.max_frames == 99
+    assert drawn(params.code0) == (0.6, 7, 0.8, 1.2)
+    assert drawn(params.residual) == (0.3, 3, 0.4, 1.0)
+    asked = replace(model.info.defaults, speech_temperature=0.2, speech_top_k=5)
+    assert drawn(talker_params(model, asked).code0) == (0.2, 5, 0.8, 1.2)
+    file.write_text(json.dumps({"do_sample": False, "subtalker_dosample": False}))
+    params = talker_params(model := open_model(folder), model.info.defaults)
+    assert (params.code0.temperature, params.residual.temperature) == (0.0, 0.0)
+    for wrong, named in (({"top_p": "high"}, "top_p must be"), ({"subtalker_top_p": 3}, "subtalker_top_p must be")):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(CheckpointError, match=named):
+            open_model(folder)
+
+
+def talker_params(model: Any, params: Params) -> Any:
+    return model.stage_params(Wanted("reading", params, 3, spoken=(1,)))["talker"]
+
+
+def drawn(s: Any) -> tuple[float, int, float, float]:
+    return s.temperature, s.top_k, s.top_p, s.repetition_penalty
