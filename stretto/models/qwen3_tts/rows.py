@@ -75,6 +75,10 @@ class SpeechPrompt:
         """Rows, the last included. Of a whole text, known when it has ended."""
         return len(self.texts) + 1 if self.whole else self.opening + self.frames + 1
 
+    def length(self, spoken: int) -> int:
+        """Rows, the last included, when so many tokens are to be spoken."""
+        return len(self.texts) + spoken + 1 + self.frames + 1 if self.whole else len(self)
+
     @property
     def first_decode(self) -> float:
         return float(len(self))

@@ -35,7 +35,7 @@ class TalkerNode(FrameNode):
         rows = speech_prompt(config, prompt.ids, p.voice, p.language, cloned, p.whole)
         given = TalkerInput(rows, p.code0.params(), p.residual.params(), min_frames=p.min_frames)
         root = (cloned.digest if cloned is not None else b"") + a.cache_root
-        return Known(given, rows.told(0, rows.num_known), root)
+        return Known(given, rows.told(0, rows.num_known), root, length=rows.length(len(p.spoken)))
 
     def _text(self, id: RequestId, given: TalkerInput, tokens: Sequence[int]) -> None:
         given.said += len(tokens)

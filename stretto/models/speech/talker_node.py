@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from stretto.control.messages import Admit, Codes
-from stretto.errors import Invalid, StrettoError
+from stretto.errors import Invalid, StrettoError, TooLong
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.lane import FrameInput
 from stretto.models.speech.params import FrameParams
@@ -29,6 +29,8 @@ from stretto.stage.stage import Emit, Output, Stage
 from stretto.types import Mark, RequestId, Span
 
 FRAME_S = 0.08
+LEAST = 2
+"""Picks: a frame, and the one that ends the speech."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +60,7 @@ class Known:
     root: bytes
     salts: Sequence[Salt] = ()
     missing: Sequence[Span] = ()  # rows whose input is still to come
+    length: int = 0  # rows of the whole prompt, where they are known
 
 
 class FrameNode:
@@ -103,7 +106,7 @@ class FrameNode:
         given = known.given
         spec = RequestSpec(
             id,
-            p.max_frames + 1,
+            self._longest(p.max_frames + 1, known.length),
             frozenset({self.model.frames.eos}),
             sampling=given.code0,
             priority=a.priority,
@@ -122,6 +125,14 @@ class FrameNode:
                 self._end_text(id, given)
         else:
             self.listen(id)
+
+    def _longest(self, picks: int, prompt: int) -> int:
+        """As many of these picks as there is room for behind a prompt of so many rows."""
+        c = self.stage.scheduler.config
+        room = min(c.max_context, c.num_blocks * c.block_size) - prompt
+        if room < LEAST:
+            raise TooLong(f"there is no room to speak behind {prompt} tokens of text and voice", "input")
+        return min(picks, room)
 
     def plan(self, a: Admit, params: Any, prompt: Prompt) -> Known:
         """A request's prompt here, as far as it is known."""

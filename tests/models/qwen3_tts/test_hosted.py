@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -88,3 +90,23 @@ def test_nothing_to_say_and_voices_of_other_models_fail_alone(tts: Checkpoint) -
     host.cancel("live")  # as the engine does then
     for node in host.host.nodes.values():
         assert not len(node)
+
+
+@pytest.mark.parametrize("room", [{"max_context": 64}, {"blocks": {"talker": 4}}])
+def test_speech_is_as_long_as_there_is_room_for(tts: Checkpoint, room: dict[str, Any]) -> None:
+    """However long it may be: behind eight rows of opening, the text's nine and its end (whole), and the last row; or
+    behind a reference."""
+    for kind, wanted in (("custom_voice", (54, 44)), ("base", (23, 7))):
+        host = Hosted(tts(kind), **room)
+        given = cases(kind, "1b7")
+        for case, frames in zip(given[:2] if kind == "custom_voice" else given[-2:], wanted, strict=True):
+            got = host.speak({**case, "max_new": 4000}, min_frames=4000)
+            assert (got.error, got.ended["talker"], len(got.codes)) == (None, "length", frames)
+
+
+def test_a_text_that_leaves_no_room_is_refused(tts: Checkpoint) -> None:
+    host = Hosted(tts("custom_voice"), max_context=64)
+    host.admit("long", {**cases("custom_voice", "1b7")[1], "text": [300] * 60})
+    error = host.answers["long"].error
+    assert error is not None
+    assert (error.kind, "no room to speak" in error.message) == ("TooLong", True)
