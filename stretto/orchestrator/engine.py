@@ -276,6 +276,7 @@ class PipelineEngine:
             id, ask.id, pipeline, self.model, stages, prompt, params, seed_of(params), words, arrived, progressed=now
         )
         ticket.ahead, ticket.media = ask.ahead, built.media
+        ticket.said = len(ask.spoken or ()) if self._info.live_text else 0  # else it is in the prompt
         self._tickets[id] = ticket
         self.counts["ahead" if ask.ahead else "requests"] += 1
         pipeline.active += 1

@@ -160,11 +160,14 @@ async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
             if writing.held > MAX_HELD:
                 raise TooLong(f"the text has a word of over {MAX_HELD:,} characters", "input")
             if tokens:
+                t.said += len(tokens)
                 t.pipeline.send((stage,), Say(t.id, stage, tuple(tokens)))
         if not said:
             raise Invalid("there is nothing to say", "input")
         t.progressed = time.monotonic()
-        t.pipeline.send((stage,), Say(t.id, stage, tuple(writing.finish()), True))
+        rest = tuple(writing.finish())
+        t.said += len(rest)
+        t.pipeline.send((stage,), Say(t.id, stage, rest, True))
     except StrettoError as e:
         t.fail(e)
     except Exception as e:  # noqa: BLE001  whatever the caller's iterator raises ends its request, and no other

@@ -55,6 +55,7 @@ class Ticket:
     ids: int = 0
     least: int = 0  # characters of the text that stop strings must end behind: those of the first `min_text_tokens`
     stopped: bool = False  # a stop string was found: what was made beyond it is not passed on, nor counted
+    said: int = 0  # tokens of a text that is read aloud and stands beside the prompt
     frames: int = 0
     samples: int = 0
     taken: int = 0  # samples that the consumer has taken
@@ -188,8 +189,10 @@ class Ticket:
         )
 
     def _usage(self, text: Ended | None) -> Usage:
+        asked = prompt_usage(self.prompt.ids, self.model.media_tokens)
         return replace(
-            prompt_usage(self.prompt.ids, self.model.media_tokens),
+            asked,
+            prompt_tokens=asked.prompt_tokens + self.said,
             text_tokens=self.ids,
             frames=self.frames,
             samples=self.samples,

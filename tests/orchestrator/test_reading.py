@@ -54,6 +54,8 @@ async def heard(engine: PipelineEngine, text: Any, manner: Manner, **more: Any) 
             samples.append(event.samples)
         else:
             assert isinstance(event, Finished)
+            if isinstance(text, str):
+                assert event.usage.prompt_tokens == 3 + len(engine.builder.tokenizer.encode(text)), "and its role"
     return codes, np.concatenate(samples)
 
 

@@ -93,6 +93,7 @@ def spoken(it: Served, *pieces: str, **config: Any) -> np.ndarray:
     assert (events[0]["format"], events[0]["sample_rate"], events[-1]["code"]) == ("pcm", 24_000, 1000)
     assert events[1]["total_bytes"] == len(data)
     assert events[1]["usage"]["output_tokens"] == FRAMES
+    assert events[1]["usage"]["input_tokens"] == 3 + len(it.engine.builder.tokenizer.encode(TEXT)), "and its role"
     return np.frombuffer(data, np.int16)
 
 
