@@ -38,6 +38,7 @@ from stretto.server.settings import PREFIX, add_flags, read, read_yaml, table, u
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.control.settings import EngineConfig
+    from stretto.family import ModelInfo
     from stretto.orchestrator.api import Engine
     from stretto.server.run import Server
     from stretto.server.service import Service
@@ -238,14 +239,7 @@ def greeting(config: ServerConfig, service: Service) -> str:
     """What is printed when the server is ready: where, and a line to paste."""
     engine = service.engine()
     name = service.model_names(engine)[0]
-    body = {
-        "model": name,
-        "messages": [{"role": "user", "content": "Hello!"}],
-        "modalities": ["text", "audio"],
-        "audio": {"voice": engine.info.default_voice, "format": "wav"},
-        "max_tokens": 60,
-        "max_audio_frames": 100,
-    }
+    path, body, then = _example(engine.info)
     curl = ["curl", "-s"]
     if config.uds:
         curl += ["--unix-socket", config.uds]
@@ -254,16 +248,35 @@ def greeting(config: ServerConfig, service: Service) -> str:
     if config.needs_key:
         curl += ["-H", "Authorization: Bearer $KEY"]
     base = "http://localhost" if config.uds else config.url
-    curl += [f"{base}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    curl += [base + path, "-H", "Content-Type: application/json", "-d", json.dumps({"model": name, **body})]
     paste = " ".join(_quote(c) for c in curl)
+    voices = f" ({', '.join(engine.info.voices)})" if engine.info.voices else ""
     return (
-        f"\nStretto {__version__} serves {name} ({', '.join(engine.info.voices)})\n"
+        f"\nStretto {__version__} serves {name}{voices}\n"
         f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens each\n"
         f"  page     {base}/\n  API      {base}/v1\n  metrics  {base}/metrics\n\n"
-        f"Try it:\n  {paste} |\n"
-        '    python3 -c \'import sys,json,base64; m=json.load(sys.stdin)["choices"][0]["message"]["audio"]; '
-        'print(m["transcript"]); open("answer.wav","wb").write(base64.b64decode(m["data"]))\'\n'
+        f"Try it:\n  {paste} {then}\n"
     )
+
+
+def _example(info: ModelInfo) -> tuple[str, dict[str, Any], str]:
+    """A request that the model can answer: its path, its body, and what is done with the answer."""
+    if "text" not in info.output_modalities:  # it reads aloud, with a voice that has to be made first if it has none
+        voice = info.default_voice or ("NAME" if info.cloning else None)
+        how = {"voice": voice} if voice is not None else {"instructions": "An old man, warm and unhurried."}
+        return "/v1/audio/speech", {"input": "Hello, how are you?", **how, "response_format": "wav"}, "-o answer.wav"
+    body = {
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "modalities": ["text", "audio"],
+        "audio": {"voice": info.default_voice, "format": "wav"},
+        "max_tokens": 60,
+        "max_audio_frames": 100,
+    }
+    then = (
+        '|\n    python3 -c \'import sys,json,base64; m=json.load(sys.stdin)["choices"][0]["message"]["audio"]; '
+        'print(m["transcript"]); open("answer.wav","wb").write(base64.b64decode(m["data"]))\''
+    )
+    return "/v1/chat/completions", body, then
 
 
 def _quote(word: str) -> str:

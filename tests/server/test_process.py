@@ -11,10 +11,15 @@ import ssl
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from stretto.server.command import greeting
+from stretto.server.config import ServerConfig
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
@@ -62,6 +67,25 @@ def test_the_greeting_has_lines_to_paste() -> None:
         assert process.wait(30) == 0
     assert '"Authorization: Bearer $KEY"' in greeting  # a line to paste, without the key itself
     assert "curl" in greeting
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"voices": ("ryan",), "default_voice": "ryan"}, '"voice": "ryan"'),
+        ({"instructions": True}, '"instructions": '),
+        ({"cloning": True}, '"voice": "NAME"'),
+    ],
+)
+def test_a_model_that_reads_aloud_is_greeted_with_a_text_to_read(told: dict[str, Any], says: str) -> None:
+    info = replace(ScriptedEngine().info, **{"voices": (), "default_voice": "", **told}, output_modalities=("audio",))
+    service = SimpleNamespace(engine=lambda: SimpleNamespace(info=info), model_names=lambda engine: ["reader"])
+    said = greeting(ServerConfig(api_key=("k",)), service)  # type: ignore[arg-type]
+    assert "/v1/audio/speech" in said
+    assert "/v1/chat" not in said
+    assert said.endswith("-o answer.wav\n")
+    assert says in said
+    assert "()" not in said
 
 
 def test_sigterm_drains_and_exits_with_0() -> None:
