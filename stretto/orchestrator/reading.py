@@ -9,26 +9,27 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from stretto.control.messages import Say
 from stretto.control.request import Manner, Params
-from stretto.errors import Busy, Invalid, StrettoError, TooLong
+from stretto.errors import Busy, Invalid, StrettoError
 from stretto.family import ModelInfo
 from stretto.orchestrator.admission import Ask, seed_of
 from stretto.orchestrator.events import AudioChunk, CodeFrames, Event, Finished, Product, Usage
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.jobs import BuiltPrompt, Conversation
-from stretto.prompt.passages import Writing, passages
+from stretto.prompt.passages import Coming, Writing, passages
 from stretto.prompt.threads import Prompts
 
 RETRY_S, TRIES = 0.1, 50
 """Between two passages a request has no place in the engine, and may have to wait for another."""
 
-MAX_HELD, MAX_PIECE = 4096, 65536
-"""Characters of a word, and of a piece, of a text that is being written."""
+MAX_PASSAGE = 65536
+"""Characters of a text that is being written, where the model's texts are not cut into shorter passages."""
 
-Speak = Callable[[str], AsyncIterator[Event]]
+P = TypeVar("P")  # a passage
+Speak = Callable[[P], AsyncIterator[Event]]
 
 
 class Run(Protocol):
@@ -57,9 +58,7 @@ class Reader:
         if not isinstance(text, str):
             if not self.info.live_text:
                 raise Invalid("this model reads whole texts alone", "input")
-            writing = Writing(self.encode)
-            build = partial(self.prompts.read, "", sender, how)
-            return self.run(build, replace(ask, live=True), lambda t: write(t, text, writing))
+            return self._live(text, replace(ask, live=True), sender)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
 
@@ -69,8 +68,18 @@ class Reader:
         found = passages(text, self.info.passage) if self.info.passage else [text]
         if len(found) == 1:
             return speak(found[0])
-        one = replace(ask, params=replace(ask.params, seed=seed_of(ask.params)))  # one voice throughout
-        return read_passages(found, lambda passage: speak(passage, one))
+        one = seeded(ask)
+        return read_passages(in_turn(found), lambda passage: speak(passage, one))
+
+    def _live(self, text: AsyncIterator[str], ask: Ask, sender: str) -> AsyncIterator[Event]:
+        build = partial(self.prompts.read, "", sender, ask.manner.instructions)
+
+        one = seeded(ask)
+
+        def speak(pieces: Callable[[], AsyncIterator[str]]) -> AsyncIterator[Event]:
+            return self.run(build, one, lambda t: write(t, pieces(), Writing(self.encode)))
+
+        return read_passages(Coming(text, self.info.passage or MAX_PASSAGE).passages(), speak)
 
     async def enrol(self, clip: Conversation, owner: str) -> bytes:
         if not self.info.cloning:
@@ -89,26 +98,38 @@ class Reader:
         return made
 
 
-async def read_passages(passages: Sequence[str], speak: Speak) -> AsyncIterator[Event]:
+def seeded(ask: Ask) -> Ask:
+    """With a seed for all passages: one voice throughout."""
+    return replace(ask, params=replace(ask.params, seed=seed_of(ask.params)))
+
+
+async def in_turn(passages: Sequence[P]) -> AsyncIterator[P]:
+    for passage in passages:
+        yield passage
+
+
+async def read_passages(passages: AsyncIterator[P], speak: Speak[P]) -> AsyncIterator[Event]:
     """Each passage is begun when the one before has ended; sound, codes and counts go on from there."""
     samples = frames = 0
     ends: list[Finished] = []
-    for i, passage in enumerate(passages):
-        async with aclosing(cast(AsyncGenerator[Event, None], _begun(passage, speak, retry=i > 0))) as events:
-            async for event in events:
-                if isinstance(event, AudioChunk):
-                    yield AudioChunk(samples + event.start, event.samples)
-                elif isinstance(event, CodeFrames):
-                    yield CodeFrames(frames + event.start, event.codes)
-                elif isinstance(event, Finished):
-                    ends.append(event)
-                else:
-                    yield event
-        samples, frames = samples + ends[-1].usage.samples, frames + ends[-1].usage.frames
-    yield joined(ends)
+    async with aclosing(cast(AsyncGenerator[P, None], passages)) as coming:
+        async for passage in coming:
+            begun = _begun(passage, speak, retry=bool(ends))
+            async with aclosing(cast(AsyncGenerator[Event, None], begun)) as events:
+                async for event in events:
+                    if isinstance(event, AudioChunk):
+                        yield AudioChunk(samples + event.start, event.samples)
+                    elif isinstance(event, CodeFrames):
+                        yield CodeFrames(frames + event.start, event.codes)
+                    elif isinstance(event, Finished):
+                        ends.append(event)
+                    else:
+                        yield event
+            samples, frames = samples + ends[-1].usage.samples, frames + ends[-1].usage.frames
+    yield joined(ends) if len(ends) > 1 else ends[0]
 
 
-async def _begun(passage: str, speak: Speak, retry: bool) -> AsyncIterator[Event]:
+async def _begun(passage: P, speak: Speak[P], retry: bool) -> AsyncIterator[Event]:
     for tries in range(TRIES):
         try:
             events = cast(AsyncGenerator[Event, None], speak(passage))
@@ -154,12 +175,7 @@ async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
     try:
         async for piece in text:
             said = said or bool(piece.strip())
-            if len(piece) > MAX_PIECE:
-                raise TooLong(f"a piece of the text has over {MAX_PIECE:,} characters", "input")
-            tokens = writing.push(piece)
-            if writing.held > MAX_HELD:
-                raise TooLong(f"the text has a word of over {MAX_HELD:,} characters", "input")
-            if tokens:
+            if tokens := writing.push(piece):
                 t.said += len(tokens)
                 t.pipeline.send((stage,), Say(t.id, stage, tuple(tokens)))
         if not said:
