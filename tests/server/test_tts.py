@@ -15,6 +15,7 @@ import soundfile
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_tts.tiny import write_tiny
 from stretto.prompt.pool import PoolSettings
+from stretto.server import voicestore
 from tests.server.conftest import read_open
 from tests.server.real_engine import Served, served
 
@@ -33,6 +34,11 @@ def start(tmp_path_factory: pytest.TempPathFactory, kind: Any) -> Iterator[Serve
 @pytest.fixture(scope="module")
 def custom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from start(tmp_path_factory, "custom_voice")
+
+
+@pytest.fixture(scope="module")
+def design(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from start(tmp_path_factory, "voice_design")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +89,7 @@ def test_voices_languages_and_instructions_change_what_is_heard(custom: Served) 
     assert not card["cloning"]
 
 
-@pytest.mark.parametrize("format", ["wav", "mp3", "opus"])
+@pytest.mark.parametrize("format", ["wav", "mp3", "opus", "flac"])
 def test_formats(custom: Served, format: str) -> None:
     whole = speech(custom)
     heard, _ = read_open(custom.post(SPEECH, 1, input="Hello, how are you?", response_format=format,
@@ -116,10 +122,32 @@ def test_a_long_text_is_spoken_in_one_piece(custom: Served) -> None:
         ({"language": "klingon"}, "language"),
         ({"language": "beijing_dialect"}, "language"),
         ({"instructions": "x" * 5000}, "instructions"),
+        ({"instructions": "漢" * 2000}, "instructions"),
     ],
 )
 def test_bad_speech_is_refused(custom: Served, change: dict[str, Any], param: str) -> None:
     assert refused(custom, SPEECH, {"input": "Hello", **change})["param"] == param
+
+
+def test_a_voice_is_described(design: Served) -> None:
+    plain, old = speech(design), speech(design, instructions="An old man, warm and unhurried.")
+    assert len(plain) == len(old) == 3 * 1920, "it may say nothing of it"
+    assert not same(plain, old)
+    assert not same(old, speech(design, instructions="An old man, warm and unhurried.", language="french"))
+    assert same(plain, speech(design, voice="alloy")), "clients that must name one"
+    assert refused(design, SPEECH, {"input": "Hello", "voice": "ryan"})["param"] == "voice"
+
+
+def test_no_more_voices_than_can_be_kept(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    base.post(VOICES, 1, name="first", audio=sound())
+    for limit in ("PER_OWNER", "IN_ALL"):
+        with monkeypatch.context() as m:
+            m.setattr(voicestore, limit, 1)
+            headers = {"authorization": "Bearer one"}
+            reply = base.running.ask(VOICES, {"name": "second", "audio": sound()}, headers=headers)
+            assert (reply.status, reply.error["code"]) == (429, "too_many_voices")
+    base.running.ask(f"{VOICES}/first", method="DELETE", headers={"authorization": "Bearer one"})
+    assert not base.running.server.service.voices._kept
 
 
 def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
@@ -131,6 +159,7 @@ def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
     assert len(one) == len(other) == 3 * 1920
     assert not same(one, other)
     assert same(other, speech(base, voice="closer")), "the second time, from what was kept of the first"
+    assert same(other, speech(base, voice="closer", instructions="Slowly.")), "it follows none"
     assert refused(base, SPEECH, {"input": "Hello", "voice": "granny"}, key=2)["param"] == "voice"
     base.post(VOICES, 2, name="granny", audio=sound(2.0, hz=200.0))
     assert not same(one, speech(base, key=2, voice="granny"))

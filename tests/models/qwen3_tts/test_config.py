@@ -10,14 +10,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from stretto.control.request import Params
+from stretto.control.request import Manner, Params
 from stretto.errors import CheckpointError, Invalid
 from stretto.family import Wanted
 from stretto.layers.targets import targets
 from stretto.models.qwen3_tts.config import parse
 from stretto.models.qwen3_tts.enroller import Enroller
+from stretto.models.qwen3_tts.params import ClonedVoice
 from stretto.models.qwen3_tts.shapes import codec_shapes, model_shapes
 from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.qwen3_tts.tiny import released_codec, released_config, tiny_codec, tiny_config
@@ -133,6 +135,22 @@ def test_the_checkpoints_own_sampling_is_the_default(tts: Checkpoint, tmp_path: 
         file.write_text(json.dumps(wrong))
         with pytest.raises(CheckpointError, match=named):
             open_model(folder)
+
+
+def test_what_a_request_tells_the_stages(tts: Checkpoint) -> None:
+    """At least two frames, as the model was made; a complete text whole, but for cloned voices; the vocoder hears a
+    cloned voice first."""
+    for kind, whole in (("custom_voice", True), ("voice_design", True), ("base", False)):
+        told = talker_params(open_model(tts(kind)), Params())
+        assert (told.min_frames, told.whole) == (2, whole)
+    model = open_model(tts("base"))
+    assert talker_params(model, Params(max_frames=1)).min_frames == 1
+    voice = ClonedVoice(bytes(4 * 48), bytes(2 * 16 * 3), (1, 2))
+    told = model.stage_params(
+        Wanted("reading", Params(), 3, None, (1,), Manner(voice=msgspec.msgpack.encode(voice)), live=True)
+    )
+    assert (told["talker"].cloned, told["talker"].whole) == (voice, False)  # type: ignore[attr-defined]
+    assert told["code2wav"].codes == voice.codes  # type: ignore[attr-defined]
 
 
 def talker_params(model: Any, params: Params) -> Any:
