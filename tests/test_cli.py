@@ -11,6 +11,8 @@ import pytest
 import soundfile
 
 from stretto.cli import main
+from stretto.models.qwen3_tts.config import TtsConfig
+from stretto.registry import open_model
 
 
 def test_generate_writes_what_it_says(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,3 +91,20 @@ def test_speak_reads_standard_input_while_it_comes(tmp_path: Path, monkeypatch: 
 def test_tiny_checkpoints_of_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tiny", str(tmp_path / "x"), "--family", "unheard-of"]) == 2
     assert "qwen3-tts-base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "size"),
+    [
+        ("qwen3-tts", "custom_voice", "1b7"),
+        ("qwen3-tts-design", "voice_design", "1b7"),
+        ("qwen3-tts-base", "base", "1b7"),
+        ("qwen3-tts-0.6b", "custom_voice", "0b6"),
+        ("qwen3-tts-0.6b-base", "base", "0b6"),
+    ],
+)
+def test_tiny_checkpoints_of_all_kinds_and_sizes(tmp_path: Path, name: str, kind: str, size: str) -> None:
+    assert main(["tiny", str(tmp_path / "t"), "--family", name]) == 0
+    config = TtsConfig.read(tmp_path / "t")
+    assert (config.kind, config.size) == (kind, size)
+    assert open_model(tmp_path / "t").info.instructions == (name in ("qwen3-tts", "qwen3-tts-design"))

@@ -186,6 +186,14 @@ def write_base(directory: str | Path, seed: int = 0) -> None:
     write_tiny(directory, seed, "base")
 
 
+def write_small(directory: str | Path, seed: int = 0) -> None:
+    write_tiny(directory, seed, "custom_voice", "0b6")
+
+
+def write_small_base(directory: str | Path, seed: int = 0) -> None:
+    write_tiny(directory, seed, "base", "0b6")
+
+
 def _model(config: TtsConfig, seed: int) -> Weights:
     weights = {name: random_tensor(name, shape, seed) for name, shape in model_shapes(config).items()}
     _steer(weights, config)
