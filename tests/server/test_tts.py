@@ -63,9 +63,9 @@ def refused(it: Served, path: str, body: Any, key: int = 1, method: str | None =
     return reply.error
 
 
-def sound(seconds: float = 1.2, rate: int = 16000, hz: float = 0.0, **how: Any) -> str:
+def sound(seconds: float = 1.2, rate: int = 16000, hz: float = 0.0, loudness: float = 0.2, **how: Any) -> str:
     """Noise, or a loud tone."""
-    wave = 0.2 * np.random.default_rng(1).standard_normal(int(seconds * rate))
+    wave = loudness * np.random.default_rng(1).standard_normal(int(seconds * rate))
     if hz:
         wave = 0.9 * np.sin(np.arange(len(wave)) * hz * 2 * np.pi / rate)
     out = io.BytesIO()
@@ -184,6 +184,7 @@ def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
     [
         ({"audio": sound(0.3)}, "audio"),
         ({"audio": sound(31.0, 8000)}, "audio"),
+        ({"audio": sound(loudness=1e30, subtype="FLOAT")}, "audio"),
         ({"audio": base64.b64encode(b"not a sound at all").decode()}, "audio"),
         ({"audio": "%%%"}, "audio"),
         ({"audio": ""}, "audio"),

@@ -170,6 +170,10 @@ class EnrollerNode:
 
     def _end(self, id: RequestId, work: Work) -> None:
         assert work.copied is not None
+        voice = work.copied.voice(work.text)
+        if not np.isfinite(np.frombuffer(voice.vector, np.float32)).all():  # of samples beyond all measure
+            self.report(failed(id, self.name, Invalid("no voice can be made of this sound", "audio")), b"")
+            return
         work.journal.mark(time.monotonic())
-        self.report(Made(id), msgspec.msgpack.encode(work.copied.voice(work.text)))
+        self.report(Made(id), msgspec.msgpack.encode(voice))
         self.report(work.journal.ended(id, self.name, Reason.STOP), b"")
