@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from stretto.errors import CheckpointError
 from stretto.models.qwen3_tts.load import Source
 from tests.models.qwen3_tts.cases import cases
 from tests.models.qwen3_tts.conftest import Checkpoint
@@ -110,3 +113,24 @@ def test_a_text_that_leaves_no_room_is_refused(tts: Checkpoint) -> None:
     error = host.answers["long"].error
     assert error is not None
     assert (error.kind, "no room to speak" in error.message) == ("TooLong", True)
+
+
+@pytest.mark.parametrize("size", ["0b6", "1b7"])
+def test_random_weights_need_configurations_alone(tts: Checkpoint, tmp_path: Path, size: str) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(tts("base", size), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(CheckpointError, match="has neither"):
+        Hosted(folder)
+    host = Hosted(folder, ("talker", "enroller", "code2wav"), load_format="dummy")
+    case = cases("base", size)[2]
+    got = host.speak({**case, "max_new": 4}, min_frames=3)
+    assert len(got.wave) == 3 * 1920
+    assert np.isfinite(got.wave).all()
+
+
+def test_a_missing_codec_is_named(tts: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(tts("base"), folder)
+    (folder / "speech_tokenizer" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="speech_tokenizer"):
+        Hosted(folder)
