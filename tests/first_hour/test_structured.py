@@ -202,7 +202,7 @@ def test_switches_of_the_chat_template(real: Running) -> None:
 
 # ---- conformance
 
-SCHEMAS = int(os.environ.get("STRETTO_SCHEMAS", "25"))
+SCHEMAS = int(os.environ.get("STRETTO_SCHEMAS", "200"))
 """How many random schemas are tried."""
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import msgspec
 
 from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.hub import model_name
 from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
+from stretto.models.qwen3_tts.generation import read_defaults
 from stretto.models.qwen3_tts.params import default_voice, stage_params
+from stretto.types import SamplingParams
 
 BUILD = "stretto.models.qwen3_tts.host:build"
 TALKER = StageSpec("talker", "turns the text into codes of speech", decides="audio", each="frame")
@@ -39,6 +42,7 @@ class Qwen3Tts:
     info: ModelInfo
     pipeline: PipelineSpec
     vocab_size: int
+    residual: SamplingParams
     media_tokens: MediaTokens = NO_MEDIA
     builder: str = "stretto.models.qwen3_tts.prompts:open_builder"
 
@@ -46,14 +50,15 @@ class Qwen3Tts:
         self.config.speaker_id(voice)
 
     def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        return stage_params(self.config, wanted)
+        return stage_params(self.config, self.residual, wanted)
 
 
 def open_model(directory: Path) -> Qwen3Tts:
     config = TtsConfig.read(directory)
     clones = config.kind == "base"
+    defaults, residual = read_defaults(directory)
     info = ModelInfo(
-        name=directory.name,
+        name=model_name(directory),
         voices=tuple(config.talker.speakers),
         default_voice=default_voice(config),
         sample_rate=SAMPLE_RATE,
@@ -65,5 +70,6 @@ def open_model(directory: Path) -> Qwen3Tts:
         cloning=clones,
         live_text=True,
         passage=PASSAGE,
+        defaults=defaults,
     )
-    return Qwen3Tts(config, info, CLONES if clones else SPEAKS, config.talker.text_vocab)
+    return Qwen3Tts(config, info, CLONES if clones else SPEAKS, config.talker.text_vocab, residual)

@@ -1,4 +1,4 @@
-"""What a request tells each stage of Qwen3-TTS, and how the model was made to pick. Imports no torch."""
+"""What a request tells each stage of Qwen3-TTS. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from stretto.models.qwen3_tts.rows import Reference
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
-CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the talker was made to pick code 0 of a frame."""
-RESIDUAL = SamplingParams(temperature=0.9, top_k=50)
-"""How the code predictor was made to pick the other codes."""
 MIN_FRAMES = 2
 """The model was made to say at least so much."""
 
@@ -68,14 +64,16 @@ def read_voice(config: TtsConfig, data: bytes) -> ClonedVoice:
     return voice
 
 
-def stage_params(config: TtsConfig, w: Wanted) -> dict[str, msgspec.Struct]:
+def stage_params(config: TtsConfig, residual: SamplingParams, w: Wanted) -> dict[str, msgspec.Struct]:
+    """`residual`: how the code predictor picks all codes of a frame but the first."""
     if w.capability == "enrolment":
         return {"enroller": EnrollerParams()}
     if w.capability != "reading":
         raise Bug(f"{w.capability} is not what this model does")
     p, m = w.params, w.manner
     seed = stage_seed(w.seed, "talker")
-    code0, residual = replace(CODE0, seed=seed), replace(RESIDUAL, seed=seed)
+    drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
+    code0, residual = SamplingParams(*drawn, seed=seed), replace(residual, seed=seed)
     if p.greedy_speech:
         code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
     cloned = read_voice(config, m.voice) if m.voice else None

@@ -13,12 +13,15 @@ from stretto.control.life import Configure
 from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Sampling, Say
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_tts.family import BUILD
-from stretto.models.qwen3_tts.params import CODE0, MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
+from stretto.models.qwen3_tts.generation import RESIDUAL
+from stretto.models.qwen3_tts.params import MIN_FRAMES, ClonedVoice, PrimedParams, TalkerParams
 from stretto.prompt.packed import PromptMeta
 from stretto.stage.host import Host
 from stretto.types import RequestId, SamplingParams
 from tests.models.qwen3_tts.ids import ROLE, instruct_ids
 
+CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+"""How the released models pick code 0 of a frame."""
 GREEDY = (SamplingParams(0.0, 50, 1.0, CODE0.repetition_penalty), SamplingParams(0.0, 50))
 
 

@@ -12,15 +12,16 @@ import torch
 from stretto.kernels.sampling import SamplingRows
 from stretto.models.parts import run_through
 from stretto.models.qwen3_tts.enroller import Copied
+from stretto.models.qwen3_tts.generation import RESIDUAL
 from stretto.models.qwen3_tts.lane import TalkerInput, TalkerLane
 from stretto.models.qwen3_tts.load import Source
-from stretto.models.qwen3_tts.params import CODE0, RESIDUAL, ClonedVoice, reference
+from stretto.models.qwen3_tts.params import ClonedVoice, reference
 from stretto.models.qwen3_tts.rows import speech_prompt
 from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.speech.talker import FrameRows
 from tests.models.qwen3_tts.cases import GOLDEN, KINDS, NOISE_SAMPLES, SEED, cases, clip, digests
 from tests.models.qwen3_tts.conftest import Checkpoint
-from tests.models.qwen3_tts.hosted import Hosted
+from tests.models.qwen3_tts.hosted import CODE0, Hosted
 from tests.models.qwen3_tts.ids import ROLE, instruct_ids
 
 
