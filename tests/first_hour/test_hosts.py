@@ -58,7 +58,7 @@ def test_a_gpu_that_torch_cannot_use_is_tried_once(tiny_dir: Path, monkeypatch, 
     async def work() -> None:
         engine = PipelineEngine(tiny_dir, EngineConfig(host=HostSettings(device="cuda")))
         try:
-            with pytest.raises(StrettoError, match="cannot be used: PyTorch .*; --device cpu runs without a GPU"):
+            with pytest.raises(StrettoError, match=r"cannot be used: PyTorch .*; --device cpu runs without a GPU"):
                 await engine.start()
             assert engine.progress.state == "dead"
             assert "cannot be used: PyTorch" in str(engine.progress.error)

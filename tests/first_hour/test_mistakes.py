@@ -146,19 +146,32 @@ def test_generate_into_head(tiny_dir: Path) -> None:
     assert "BrokenPipe" not in said
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
 @pytest.mark.parametrize("words", [("serve", "TINY", "--port", "0"), ("generate", "TINY", "--text", "hi")])
 def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
     command = [*STRETTO, *(str(tiny_dir) if w == "TINY" else w for w in words), "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while not children.read_text().split():  # a host has been started
+        while not (begun := [int(pid) for pid in children.read_text().split() if has_begun(int(pid))]):
             assert process.poll() is None
             time.sleep(0.01)
+        groups = [os.getpgid(pid) for pid in begun]
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.stderr is not None
         said = process.stderr.read()
         assert process.wait(60) in (0, 130)
     assert "Traceback" not in said
+    assert "died" not in said
+    assert process.pid not in groups  # or the children would have been interrupted in their imports
+
+
+def has_begun(pid: int) -> bool:
+    """Whether a child is a program of its own, and not only forked."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"stretto.stage.process" in command or b"stretto.prompt.worker" in command
+    except OSError:
+        return False  # it has ended
 
 
 def test_tiny_overwrites_nothing(tmp_path: Path) -> None:
