@@ -19,13 +19,16 @@ from stretto.client.report import overview, rates, table
 from stretto.client.sound import NoSound
 from stretto.client.talk import Talk
 from stretto.client.wire import Words
+from tests.prompt.samples import video_file
 
 
 def test_generate_hears_sees_and_reads_from_a_pipe(tiny_dir: Path, tmp_path: Path, monkeypatch) -> None:
     soundfile.write(tmp_path / "a b.wav", np.zeros(16000, np.float32), 16000)
     Image.new("RGB", (64, 64)).save(tmp_path / "p.png")
+    (tmp_path / "v.mp4").write_bytes(video_file(num_frames=4))
     monkeypatch.setattr("sys.stdin", io.StringIO("What is this?\n"))
     words = ["generate", str(tiny_dir), "--audio", str(tmp_path / "a b.wav"), "--image", str(tmp_path / "p.png")]
+    words += ["--video", str(tmp_path / "v.mp4")]
     words += ["--system", "Be brief.", "--text", "-", "--max-tokens", "3", "--text-only", "--device", "cpu"]
     assert main([*words, "--json", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
@@ -33,6 +36,7 @@ def test_generate_hears_sees_and_reads_from_a_pipe(tiny_dir: Path, tmp_path: Pat
     config = json.loads((tiny_dir / "config.json").read_text())["thinker_config"]
     assert config["audio_token_id"] in report["prompt_ids"]
     assert config["image_token_id"] in report["prompt_ids"]
+    assert config["video_token_id"] in report["prompt_ids"]
 
 
 @pytest.mark.parametrize(
