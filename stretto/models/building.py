@@ -4,6 +4,7 @@ Called once by the host, on its main thread, before its loop runs."""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +12,21 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from stretto.kernels import fast
 from stretto.models.warming import Warming
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 
+log = logging.getLogger(__name__)
+
 S = TypeVar("S")  # where a family's weights come from
+
+
+def tell_path(dtype: torch.dtype, device: torch.device) -> None:
+    """Say so where a GPU cannot have the fused kernels: its owner would wonder."""
+    if device.type == "cuda" and not fast.apply(dtype, device):
+        log.warning("%s: the plain path, several times slower: the fused kernels need a Hopper GPU or a newer one, "
+                    "Triton and bfloat16", torch.cuda.get_device_name(device))  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +47,7 @@ class Building(Generic[S]):
     ) -> None:  # fmt: skip
         """Size the pools, refuse what does not fit, and begin to compile kernels, as the family has these."""
         c, s = self.context, self.context.settings
+        tell_path(source.dtype, c.device)
         self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
         plans = plan(source.config, order, s, self.blocks, source.dtype)
         free = c.fit(plans)

@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -20,6 +21,7 @@ from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import CheckpointError, StrettoError
 from stretto.family import Wanted
 from stretto.hub import find_model
+from stretto.models.building import tell_path
 from stretto.registry import open_model, write_tiny
 from stretto.server import engine as sizing
 from stretto.server.config import ServerConfig
@@ -180,6 +182,15 @@ def test_defaults_follow_from_the_card_unless_they_are_stated(tiny_dir: Path, mo
     stated = replace(engine, host=replace(engine.host, max_rows=40))
     sized, front = fit_card(stated, replace(server, max_concurrent=7), tiny_dir, {"max_rows", "max_concurrent"})
     assert (sized.host.max_rows, front.max_concurrent) == (40, 7)
+
+
+def test_a_card_that_takes_the_plain_path_is_told_of(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: "NVIDIA A100")
+    tell_path(torch.float32, torch.device("cpu"))
+    assert not caplog.records
+    tell_path(torch.bfloat16, torch.device("cuda:63"))  # what a card can do is remembered: none that is there
+    assert "NVIDIA A100: the plain path, several times slower" in caplog.text
 
 
 def test_a_machine_without_a_card_has_no_card_memory() -> None:

@@ -4,14 +4,12 @@ Called once by the host, on its main thread, before its loop runs."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from stretto.errors import Bug
-from stretto.kernels import fast
 from stretto.models.building import Building
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.lanes.talker import TalkerLane
@@ -28,8 +26,6 @@ from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Emit, Stage
-
-log = logging.getLogger(__name__)
 
 PRIORITIES = {"thinker": 0, "talker": -1}
 """Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is -2.)"""
@@ -53,9 +49,6 @@ class StageBuilder(Building[Source]):
         pool is allocated. The vocoder comes first: it has few such kernels, and takes as long as they do."""
         c, s = self.context, self.context.settings
         source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False, expert_weights=s.expert_weights)
-        if c.device.type == "cuda" and not fast.apply(source.dtype, c.device):
-            log.warning("%s: the plain path, several times slower: the fused kernels need a Hopper GPU or a newer one, "
-                        "Triton and bfloat16", torch.cuda.get_device_name(c.device))  # fmt: skip
         order = sorted(self.stages, key=lambda name: name != "code2wav")
         self._plan(source, order, pool_sizes, plan, begin)
         return self._nodes(source, order)
