@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,28 @@ def test_a_name_that_is_nowhere_says_what_to_run(cache: Path, capsys: pytest.Cap
     told = capsys.readouterr().err
     assert "hf download Qwen/Qwen3-Omni-30B-A3B-Instruct" in told
     assert "Traceback" not in told
+
+
+def test_serve_by_name_without_a_network(tmp_path: Path) -> None:
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "stretto.cli", "serve", "Qwen/Qwen3-Omni-30B-A3B-Instruct"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1
+    assert "run: hf download Qwen/Qwen3-Omni-30B-A3B-Instruct --local-dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_that_is_not_here_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, local_files_only: bool = False, allow_patterns: Any = ()) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        assert "*.safetensors" in allow_patterns
+        return str(cache)
+
+    said: list[str] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_model("org/other", said.append) == cache
+    assert said == ["org/other is not in the Hugging Face cache: downloading it"]
 
 
 def test_a_broken_download_goes_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
