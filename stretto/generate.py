@@ -237,19 +237,27 @@ def check_outputs(args: argparse.Namespace) -> None:
     """Refuse files that could not be written in the end."""
     if args.batch is not None and args.out_dir is None:
         raise Invalid("--batch needs --out-dir", "out_dir")
-    if args.out is not None and args.out.suffix.lower() not in SOUND_FILES:
-        raise Invalid(f"--out {args.out}: can be {' or '.join(SOUND_FILES)}", "out")
+    if args.out is not None:
+        check_sound_file(args.out)
     sound = {"--out": args.out, "--samples": args.samples, "--codes": args.codes}
     if args.text_only and (given := [flag for flag, path in sound.items() if path is not None]):
         raise Invalid(f"--text-only makes no speech: there is nothing to write for {', '.join(given)}", "text_only")
-    for path in (*sound.values(), args.json, args.trace):
+    for path in (args.samples, args.codes, args.json, args.trace):
         if path is not None and path.is_dir():
             raise Invalid(f"{path} is a directory; name a file", "out")
 
 
+def check_sound_file(path: Path) -> None:
+    """Refuse what speech could not be written to in the end; `speak` calls it too."""
+    if path.suffix.lower() not in SOUND_FILES:
+        raise Invalid(f"--out {path}: can be {' or '.join(SOUND_FILES)}", "out")
+    if path.is_dir():
+        raise Invalid(f"{path} is a directory; name a file", "out")
+
+
 def _directory(model: str | None) -> Path:
     if model is not None:
-        return find_model(model, _say)
+        return find_model(model, say)
     if (own := embedded.find()) is not None:
         return own
     raise Invalid("name a checkpoint: the embedded model is not installed here", "model")
@@ -297,10 +305,10 @@ async def _one(
     heard = "" if args.text_only else f", {usage.samples / engine.info.sample_rate:.2f} s of speech"
     first = result.first.get("audio")
     sooner = f", first sound after {first:.3f} s" if first is not None else ""
-    _say(f"{usage.text_tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after {load:.1f} s)")
+    say(f"{usage.text_tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after {load:.1f} s)")
     for path in (args.out, args.samples, args.codes, args.json, args.trace):
         if path is not None:
-            _say(f"wrote {path}")
+            say(f"wrote {path}")
     return 0
 
 
@@ -327,14 +335,14 @@ async def _batch(
                 result.write(wav, None, None, base.with_suffix(".json"), load)
             except StrettoError as e:
                 failed += 1
-                _say(f"line {i + 1}: {e}")
+                say(f"line {i + 1}: {e}")
             bar.update()
 
     await asyncio.gather(*(work(i, line) for i, line in enumerate(lines)))
     bar.close()
-    _say(f"{len(lines) - failed} of {len(lines)} answered, in {args.out_dir}")
+    say(f"{len(lines) - failed} of {len(lines)} answered, in {args.out_dir}")
     return 1 if failed else 0
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     sys.stderr.write(line + "\n")

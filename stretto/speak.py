@@ -13,6 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.control.request import Params
+from stretto.errors import Invalid
+from stretto.generate import check_sound_file, say
+from stretto.hub import find_model
 from stretto.server.engine import RECORDS, TITLES, engine_config
 from stretto.server.settings import add_flags
 
@@ -20,7 +24,7 @@ LEFT_OUT = ("min_pace", "share_prefix_cache")
 PIECE = 4096
 
 if TYPE_CHECKING:
-    from stretto.control.request import Manner, Params
+    from stretto.control.request import Manner
     from stretto.orchestrator.engine import PipelineEngine
 
 
@@ -31,11 +35,12 @@ def add_speak_parser(jobs: Any) -> None:
         description="Read a text aloud. Without --text it is read from standard input, and models that can begin to "
         "speak before it has ended. The engine's flags can also be set in the environment (STRETTO_DEVICE=cpu).",
     )
-    speak.add_argument("model", type=Path, help="checkpoint directory")
-    speak.add_argument("--text", help="default: standard input")
+    speak.add_argument("model", help="checkpoint directory, or a name on the Hugging Face hub")
+    speak.add_argument("--text", help="default, or -: standard input")
     speak.add_argument(
         "--out", type=Path, required=True, metavar="A.wav",
-        help="16 bit; -: raw samples to standard output as they are made, such as for aplay -f S16_LE -r 24000",
+        help="16 bit, .wav or .flac; -: raw samples to standard output as they are made, such as for aplay -f S16_LE "
+        "-r 24000",
     )  # fmt: skip
     how = speak.add_argument_group("how")
     how.add_argument("--voice", help="one of the model's voices (case does not matter)")
@@ -45,24 +50,33 @@ def add_speak_parser(jobs: Any) -> None:
     how.add_argument("--clip-text", default="", metavar="TEXT", help="what is said in it: a closer likeness")
     how.add_argument("--greedy", action="store_true", help="no chance")
     how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--max-frames", type=int, metavar="N", help="12.5 frames are a second")
+    how.add_argument("--max-audio-frames", "--max-frames", type=int, metavar="N", help="12.5 frames are a second")
     add_flags(speak, RECORDS, TITLES, LEFT_OUT)
     speak.set_defaults(job=run_speak)
 
 
 def run_speak(args: argparse.Namespace) -> int:
+    if str(args.out) != "-":
+        check_sound_file(args.out)
+    if args.clip is not None and not args.clip.is_file():
+        raise Invalid(f"--clip {args.clip}: there is no such file", "clip")
+    parameters(args, Params())  # are they numbers that can be?
     return asyncio.run(_speak(args))
+
+
+def parameters(args: argparse.Namespace, defaults: Params) -> Params:
+    """As the flags say; what they leave open, as the checkpoint does."""
+    most = {} if args.max_audio_frames is None else {"max_frames": args.max_audio_frames}
+    return replace(defaults, seed=args.seed, greedy_speech=args.greedy, **most)
 
 
 async def _speak(args: argparse.Namespace) -> int:
     from stretto.orchestrator.engine import PipelineEngine
 
     config = replace(engine_config(vars(args), os.environ, max_requests=1), min_pace=0.0)
-    async with PipelineEngine.open(args.model, config) as engine:
-        params = replace(engine.info.defaults, seed=args.seed, greedy_speech=args.greedy)
-        if args.max_frames is not None:
-            params = replace(params, max_frames=args.max_frames)
-        return await _read(args, engine, await _manner(args, engine), params)
+    directory = find_model(args.model, say)
+    async with PipelineEngine.open(directory, config) as engine:
+        return await _read(args, engine, await _manner(args, engine), parameters(args, engine.info.defaults))
 
 
 async def _manner(args: argparse.Namespace, engine: PipelineEngine) -> Manner:
@@ -79,7 +93,7 @@ async def _read(args: argparse.Namespace, engine: PipelineEngine, manner: Manner
 
     from stretto.orchestrator.api import AudioChunk, Finished
 
-    text: str | AsyncIterator[str] = args.text if args.text is not None else standard_input()
+    text: str | AsyncIterator[str] = args.text if args.text not in (None, "-") else standard_input()
     if not isinstance(text, str) and not engine.info.live_text:
         text = "".join([piece async for piece in text])
     to_stdout, since, first, samples = str(args.out) == "-", time.perf_counter(), 0.0, []

@@ -35,7 +35,9 @@ def check_cards(config: EngineConfig, stages: Sequence[str], cards: int) -> None
         for place in places(one.placement, stages):
             card = card_of(device := place.device or one.host.device)
             if card is not None and card >= cards:
-                raise Invalid(f"{place.name} is placed on {device}, but there {_are(cards)}", "placement")
+                raise Invalid(
+                    f"{place.name} is placed on {device}, but there {_are(cards)}{_instead(cards)}", "placement"
+                )
 
 
 def shown(device: str, cards: Sequence[str]) -> tuple[str, Mapping[str, str]]:
@@ -47,5 +49,9 @@ def shown(device: str, cards: Sequence[str]) -> tuple[str, Mapping[str, str]]:
     return "cuda:0", {VISIBLE: cards[card]}
 
 
+def _instead(cards: int) -> str:
+    return "" if cards else "; --device cpu runs without a GPU"
+
+
 def _are(cards: int) -> str:
-    return {0: "is none", 1: "is one (cuda:0)"}.get(cards, f"are {cards} (cuda:0 to cuda:{cards - 1})")
+    return {0: "is no GPU", 1: "is one (cuda:0)"}.get(cards, f"are {cards} (cuda:0 to cuda:{cards - 1})")

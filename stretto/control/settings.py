@@ -6,7 +6,7 @@ Fields made by `setting` are flags of `stretto serve` and `stretto generate`, wi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -173,7 +173,8 @@ class HostSettings:
         for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise Invalid(f"{name} must be at least {least}, got {getattr(self, name)}", name)
+                name = "max_model_len" if name == "max_context" else name  # as its flag is called
+                raise Invalid(f"{name} must be at least {least}, got {value}", name)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "switches": dict(self.switches), "blocks": dict(self.blocks)}
@@ -273,12 +274,12 @@ def _turn(devices: str | None, number: int) -> str | None:
     return each[number % len(each)]
 
 
-def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int) -> None:
+def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int, stated: Collection[str] = ()) -> None:
     """Refuse settings that a model with these stages and so many positions cannot have. Called as soon as it is known
-    which model it is."""
+    which model it is. `stated`: names of settings that somebody gave; the default context is shortened silently."""
     places(config.placement, stages)
     asked = config.host.max_context
-    if asked > max_positions and asked != CONTEXT:
+    if asked > max_positions and (asked != CONTEXT or "max_model_len" in stated):
         raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")
     if unknown := sorted(set(config.host.blocks) - set(stages)):
         raise Invalid(f"kv_blocks names {', '.join(unknown)}, but there are {', '.join(stages)}", "kv_blocks")

@@ -104,6 +104,7 @@ class WorkerProcess:
                 *("--builder", self._builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
                 env={**os.environ, **ENVIRONMENT},
             )
         self._control = ours

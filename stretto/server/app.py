@@ -194,7 +194,7 @@ class Routes:
             status, headers = 404, None  # it met the route of the pages, which takes whatever is left
         what = f"{request.method} {request.url.path[:200]}"
         near = nearest(path, self.paths)
-        hint = f"; did you mean {near}?" if near else ""
+        hint = f"; did you mean {near}?" if near else "; GET /openapi.json tells what there is"
         words = {404: f"there is no {what}{hint}", 405: f"{what} is not possible here"}
         return respond(Refused(status, words.get(status, error.detail), code="not_found", headers=headers))
 

@@ -132,7 +132,7 @@ def _serve(model: str | None, engine_config: EngineConfig, config: ServerConfig,
     with checkpoint(model) as directory:
         engine_config, config = fit_card(engine_config, config, directory, stated)
         opened = open_model(directory)
-        check_model(engine_config, opened.pipeline.names, opened.info.max_positions)  # before anything starts
+        check_model(engine_config, opened.pipeline.names, opened.info.max_positions, stated)  # before anything starts
         check_cards(engine_config, opened.pipeline.names, len(cards()))
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 

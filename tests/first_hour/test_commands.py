@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +21,18 @@ from stretto.client.report import overview, rates, table
 from stretto.client.sound import NoSound
 from stretto.client.talk import Talk
 from stretto.client.wire import Words
+from tests.prompt.samples import video_file
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_generate_hears_sees_and_reads_from_a_pipe(tiny_dir: Path, tmp_path: Path, monkeypatch) -> None:
     soundfile.write(tmp_path / "a b.wav", np.zeros(16000, np.float32), 16000)
     Image.new("RGB", (64, 64)).save(tmp_path / "p.png")
+    (tmp_path / "v.mp4").write_bytes(video_file(num_frames=4))
     monkeypatch.setattr("sys.stdin", io.StringIO("What is this?\n"))
     words = ["generate", str(tiny_dir), "--audio", str(tmp_path / "a b.wav"), "--image", str(tmp_path / "p.png")]
+    words += ["--video", str(tmp_path / "v.mp4")]
     words += ["--system", "Be brief.", "--text", "-", "--max-tokens", "3", "--text-only", "--device", "cpu"]
     assert main([*words, "--json", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
@@ -33,6 +40,7 @@ def test_generate_hears_sees_and_reads_from_a_pipe(tiny_dir: Path, tmp_path: Pat
     config = json.loads((tiny_dir / "config.json").read_text())["thinker_config"]
     assert config["audio_token_id"] in report["prompt_ids"]
     assert config["image_token_id"] in report["prompt_ids"]
+    assert config["video_token_id"] in report["prompt_ids"]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,22 @@ def test_one_name_for_one_thing() -> None:
         parsed = vars(parser().parse_args(words))
         assert parsed.get("api_key", "k") in ("k", ["k"]), job
         assert parsed.get("max_tokens", 3) == 3, job
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/serve.md"])
+def test_commands_of_the_documents_are_understood(name: str) -> None:
+    text = (ROOT / name).read_text()
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.M | re.S))
+    typed = re.findall(r"^(?:\.venv/bin/)?stretto ([^#<\n]*)", blocks, re.M)
+    assert len(typed) >= 3
+    for words in typed:
+        _, unknown = parser().parse_known_args(shlex.split(words))
+        assert not unknown, words
+
+
+def test_the_readme_names_the_build_of_torch_that_is_installed() -> None:
+    (default,) = re.findall(r"TORCH:=?-?(torch==[\d.]+)", (ROOT / "scripts" / "setup.sh").read_text())
+    assert f"(default `{default}`" in (ROOT / "README.md").read_text()
 
 
 def test_talk_understands_exit_and_overwrites_nothing(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from stretto.control.settings import EngineConfig
-from stretto.errors import StageDead
+from stretto.control.settings import EngineConfig, HostSettings
+from stretto.errors import StageDead, StrettoError
+from stretto.orchestrator import engine as engine_module
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.upkeep import FIRST_STARTS
 from tests.orchestrator.common import run
@@ -46,6 +48,25 @@ def test_a_host_that_never_comes_up_is_given_up(tiny_dir: Path, tmp_path: Path, 
     run(work())
     assert len(starts.read_text().split()) == FIRST_STARTS
     assert all(f"(stages {STAGES})" in r.getMessage() for r in caplog.records if "died" in r.getMessage())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_gpu_that_torch_cannot_use_is_tried_once(tiny_dir: Path, monkeypatch, caplog) -> None:
+    """A build of PyTorch without CUDA beside a GPU, or no driver: a permanent error that only the host can find."""
+    monkeypatch.setattr(engine_module, "cards", lambda: ("0",))
+
+    async def work() -> None:
+        engine = PipelineEngine(tiny_dir, EngineConfig(host=HostSettings(device="cuda")))
+        try:
+            with pytest.raises(StrettoError, match=r"cannot be used: PyTorch .*; --device cpu runs without a GPU"):
+                await engine.start()
+            assert engine.progress.state == "dead"
+            assert "cannot be used: PyTorch" in str(engine.progress.error)
+        finally:
+            await engine.close()
+
+    run(work())
+    assert "died" not in caplog.text  # and nothing was started again
 
 
 def test_a_host_that_dies_is_named_and_its_return_is_told(tiny_dir: Path, caplog) -> None:

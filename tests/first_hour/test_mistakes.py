@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from stretto.cli import main
+from stretto.control.settings import EngineConfig, check_model
+from stretto.device import cards
 from stretto.errors import Invalid
 from stretto.stage.devices import check_device
 
@@ -38,6 +41,21 @@ def test_serve_without_the_gpu_it_names_ends_with_one_sentence(tiny_dir: Path) -
     assert done.stderr.count("cuda:77") == 1
 
 
+@pytest.mark.skipif(bool(cards()), reason="for machines without a GPU")
+def test_serve_on_a_gpu_without_one(tiny_dir: Path) -> None:
+    done = typed("serve", tiny_dir, "--device", "cuda")
+    check_told(done, "but there is no GPU; --device cpu runs without a GPU", 2)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_build_of_torch_without_cuda_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(
+        Invalid, match=r"was built without CUDA; install a build with CUDA \(pip install .*--device cpu"
+    ):
+        check_device("cuda")
+
+
 @pytest.mark.parametrize(("name", "says"), [("gpu", "there is no device 'gpu'"), ("meta", "only cpu and cuda")])
 def test_a_device_that_is_none(name: str, says: str) -> None:
     with pytest.raises(Invalid, match=says):
@@ -49,6 +67,7 @@ def test_a_device_that_is_none(name: str, says: str) -> None:
     [
         (("--max-rows", "-3"), "max_rows must be at least 1"),
         (("--max-rows", "0"), "max_rows must be at least 1"),
+        (("--max-model-len", "0"), "max_model_len must be at least 1"),
         (("--max-model-len", "9999999"), "the model has only 8192 positions"),
         (("--host", "no.such.host.invalid", "--port", "0"), "cannot listen on no.such.host.invalid"),
         (("--port", "TAKEN"), "--port 0 any free one"),
@@ -62,6 +81,18 @@ def test_serve_refuses_at_once(words: tuple[str, ...], says: str, tiny_dir: Path
         done = typed("serve", tiny_dir, *(port if w == "TAKEN" else w for w in words), "--device", "cpu")
     check_told(done, says)
     assert "starting" not in done.stderr  # no process was started for this
+
+
+def test_serve_without_the_model_it_names(tmp_path: Path) -> None:
+    done = typed("serve", tmp_path / "Qwen3-Omni")
+    check_told(done, "Qwen3-Omni: there is no such directory", 2)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_stated_context_is_not_shortened() -> None:
+    check_model(EngineConfig(), ("a",), 4096)  # the default follows the model
+    with pytest.raises(Invalid, match="max_model_len is 8192, but the model has only 4096 positions"):
+        check_model(EngineConfig(), ("a",), 4096, {"max_model_len"})
 
 
 def test_unknown_flags_show_their_own_commands_usage(tiny_dir: Path) -> None:
@@ -87,6 +118,22 @@ def test_generate_refuses_before_it_loads(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--out", "x.mp3"), "x.mp3: can be .wav or .flac"),
+        (("--out", "x.wav", "--clip", "nowhere.wav"), "--clip nowhere.wav: there is no such file"),
+        (("--out", "x.wav", "--max-audio-frames", "0"), "max_frames is out of range"),
+        (("--out", "x.wav"), "no-model: there is no such directory"),
+    ],
+)
+def test_speak_refuses_before_it_loads(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["speak", str(tmp_path / "no-model"), "--text", "hi", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_generate_into_head(tiny_dir: Path) -> None:
     words = ["generate", str(tiny_dir), "--text", "hi", "--text-only", *SMALL]
     with subprocess.Popen([*STRETTO, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -99,19 +146,32 @@ def test_generate_into_head(tiny_dir: Path) -> None:
     assert "BrokenPipe" not in said
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
 @pytest.mark.parametrize("words", [("serve", "TINY", "--port", "0"), ("generate", "TINY", "--text", "hi")])
 def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
     command = [*STRETTO, *(str(tiny_dir) if w == "TINY" else w for w in words), "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while not children.read_text().split():  # a host has been started
+        while not (begun := [int(pid) for pid in children.read_text().split() if has_begun(int(pid))]):
             assert process.poll() is None
             time.sleep(0.01)
+        groups = [os.getpgid(pid) for pid in begun]
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.stderr is not None
         said = process.stderr.read()
         assert process.wait(60) in (0, 130)
     assert "Traceback" not in said
+    assert "died" not in said
+    assert process.pid not in groups  # or the children would have been interrupted in their imports
+
+
+def has_begun(pid: int) -> bool:
+    """Whether a child is a program of its own, and not only forked."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"stretto.stage.process" in command or b"stretto.prompt.worker" in command
+    except OSError:
+        return False  # it has ended
 
 
 def test_tiny_overwrites_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 
 from stretto.errors import Invalid
 from stretto.observe import logs
+from stretto.server.command import settle
 from stretto.server.failures import Refused
 from stretto.server.keys import Keys
 from stretto.server.series import HELP
@@ -112,6 +113,16 @@ def test_lines_have_dates_and_warnings_are_lines_too(monkeypatch: pytest.MonkeyP
     first, second = (json.loads(line) for line in out.getvalue().splitlines())
     assert "careful" in first["message"]
     assert "the end" in second["stack"]
+
+
+def test_the_settings_of_the_documented_service(tmp_path: Path) -> None:
+    """What docs/serve.md tells operators to put into a file."""
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    (tmp_path / "stretto.yaml").write_text(block)
+    model, _, server = settle({"config": tmp_path / "stretto.yaml"}, {})
+    assert model == "Qwen/Qwen3-Omni-30B-A3B-Instruct"
+    assert (server.api_key_file, server.log_format, server.drain_timeout) == ("/etc/stretto.keys", "json", 30)
 
 
 # ---- keys

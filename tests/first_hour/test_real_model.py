@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from stretto import device
-from stretto.cli import main
+from stretto import device, speak
+from stretto.cli import main, parser
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import CheckpointError, StrettoError
 from stretto.family import Wanted
 from stretto.hub import find_model
-from stretto.registry import open_model
+from stretto.registry import open_model, write_tiny
 from stretto.server import engine as sizing
 from stretto.server.config import ServerConfig
 from stretto.server.engine import fit_card, rows_for
@@ -55,6 +59,28 @@ def test_a_name_that_is_nowhere_says_what_to_run(cache: Path, capsys: pytest.Cap
     told = capsys.readouterr().err
     assert "hf download Qwen/Qwen3-Omni-30B-A3B-Instruct" in told
     assert "Traceback" not in told
+
+
+def test_serve_by_name_without_a_network(tmp_path: Path) -> None:
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "stretto.cli", "serve", "Qwen/Qwen3-Omni-30B-A3B-Instruct"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1
+    assert "run: hf download Qwen/Qwen3-Omni-30B-A3B-Instruct --local-dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_that_is_not_here_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, local_files_only: bool = False, allow_patterns: Any = ()) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        assert "*.safetensors" in allow_patterns
+        return str(cache)
+
+    said: list[str] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_model("org/other", said.append) == cache
+    assert said == ["org/other is not in the Hugging Face cache: downloading it"]
 
 
 def test_a_broken_download_goes_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +138,37 @@ def test_a_checkpoint_that_does_not_draw(changed: tuple[Path, Path]) -> None:
     file.write_text(json.dumps({"top_p": "high"}))
     with pytest.raises(CheckpointError, match="top_p must be a number"):
         open_model(directory)
+
+
+def test_a_model_that_reads_has_its_own_sampling_too(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tts", 0, "qwen3-tts")
+    file = tmp_path / "tts" / "generation_config.json"
+    assert open_model(tmp_path / "tts").info.defaults == replace(Params(), max_frames=8191)  # the rest is as ours
+    file.write_text(json.dumps({
+        "do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.2,
+        "max_new_tokens": 100, "subtalker_temperature": 0.4, "subtalker_top_k": 3,
+    }))  # fmt: skip
+    model = open_model(tmp_path / "tts")
+    assert model.info.defaults.max_frames == 99
+    talker: Any = model.stage_params(Wanted("reading", model.info.defaults, 3))["talker"]
+    drawn = [(s.temperature, s.top_k, s.top_p, s.repetition_penalty) for s in (talker.code0, talker.residual)]
+    assert drawn == [(0.5, 7, 0.8, 1.2), (0.4, 3, 1.0, 1.0)]
+    stated = replace(model.info.defaults, speech_temperature=0.3)  # as a request does
+    talker = model.stage_params(Wanted("reading", stated, 3))["talker"]
+    assert talker.code0.temperature == 0.3
+    file.write_text(json.dumps({"do_sample": False, "subtalker_dosample": False}))
+    model = open_model(tmp_path / "tts")
+    talker = model.stage_params(Wanted("reading", model.info.defaults, 3))["talker"]
+    assert (talker.code0.temperature, talker.residual.temperature) == (0.0, 0.0)
+    file.write_text(json.dumps({"subtalker_top_p": 3}))
+    with pytest.raises(CheckpointError, match="top_p must be"):
+        open_model(tmp_path / "tts")
+
+
+def test_speak_reads_with_the_checkpoints_own_sampling() -> None:
+    args = parser().parse_args(["speak", "M", "--out", "a.wav", "--max-audio-frames", "5"])
+    made = speak.parameters(args, Params(speech_temperature=0.3))
+    assert (made.speech_temperature, made.max_frames) == (0.3, 5)
 
 
 def test_requests_say_how_speech_is_drawn_and_models_say_their_defaults() -> None:

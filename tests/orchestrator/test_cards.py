@@ -74,7 +74,7 @@ def test_replicas_take_a_card_each() -> None:
         (config("thinker@0, talker+code2wav@2"), 2, r"talker\+code2wav is placed on cuda:2, but there are 2"),
         (config("thinker@0|1, talker+code2wav@0|1", replicas=2), 1, r"placed on cuda:1, but there is one \(cuda:0\)"),
         (config(devices=("cuda:3",)), 2, "placed on cuda:3"),
-        (config(), 0, "but there is none"),
+        (config(), 0, "but there is no GPU; --device cpu runs without a GPU"),
     ],
 )
 def test_a_card_that_is_not_there_is_refused(wrong: EngineConfig, cards: int, words: str) -> None:

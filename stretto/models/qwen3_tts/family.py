@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.hub import model_name
 from stretto.models.generation import GenerationFile
 from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.generation import read_defaults, read_residual
@@ -57,7 +58,7 @@ def open_model(directory: Path) -> Qwen3Tts:
     config, file = TtsConfig.read(directory), GenerationFile.open(directory)
     clones = config.kind == "base"
     info = ModelInfo(
-        name=directory.name,
+        name=model_name(directory),
         voices=tuple(config.talker.speakers),
         default_voice=default_voice(config),
         sample_rate=SAMPLE_RATE,

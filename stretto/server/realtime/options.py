@@ -91,7 +91,8 @@ class Options:
         offered = [t for t in self.tools if self.only_tool in (None, t.get("name"))]
         return _chat_tools(offered) or None
 
-    def params(self, packets: ChunkSizes) -> Params:
+    def params(self, packets: ChunkSizes, defaults: Params) -> Params:
+        """`defaults`: what the checkpoint says where nobody does."""
         given = {
             "temperature": self.temperature,
             "seed": self.seed,
@@ -99,7 +100,7 @@ class Options:
             "max_frames": self.max_audio_frames,
             "max_text_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
-        return Params(**{k: v for k, v in given.items() if v is not None}, packets=packets)  # type: ignore[arg-type]
+        return replace(defaults, **{k: v for k, v in given.items() if v is not None}, packets=packets)  # type: ignore[arg-type]
 
     def updated(self, fields: c.Common, info: ModelInfo) -> Options:
         changes: dict[str, Any] = {}

@@ -90,7 +90,7 @@ class Speaker:
             return self.talk.respond(
                 modalities=("text", "audio") if options.spoken else ("text",),
                 voice=options.voice if options.spoken else None,
-                params=options.params(config.packets),
+                params=options.params(config.packets, self.engine.info.defaults),
                 tools=tools,
                 instructions=options.instructions or None,
                 items=items,

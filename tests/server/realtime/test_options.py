@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.control.request import ChunkSizes
+from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.server.realtime import clientevents as c
@@ -144,9 +144,11 @@ def test_tools_become_the_model_s() -> None:
 
 def test_sampling() -> None:
     options = update(state(), seed=3, temperature=0.5, max_output_tokens=20, max_audio_frames=9).answers
-    params = options.params(ChunkSizes())
+    params = options.params(ChunkSizes(), Params())
     assert (params.seed, params.temperature, params.max_text_tokens, params.max_frames) == (3, 0.5, 20, 9)
-    assert options.updated(c.ResponseFields(max_output_tokens="inf"), INFO).params(ChunkSizes()).max_text_tokens == 1024
+    own = Params(temperature=0.6, max_text_tokens=300, speech_top_k=7)  # what the checkpoint says
+    params = options.updated(c.ResponseFields(max_output_tokens="inf"), INFO).params(ChunkSizes(), own)
+    assert (params.temperature, params.max_text_tokens, params.speech_top_k) == (0.5, 300, 7)
 
 
 def test_both_modalities_mean_speech() -> None:
