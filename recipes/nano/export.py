@@ -50,14 +50,14 @@ def _split(name: str, tensor: torch.Tensor) -> Tensors:
     return found
 
 
-def collect(work: Path, cool: float = 1.0) -> Tensors:
-    """Every tensor of the checkpoint, bfloat16. The released model draws codes 1 to 15 at a fixed temperature of 1:
-    a cooler draw is written into the heads that give their logits."""
+def collect(work: Path, last: bool = False) -> Tensors:
+    """Every tensor of the checkpoint, bfloat16. `last`: of the talker, the weights at the end of its training."""
     text = Text.open(work)
     wanted = checkpoint_shapes(text.config)
     trained: Tensors = {}
     for prefix, file in PARTS:
-        for name, tensor in load_file(work / file).items() if prefix != AUDIO or (work / file).exists() else ():
+        path = work / (talker.LAST if last and file == talker.FILE else file)
+        for name, tensor in load_file(path).items() if prefix != AUDIO or path.exists() else ():
             full = prefix + name
             parts = _split(full, tensor) if ".experts." in full else {full: tensor}
             trained |= {k: v for k, v in parts.items() if k in wanted or prefix != "code2wav."}
@@ -68,8 +68,7 @@ def collect(work: Path, cool: float = 1.0) -> Tensors:
     for name, size in wanted.items():
         if name in trained:
             assert tuple(trained[name].shape) == tuple(size), (name, trained[name].shape, size)
-            sharper = 1 / cool if name.startswith("talker.code_predictor.lm_head.") else 1.0
-            found[name] = (trained[name].float() * sharper).to(torch.bfloat16).contiguous()
+            found[name] = trained[name].to(torch.bfloat16).contiguous()
             continue
         if not name.startswith(("thinker.visual.", "thinker.audio_tower.")):
             raise SystemExit(f"nothing was trained for {name}")
@@ -103,9 +102,9 @@ def take_apart(folder: Path, work: Path) -> None:
         save_file(found[part], work / file_name)
 
 
-def write(work: Path, folder: Path, cool: float = 1.0) -> None:
+def write(work: Path, folder: Path, last: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = collect(work, cool)
+    tensors = collect(work, last)
     shards: list[Tensors] = [{}]
     used = 0
     for name, tensor in tensors.items():
