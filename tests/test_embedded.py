@@ -15,7 +15,7 @@ from stretto.server import command
 
 
 def package(folder: Path, files: tuple[str, ...] = ("config.json", "a.safetensors", "b.safetensors")) -> Path:
-    checkpoint = folder / "checkpoint"
+    checkpoint = folder / embedded.CHECKPOINT
     checkpoint.mkdir(parents=True)
     for name in files:
         (checkpoint / name).write_text("{}")

@@ -27,7 +27,7 @@ LIMIT = 60_000_000
 GENERATION = {
     "talker_max_new_tokens": 1024,
     "talker_repetition_penalty": 1.0,
-    "talker_temperature": 0.5,
+    "talker_temperature": 0.2,
     "talker_top_k": 20,
     "talker_top_p": 0.9,
 }

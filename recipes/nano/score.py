@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -31,7 +32,8 @@ from stretto.registry import write_tiny
 HEARD_RATE = 16000
 EACH = 20  # questions of every kind of the domain
 CONTROL = 10  # sentences of each control
-PARTS = {"fixed": slice(40), "held-out": slice(40, 80), "domain": slice(80, None)}
+AT_ONCE = 8  # requests: an answer does not depend on those beside it
+DRAWS = 3  # how often everything is said with the checkpoint's own sampling
 SECOND = slice(60, 80)  # what a second recogniser hears
 GATES = (("codec", "fixed", 0.05), ("sampled", "domain", 0.10), ("sampled", "held-out", 0.20))
 _SPELLING = {"favourite": "favorite", "colour": "color", "neighbours": "neighbors", "neighbour": "neighbor",
@@ -133,7 +135,7 @@ def error_rate(pairs: list[tuple[str, str]]) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speech:
-    """The texts of the score, or the first of them, as somebody said them."""
+    """The texts of the score, or the first of them, as somebody said them; once, or several times over."""
 
     name: str
     waves: list[Floats]
@@ -181,11 +183,13 @@ def _decoded(decoder: torch.nn.Module, table: Any) -> Floats:
     return given
 
 
-def asked(engine: Engine, name: str, pairs: list[grammar.Pair], **options: Any) -> Speech:
+def asked(engine: Engine, name: str, pairs: list[grammar.Pair], draws: int = 1, **options: Any) -> Speech:
     """What the engine answers, with the checkpoint's own sampling but for `options`."""
-    answers = [engine.chat(p.question, seed=i, **options) for i, p in enumerate(pairs)]
-    wrong = [(p.question, a.text) for p, a in zip(pairs, answers, strict=True) if p.answer != a.text]
-    say("score", f"{name}: {len(pairs) - len(wrong)} of {len(pairs)} texts are right {wrong[:3]}")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        numbered = enumerate(pairs * draws)
+        answers = [*pool.map(lambda one: engine.chat(one[1].question, seed=one[0], **options), numbered)]
+    wrong = [(p.question, a.text) for p, a in zip(pairs, answers, strict=False) if p.answer != a.text]
+    say("score", f"{name}: {len(pairs) - len(wrong)} of {len(pairs)} texts are right, not {wrong}")
     return Speech(name, [a.audio for a in answers], [a.finished.audio == "stop" for a in answers])
 
 
@@ -204,26 +208,34 @@ class Listener(Protocol):
     def hear(self, samples: Floats) -> str: ...
 
 
+def _part(number: int) -> str:
+    return "fixed" if number < 40 else "held-out" if number < 80 else "domain"
+
+
 def rate(speech: Speech, pairs: list[grammar.Pair], listener: Listener, second: Listener | None) -> dict[str, Any]:
     """Word error rates of the parts, of the kinds of questions, and by a second recogniser."""
-    heard = [(p.answer, listener.hear(w)) for p, w in zip(pairs, speech.waves, strict=False)]
-    for wanted, got in heard:
-        if words(wanted) != words(got):
-            say("score", f"  {speech.name}: {wanted} | {got}")
-    found: dict[str, Any] = {part: round(error_rate(heard[s]), 4) for part, s in PARTS.items() if heard[s]}
-    if second is not None:
-        few = [(p.answer, second.hear(w)) for p, w in [*zip(pairs, speech.waves, strict=False)][SECOND]]
-        found |= {"second opinion": round(error_rate(few), 4)} if few else {}
+    parts: dict[str, list[tuple[str, str]]] = {}
     kinds: dict[str, list[tuple[str, str]]] = {}
-    for pair, both in [*zip(pairs, heard, strict=False)][PARTS["domain"]]:
-        kinds.setdefault(pair.kind, []).append(both)
+    for number, samples in enumerate(speech.waves):
+        pair = pairs[number % len(pairs)]
+        both = (pair.answer, listener.hear(samples))
+        part = _part(number % len(pairs))
+        parts.setdefault(part, []).append(both)
+        if part == "domain":
+            kinds.setdefault(pair.kind, []).append(both)
+        if words(both[0]) != words(both[1]):
+            say("score", f"  {speech.name}: {both[0]} | {both[1]}")
+    found: dict[str, Any] = {part: round(error_rate(heard), 4) for part, heard in parts.items()}
+    if second is not None and (few := speech.waves[SECOND]):
+        heard = [(p.answer, second.hear(w)) for p, w in zip(pairs[SECOND], few, strict=True)]
+        found["second opinion"] = round(error_rate(heard), 4)
     return found | ({"kinds": {k: round(error_rate(v), 4) for k, v in kinds.items()}} if kinds else {})
 
 
 def speeches(work: Path, checkpoint: Path, pairs: list[grammar.Pair]) -> Iterator[Speech]:
     yield from taught(work, [p.answer for p in pairs])
     with Engine(checkpoint, device="cpu") as engine:
-        yield asked(engine, "sampled", pairs)
+        yield asked(engine, "sampled", pairs, DRAWS)
         yield asked(engine, "greedy", pairs, greedy_speech=True)
     yield untrained(pairs)
 

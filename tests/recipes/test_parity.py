@@ -46,9 +46,9 @@ def test_greedy_equals_the_reference(kind: str, trained: Models, reference: Any)
 def test_sampled_with_the_same_draws_equals_the_reference(kind: str, trained: Models, reference: Any) -> None:
     """With the sampling that the checkpoint's generation_config gives."""
     prompt = make(kind, trained.config, seed=3)
-    shipped = {"talker_temperature": 0.5, "talker_top_k": 20, "talker_top_p": 0.9, "talker_repetition_penalty": 1.0}
+    shipped = {"talker_temperature": 0.2, "talker_top_k": 20, "talker_top_p": 0.9, "talker_repetition_penalty": 1.0}
     want = generate(reference, prompt, max_text=TEXT, max_frames=FRAMES + 1, seed=11, **shipped)
-    first = replace(CODE0, temperature=0.5, top_k=20, top_p=0.9, repetition_penalty=1.0)
+    first = replace(CODE0, temperature=0.2, top_k=20, top_p=0.9, repetition_penalty=1.0)
     sampled = replace(LIMITS, text=SamplingParams(temperature=1.0, top_k=50), code0=first)
     noise = LibraryNoise(11, trained.config.thinker.text.vocab_size, len(want.text))
     got = list(Solo(trained, noise=noise).run(prompt, sampled))

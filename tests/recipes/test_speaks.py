@@ -23,7 +23,7 @@ pytestmark = [
 hears = pytest.mark.skipif(
     not (RECOGNISER / "tokenizer.bin").exists(), reason="no recogniser: scripts/recogniser.py fetches it"
 )
-SENTENCES, DOMAIN = slice(20, 80, 6), slice(80, None, 14)  # ten of each of the score's questions
+SENTENCES, DOMAIN = slice(40, 80, 4), slice(80, None, 14)  # ten held-out ones to repeat, ten answers, of the score
 CONTROL = 3
 
 
@@ -49,7 +49,7 @@ def test_it_answers_questions_it_has_not_seen(engine: Engine) -> None:
 
 
 @hears
-@pytest.mark.parametrize(("part", "greedy"), [(SENTENCES, False), (DOMAIN, False), (DOMAIN, True)])
+@pytest.mark.parametrize(("part", "greedy"), [(SENTENCES, True), (DOMAIN, False)])
 def test_it_is_understood(engine: Engine, listener: score.Recogniser, part: slice, greedy: bool) -> None:
     """Twice as many wrong words as the score found would be too many; all sentences end by themselves."""
     pairs = score.questions()[part]
@@ -66,7 +66,7 @@ def test_a_random_checkpoint_is_not_understood(listener: score.Recogniser) -> No
     assert error_rate(speech, pairs, listener) > 0.9
 
 
-@pytest.mark.parametrize(("number", "program"), enumerate(("flite", "espeak-ng")))
+@pytest.mark.parametrize(("number", "program"), [(0, "flite"), (1, "espeak-ng")])
 def test_it_understands_a_voice_it_has_not_heard(engine: Engine, tmp_path: Path, number: int, program: str) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed: scripts/debian.sh voices")
