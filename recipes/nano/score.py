@@ -140,6 +140,7 @@ class Speech:
     name: str
     waves: list[Floats]
     ended: list[bool] | None = None  # by itself; None for those who cannot go on
+    exact: str = ""  # texts that are right, where there are any
 
 
 def domain_pairs(each: int = EACH) -> list[grammar.Pair]:
@@ -189,8 +190,9 @@ def asked(engine: Engine, name: str, pairs: list[grammar.Pair], draws: int = 1, 
         numbered = enumerate(pairs * draws)
         answers = [*pool.map(lambda one: engine.chat(one[1].question, seed=one[0], **options), numbered)]
     wrong = [(p.question, a.text) for p, a in zip(pairs, answers, strict=False) if p.answer != a.text]
-    say("score", f"{name}: {len(pairs) - len(wrong)} of {len(pairs)} texts are right, not {wrong}")
-    return Speech(name, [a.audio for a in answers], [a.finished.audio == "stop" for a in answers])
+    exact = f"{len(pairs) - len(wrong)} of {len(pairs)}"
+    say("score", f"{name}: {exact} texts are right, not {wrong}")
+    return Speech(name, [a.audio for a in answers], [a.finished.audio == "stop" for a in answers], exact)
 
 
 def untrained(pairs: list[grammar.Pair]) -> Speech:
@@ -244,10 +246,12 @@ def run(work: Path, checkpoint: Path, recogniser: Path, wav: Path | None, second
     listener, pairs = Recogniser(recogniser), questions()
     rates: dict[str, dict[str, Any]] = {}
     ended: dict[str, str] = {}
+    exact = ""
     for speech in speeches(work, checkpoint, pairs):
         rates[speech.name] = rate(speech, pairs, listener, second)
         say("score", f"{speech.name}: {rates[speech.name]}")
         if speech.ended is not None and speech.name in ("sampled", "greedy"):
+            exact = speech.exact
             ended[speech.name] = f"{sum(speech.ended)} of {len(speech.ended)}"
             gate("score", f"{speech.name}: {ended[speech.name]} end by themselves", all(speech.ended))
         if wav is not None:
@@ -261,4 +265,4 @@ def run(work: Path, checkpoint: Path, recogniser: Path, wav: Path | None, second
     for name in (n for n in rates if n.startswith("random")):
         gate("score", f"{name}: word error rate {rates[name]['fixed']:.3f}, wanted above 0.9",
              rates[name]["fixed"] > 0.9)  # fmt: skip
-    note(work, "score", word_error_rate=rates, ended=ended)
+    note(work, "score", word_error_rate=rates, ended=ended, exact=exact)

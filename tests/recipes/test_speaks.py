@@ -48,6 +48,12 @@ def test_it_answers_questions_it_has_not_seen(engine: Engine) -> None:
     assert sum(a == p.answer for a, p in zip(answers, pairs, strict=True)) >= len(pairs) - 1
 
 
+def test_it_answers_what_the_page_suggests(engine: Engine) -> None:
+    assert engine.info.ideas
+    for idea in engine.info.ideas:
+        assert engine.chat(idea, modalities=("text",)).text != grammar.REFUSAL, idea
+
+
 @hears
 @pytest.mark.parametrize(("part", "greedy"), [(SENTENCES, True), (DOMAIN, False)])
 def test_it_is_understood(engine: Engine, listener: score.Recogniser, part: slice, greedy: bool) -> None:
