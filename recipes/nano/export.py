@@ -24,6 +24,10 @@ from stretto.models.shapes import spread
 
 SHARD = 16_300_000  # bytes
 LIMIT = 60_000_000
+COOL = 0.25  # a power of two: bfloat16 loses nothing
+"""Temperature of codes 1 to 15. The released model draws them at a fixed 1.0, so this is written into the heads that
+give their logits: what is less left to chance is better understood."""
+HEADS = "talker.code_predictor.lm_head."
 GENERATION = {
     "talker_max_new_tokens": 1024,
     "talker_repetition_penalty": 1.0,
@@ -68,7 +72,8 @@ def collect(work: Path, last: bool = False) -> Tensors:
     for name, size in wanted.items():
         if name in trained:
             assert tuple(trained[name].shape) == tuple(size), (name, trained[name].shape, size)
-            found[name] = trained[name].to(torch.bfloat16).contiguous()
+            sharper = 1 / COOL if name.startswith(HEADS) else 1.0
+            found[name] = (trained[name].float() * sharper).to(torch.bfloat16).contiguous()
             continue
         if not name.startswith(("thinker.visual.", "thinker.audio_tower.")):
             raise SystemExit(f"nothing was trained for {name}")
@@ -90,7 +95,8 @@ def take_apart(folder: Path, work: Path) -> None:
                 number, projection, _ = tail.split(".")
                 experts.setdefault(head + ".experts", {}).setdefault(int(number), {})[projection] = tensor
             elif part is not None and not name.startswith("thinker.visual."):
-                found.setdefault(part, {})[name.removeprefix(part)] = tensor
+                cooled = COOL if name.startswith(HEADS) else 1.0
+                found.setdefault(part, {})[name.removeprefix(part)] = (tensor.float() * cooled).to(tensor.dtype)
     for name, numbered in experts.items():
         part = next(p for p, _ in PARTS if name.startswith(p))
         rest = name.removeprefix(part)
