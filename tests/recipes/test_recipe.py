@@ -200,6 +200,7 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
         "| sampled | 1.0% | 5.0% | 12.5% |  |",
         "| sampled | 25.0% | 0.0% |",
         "Missed: sampled, domain.",
+        "Wanted: 95 % and 85 %; missed with `rms`.",
         "sampled 220 of 220",
         "before they are spoken: 219 of 220",
         "| 99.5% | 75.0% (70.0% to 80.0%) |",
