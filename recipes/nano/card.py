@@ -66,9 +66,11 @@ sentences. 40 fixed and 40 held-out sentences to repeat; {num_domain} answers of
 
 "codec" is the teacher's speech through the codes; "random codes" and "random checkpoint" are controls of ten sentences
 that must not be understood. Wanted: codec below 5 % (fixed), answers of the domain below 10 %, held-out sentences below
-20 %. {missed} The sampling was chosen on these same sentences. A point more or less means nothing:
-changes of 0.00003 in the samples are enough for the recogniser to hear some sentences otherwise, and it takes "eight"
-for "ate".
+20 %. {missed}
+
+How speech is drawn was chosen on these same sentences, of five ways (answers of the domain: 9.6 % to 11.4 %; the recipe
+has them all). A point more or less means nothing: changes of 0.00003 in the samples are enough for the recogniser to
+hear some sentences otherwise, and it takes "eight" for "ate".
 
 Sentences that ended by themselves: {ended}. Texts that are right, before they are spoken: {exact}.
 

@@ -26,7 +26,7 @@ SHARD = 16_300_000  # bytes
 LIMIT = 60_000_000
 COOL = 0.25  # a power of two: bfloat16 loses nothing
 """Temperature of codes 1 to 15. The released model draws them at a fixed 1.0, so this is written into the heads that
-give their logits: what is less left to chance is better understood."""
+give their logits. README.md says what it was chosen by."""
 HEADS = "talker.code_predictor.lm_head."
 GENERATION = {
     "talker_max_new_tokens": 1024,
