@@ -10,14 +10,14 @@ export OMP_NUM_THREADS ?= 2
 .PHONY: demo answer test setup setup-test lint types unit ray netns format clean
 
 # The embedded model; in a clone without its weights, a tiny one whose words mean nothing.
-FALLBACK := $(if $(wildcard packages/nano/stretto_nano/checkpoint/config.json),,$(DEMO)/tiny)
+FALLBACK := $(if $(wildcard packages/nano/stretto_nano/nano/config.json),,$(DEMO)/tiny)
 
 demo: setup $(FALLBACK:=/config.json)
 	$(BIN)/stretto serve $(FALLBACK) --port $(PORT)
 
 answer: setup $(FALLBACK:=/config.json)
 	mkdir -p $(DEMO)
-	$(BIN)/stretto generate $(FALLBACK) --text "Hello! What do you sound like?" --max-tokens 40 --max-audio-frames 60 --out $(DEMO)/answer.wav
+	$(BIN)/stretto generate $(FALLBACK) --text "What do you sound like?" --max-tokens 40 --max-audio-frames 100 --out $(DEMO)/answer.wav
 
 $(DEMO)/tiny/config.json: | setup
 	$(BIN)/stretto tiny $(DEMO)/tiny

@@ -9,7 +9,7 @@ from stretto import AsyncEngine, AudioChunk, Finished, TextDelta
 
 
 async def listen(engine: AsyncEngine, question: str) -> None:
-    async for event in engine.stream(question, max_text_tokens=20, max_frames=25):
+    async for event in engine.stream(question, max_text_tokens=40, max_frames=100):
         match event:
             case TextDelta(text=text):
                 print(f"{question} text: {text!r}")

@@ -2,6 +2,8 @@
 # Installs the Debian (or Ubuntu) packages that a part of the project needs beyond Python's own:
 #   scripts/debian.sh mooncake    the libraries that Mooncake's wheel links to
 #   scripts/debian.sh browser     Chromium, for the tests of the web page
+#   scripts/debian.sh npm         npm, which fetches a recogniser of speech for the tests of the embedded model
+#   scripts/debian.sh voices      flite and espeak-ng, which put spoken questions to it
 # Does nothing, quickly, when all is there. Exits with 1, and says what to do, when it cannot install.
 set -euo pipefail
 
@@ -17,8 +19,16 @@ case "${1:-}" in
     command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
       || missing+=(chromium)
     ;;
+  npm)
+    command -v npm > /dev/null || missing+=(npm)
+    ;;
+  voices)
+    for package in flite espeak-ng; do
+      command -v "$package" > /dev/null || missing+=("$package")
+    done
+    ;;
   *)
-    echo "use: scripts/debian.sh mooncake|browser" >&2
+    echo "use: scripts/debian.sh mooncake|browser|npm|voices" >&2
     exit 2
     ;;
 esac

@@ -34,6 +34,8 @@ if [ "$want" = test ]; then
   # Without these the tests that need them are skipped, and say so.
   if scripts/debian.sh mooncake; then extras=test,mooncake; fi
   scripts/debian.sh browser || true
+  scripts/debian.sh voices || true
+  if scripts/debian.sh npm; then .venv/bin/python scripts/recogniser.py || true; fi
 fi
 if [ "$want" = ray ]; then extras=video,ray; fi
 sum="$extras $(cksum < pyproject.toml)"

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 PACKAGE = "stretto_nano"
+CHECKPOINT = "nano"  # its folder there, and so the name that it is served by
 CLONE = Path(__file__).resolve().parents[1] / "packages" / "nano" / PACKAGE
 IDEAS = "ideas.json"
 MAX_IDEAS, MAX_LETTERS = 6, 200
@@ -22,7 +23,7 @@ def find(clone: Path = CLONE) -> Path | None:
     """Its directory: of the installed package, or in a clone; None where its weights are not there."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec is not None else []
-    return next((f / "checkpoint" for f in (*folders, clone) if complete(f / "checkpoint")), None)
+    return next((f / CHECKPOINT for f in (*folders, clone) if complete(f / CHECKPOINT)), None)
 
 
 def complete(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from stretto.server import command
 
 
 def package(folder: Path, files: tuple[str, ...] = ("config.json", "a.safetensors", "b.safetensors")) -> Path:
-    checkpoint = folder / "checkpoint"
+    checkpoint = folder / embedded.CHECKPOINT
     checkpoint.mkdir(parents=True)
     for name in files:
         (checkpoint / name).write_text("{}")
@@ -49,6 +49,23 @@ def test_half_a_checkpoint_does_not_count(tmp_path: Path, missing: str) -> None:
 def test_an_index_that_makes_no_sense(tmp_path: Path, index: str) -> None:
     (package(tmp_path) / "model.safetensors.index.json").write_text(index)
     assert embedded.find(tmp_path) is None
+
+
+@pytest.mark.skipif(embedded.find() is None, reason="the embedded model's weights are not here")
+def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
+    folder = embedded.find()
+    assert folder is not None
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    assert sum(p.stat().st_size for p in files) <= 60_000_000
+    assert max(p.stat().st_size for p in files) < 16 * 2**20
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    sounds = {p.relative_to(folder).as_posix() for p in (folder / "sounds").iterdir()}
+    assert len(sounds) == 10
+    assert all(name in card for name in sounds)
+    info = open_model(folder).info
+    assert (info.name, info.random_weights) == ("nano", False)
+    assert len(info.ideas) == 6
+    assert info.defaults.speech_temperature < 0.9
 
 
 def test_serve_without_a_model(

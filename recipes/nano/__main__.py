@@ -99,16 +99,10 @@ def _listen(a: argparse.Namespace) -> None:
     listen.train(a.work, settings)
 
 
-def _speak(a: argparse.Namespace) -> None:
-    from recipes.nano import speak, talker
-
-    speak.write(a.work, a.out, a.device, a.count, file=talker.LAST if a.last else talker.FILE)
-
-
 def _export(a: argparse.Namespace) -> None:
     from recipes.nano import export
 
-    export.write(a.work, a.out, a.cool)
+    export.write(a.work, a.out, a.last)
 
 
 def _apart(a: argparse.Namespace) -> None:
@@ -126,7 +120,7 @@ def _rows(a: argparse.Namespace) -> None:
 def _score(a: argparse.Namespace) -> None:
     from recipes.nano import score, sphinx
 
-    score.run(a.work, a.speech, a.recogniser, a.audio, a.wav, sphinx.Sphinx() if a.second_opinion else None)
+    score.run(a.work, a.checkpoint, a.recogniser, a.wav, sphinx.Sphinx() if a.second_opinion else None)
 
 
 def _heard(a: argparse.Namespace) -> None:
@@ -138,7 +132,7 @@ def _heard(a: argparse.Namespace) -> None:
 def _card(a: argparse.Namespace) -> None:
     from recipes.nano import card
 
-    card.write(a.work, a.speech, a.audio, a.out)
+    card.write(a.work, a.wav, a.out)
 
 
 def main() -> None:
@@ -212,31 +206,24 @@ def main() -> None:
     p = step("trim", _trim, "what the talker's training needs, the codes of the first chunks only, to be carried")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--chunks", type=int, required=True)
-    p = step("speak", _speak, "the sentences of the score, spoken by codec and model")
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--device")
-    p.add_argument("--count", type=int, help="only so many sentences")
-    p.add_argument("--last", action="store_true", help="by the talker at the end of training, not at its best")
     p = step("export", _export, "the checkpoint in the released layout")
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--cool", type=float, default=1.0, help="temperature of codes 1 to 15")
+    p.add_argument("--last", action="store_true", help="the talker at the end of its training, not at its best")
     p = step("apart", _apart, "a checkpoint back into the parts that training goes on from")
     p.add_argument("--checkpoint", type=Path, required=True)
     p = step("rows", _rows, "the thinker's training text, ahead of its training")
     p.add_argument("--rows", type=int, default=24000)
-    p = step("score", _score, "word error rates by an independent recogniser")
-    p.add_argument("--speech", type=Path, required=True, help="files written by `speak`")
-    p.add_argument("--audio", type=Path, help="the teacher's speech, to score it too")
+    p = step("score", _score, "what the finished checkpoint says, heard by an independent recogniser")
+    p.add_argument("--checkpoint", type=Path, required=True)
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
-    p = step("heard", _heard, "spoken questions to the finished checkpoint, in voices that it never heard")
+    p = step("heard", _heard, "questions to the finished checkpoint, typed and in voices that it never heard")
     p.add_argument("--checkpoint", type=Path, required=True)
     p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` made")
-    p.add_argument("--count", type=int, default=200, help="questions of each voice")
+    p.add_argument("--count", type=int, default=200, help="questions of each kind")
     p = step("card", _card, "the model card, with pictures and sounds")
-    p.add_argument("--speech", type=Path, required=True, help="files written by `speak`")
-    p.add_argument("--audio", type=Path, required=True, help="the teacher's speech")
+    p.add_argument("--wav", type=Path, required=True, help="folder of speech that `score --wav` wrote")
     p.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)

@@ -24,10 +24,14 @@ from stretto.models.shapes import spread
 
 SHARD = 16_300_000  # bytes
 LIMIT = 60_000_000
+COOL = 0.25  # a power of two: bfloat16 loses nothing
+"""Temperature of codes 1 to 15. The released model draws them at a fixed 1.0, so this is written into the heads that
+give their logits. README.md says what it was chosen by."""
+HEADS = "talker.code_predictor.lm_head."
 GENERATION = {
     "talker_max_new_tokens": 1024,
     "talker_repetition_penalty": 1.0,
-    "talker_temperature": 0.5,
+    "talker_temperature": 0.2,
     "talker_top_k": 20,
     "talker_top_p": 0.9,
 }
@@ -50,14 +54,14 @@ def _split(name: str, tensor: torch.Tensor) -> Tensors:
     return found
 
 
-def collect(work: Path, cool: float = 1.0) -> Tensors:
-    """Every tensor of the checkpoint, bfloat16. The released model draws codes 1 to 15 at a fixed temperature of 1:
-    a cooler draw is written into the heads that give their logits."""
+def collect(work: Path, last: bool = False) -> Tensors:
+    """Every tensor of the checkpoint, bfloat16. `last`: of the talker, the weights at the end of its training."""
     text = Text.open(work)
     wanted = checkpoint_shapes(text.config)
     trained: Tensors = {}
     for prefix, file in PARTS:
-        for name, tensor in load_file(work / file).items() if prefix != AUDIO or (work / file).exists() else ():
+        path = work / (talker.LAST if last and file == talker.FILE else file)
+        for name, tensor in load_file(path).items() if prefix != AUDIO or path.exists() else ():
             full = prefix + name
             parts = _split(full, tensor) if ".experts." in full else {full: tensor}
             trained |= {k: v for k, v in parts.items() if k in wanted or prefix != "code2wav."}
@@ -68,7 +72,7 @@ def collect(work: Path, cool: float = 1.0) -> Tensors:
     for name, size in wanted.items():
         if name in trained:
             assert tuple(trained[name].shape) == tuple(size), (name, trained[name].shape, size)
-            sharper = 1 / cool if name.startswith("talker.code_predictor.lm_head.") else 1.0
+            sharper = 1 / COOL if name.startswith(HEADS) else 1.0
             found[name] = (trained[name].float() * sharper).to(torch.bfloat16).contiguous()
             continue
         if not name.startswith(("thinker.visual.", "thinker.audio_tower.")):
@@ -91,7 +95,8 @@ def take_apart(folder: Path, work: Path) -> None:
                 number, projection, _ = tail.split(".")
                 experts.setdefault(head + ".experts", {}).setdefault(int(number), {})[projection] = tensor
             elif part is not None and not name.startswith("thinker.visual."):
-                found.setdefault(part, {})[name.removeprefix(part)] = tensor
+                cooled = COOL if name.startswith(HEADS) else 1.0
+                found.setdefault(part, {})[name.removeprefix(part)] = (tensor.float() * cooled).to(tensor.dtype)
     for name, numbered in experts.items():
         part = next(p for p, _ in PARTS if name.startswith(p))
         rest = name.removeprefix(part)
@@ -103,9 +108,9 @@ def take_apart(folder: Path, work: Path) -> None:
         save_file(found[part], work / file_name)
 
 
-def write(work: Path, folder: Path, cool: float = 1.0) -> None:
+def write(work: Path, folder: Path, last: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = collect(work, cool)
+    tensors = collect(work, last)
     shards: list[Tensors] = [{}]
     used = 0
     for name, tensor in tensors.items():

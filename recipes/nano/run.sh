@@ -1,8 +1,8 @@
 #!/bin/bash
 # The GPU part of the recipe in two runs of at most eight minutes, on a machine without network.
 #   run.sh first  CARRY WORK OUT   speech by festival on all cores; meanwhile thinker, then codec; then all codes
-#   run.sh second CARRY WORK OUT   talker and code predictor, codes for the score; if CARRY has festival and the encoder,
-#                                  meanwhile more speech from chunk MORE on, which training takes in; and its codes
+#   run.sh second CARRY WORK OUT   talker and code predictor; if CARRY has festival and the encoder, meanwhile more
+#                                  speech from chunk MORE on, which training takes in; and its codes
 # CARRY holds what `pack`, `tokenizer` and `rows` made (first), or what `trim` and an earlier run made (second): codes,
 # embedding, tokenizer; festival and encoder for more speech; the talker to go on from (TALKER_ARGS=--go-on).
 # OUT gets what the next step needs, each file below 16 MiB; larger ones in parts, to be put together by `cat`.
@@ -40,7 +40,7 @@ else
   audio=${AUDIO:-/tmp/nano-audio} speaking= growing=
   cp -n "$carry"/*.safetensors "$carry"/codes-*.np[yz] "$carry"/tokenizer.json "$work"/ 2>/dev/null
   [ -f "$carry/talker.safetensors.part-aa" ] && cat "$carry"/talker.safetensors.part-* >"$work/talker.safetensors"
-  mkdir -p "$work/speech" "$audio"
+  mkdir -p "$audio"
   if [ -f "$carry/festival.tar.xz" ]; then
     OMP_NUM_THREADS=1 nice -n 10 "$python" -m recipes.nano --work "$work" corpus --audio "$audio" \
       --first "${MORE:-420}" --festival "$carry/festival.tar.xz" --workers "${WORKERS:-12}" \
@@ -54,9 +54,7 @@ else
   [ -n "$speaking" ] && kill $speaking 2>/dev/null && tail -n 2 "$out/corpus.log"
   for file in talker talker-last; do split -b 15M "$work/$file.safetensors" "$out/$file.safetensors.part-"; done
   ls "$work"/codes-[5-9].npy >/dev/null 2>&1 && cp "$work"/codes-[5-9].npy "$work"/codes-index-5.npz "$out"/
-  nano speak --out "$work/speech-last" --last ${SPEAK_ARGS:-} 2>&1 | tee "$out/speak.log" || status=1
-  nano speak --out "$work/speech" ${SPEAK_ARGS:-} 2>&1 | tee -a "$out/speak.log" || status=1
-  tar -C "$work" -cf "$out/small.tar" speech speech-last $(cd "$work" && ls report-*.json) -C "$out" speak.log talker.log
+  tar -C "$work" -cf "$out/small.tar" $(cd "$work" && ls report-*.json) -C "$out" talker.log
   rm -f "$out"/*.log
 fi
 chmod 644 "$out"/*

@@ -3,8 +3,7 @@
 Teacher-forced in the released layout (`layout.py`), with the thinker's embedding frozen. Much of the past is hidden
 (`hide.py`), and two more losses say where the talker is in the text (`aids.py`). The predictor learns on a sample of
 the frames of a step; the first codes weigh most, for they decide what is understood. Kept are the averaged weights at
-the best value on held-out sentences, and those at the end: the score decides. Called by `__main__.py`, `speech.py` and
-the tests."""
+the best value on held-out sentences, and those at the end: the score decides. Called by `__main__.py`."""
 
 from __future__ import annotations
 
@@ -360,7 +359,7 @@ class Best:
         self.model.load_state_dict(self.weights)
 
 
-def load(work: Path, text: Text, device: torch.device, file: str = FILE) -> Talker:
+def load(work: Path, text: Text, device: torch.device) -> Talker:
     model = Talker(text.config)
-    weights.load(model, work / file)
+    weights.load(model, work / FILE)
     return model.to(device).eval()

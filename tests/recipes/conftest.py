@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from recipes.nano import codec, export, talker, thinker, tokens
 
+RECOGNISER = Path(__file__).parents[2] / ".venv" / "recogniser"  # where `scripts/recogniser.py` puts it
+
 
 @dataclass(frozen=True)
 class Made:

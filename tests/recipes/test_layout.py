@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from recipes.nano import aids, codec, export, grow, layout, phones, speech, talker, thinker
+from recipes.nano import aids, codec, export, grow, layout, phones, talker, thinker
 from recipes.nano.decoder import segment_mask
 from recipes.nano.shape import CODES, GROUPS
 from tests.recipes.conftest import Made
@@ -101,7 +101,7 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
         fed = F.embedding(codes[:, 1:-1] + torch.arange(GROUPS - 2) * CODES, tables)
         predicted = model.code_predictor(hidden[0][due], model.model.codec_embedding(codes[:, 0]), fed)
     reference = torch.stack([out[0, -1] for _, out in residual.calls[: frames * (GROUPS - 1)]])
-    torch.testing.assert_close(predicted.reshape(-1, CODES), reference, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(predicted.reshape(-1, CODES) / export.COOL, reference, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.slow
@@ -138,35 +138,6 @@ def test_examples_side_by_side_are_as_alone(made: Made) -> None:
         return found.code0 * weight
 
     torch.testing.assert_close(code0(made_), sum(code0([e]) for e in made_), atol=1e-3, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_free_running_speech_is_the_reference_models(made: Made, oracle: Any) -> None:
-    text, config = made.text, made.text.config
-    question = "Say good morning"
-    prompt = [*text.turn("user", text.encode(question)), *text.opening]
-    seen = Seen()
-    decodes = oracle.code2wav.register_forward_hook(seen.hook(), with_kwargs=True)
-    frames = 7
-    with torch.no_grad():
-        ids, _ = oracle.generate(
-            input_ids=torch.tensor([prompt]),
-            speaker="nano",
-            thinker_max_new_tokens=6,
-            thinker_eos_token_id=config.tokens.im_end,
-            talker_do_sample=False,
-            talker_max_new_tokens=frames + 1,
-            talker_repetition_penalty=1.0,
-        )
-    decodes.remove()
-    wanted = seen.calls[0][0]["args"][0][0].t()
-    model = talker.load(made.work, text, torch.device("cpu"))
-    embedding = thinker.load(made.work, text, torch.device("cpu")).model.embed_tokens.weight.detach()
-    said = text.tokenizer.decode(ids[0, len(prompt) : -1].tolist(), skip_special_tokens=False)
-    assert text.encode(said) == ids[0, len(prompt) : -1].tolist()
-    found, ended = speech.generate(model, embedding, text, [(question, said)], speech.Sampling(), limit=frames)
-    assert found[0].tolist() == wanted.tolist()
-    assert ended == [False]
 
 
 @pytest.mark.slow

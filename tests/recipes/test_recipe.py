@@ -140,23 +140,71 @@ def test_word_error_rate_counts_edits_in_normal_spelling() -> None:
     assert score.error_rate([("Two plus three is five.", "2 plus 3 is 5")]) == 0.0
     assert score.error_rate([("My favorite color.", "my favourite colour")]) == 0.0
     assert score.error_rate([("one two three four", "one too three")]) == 0.5
+    assert score.error_rate([("Fifteen, sixteen, seventeen. I cannot.", "1516-17. I can not")]) == 0.0
+
+
+def test_the_score_asks_every_kind_of_question_alike() -> None:
+    pairs = score.domain_pairs()
+    assert len({p.answer for p in pairs}) == len(pairs) == score.EACH * len(grammar.domain_kinds())
+    assert all(p.held_out for p in pairs if p.kind in ("sum", "count"))
+    asked = score.questions()
+    assert [p.answer for p in asked[:80]] == corpus.chunk_texts(0)
+    assert asked[80:] == pairs
+
+
+class Deaf:
+    """Hears every other sentence, and nothing else."""
+
+    def __init__(self) -> None:
+        self.said = iter(p.answer if i % 2 else "" for i, p in enumerate(score.questions()))
+
+    def hear(self, samples: np.ndarray) -> str:  # type: ignore[type-arg]
+        return next(self.said)
+
+
+def test_rates_are_of_parts_and_kinds() -> None:
+    pairs = score.questions()
+    silence = [np.zeros(10, np.float32)] * len(pairs)
+    found = score.rate(score.Speech("all", silence), pairs, Deaf(), Deaf())
+    assert set(found) == {"fixed", "held-out", "domain", "second opinion", "kinds"}
+    assert set(found["kinds"]) == set(grammar.domain_kinds())
+    assert 0.3 < found["domain"] < 0.7
+    few = score.rate(score.Speech("few", silence[:2]), pairs, Deaf(), None)
+    wanted = [(pairs[0].answer, ""), (pairs[1].answer, pairs[1].answer)]
+    assert few == {"fixed": round(score.error_rate(wanted), 4)}
 
 
 def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
+    rates = {"fixed": 0.01, "held-out": 0.05, "domain": 0.125, "kinds": {"sum": 0.25, "talk": 0.0}}
     reports = {
-        "score": {"word_error_rate": {"teacher": {"fixed": 0.01, "held-out": 0.05}, "domain": {"all": 0.125}}},
-        "talker": {"minutes": 6.5, "best": {"seen": 1.25}},
-        "export": {"bytes": 59_819_362, "parameters": 29_785_761},
-    }
+        "score": {
+            "word_error_rate": {"codec": rates, "sampled": rates},
+            "ended": {"sampled": "220 of 220"},
+            "exact": "219 of 220",
+        },
+        "heard": {
+            "typed": 0.995,
+            "right": {"rms": 0.75},
+            "between": {"rms": [0.7, 0.8]},
+            "kinds": {"sum": 0.5},
+            "questions": 200,
+        },
+        "export": {"bytes": 59_305_050, "parameters": 29_528_513},
+    } | {step: {"minutes": 6.5} | dict.fromkeys(shown, 1234) for step, shown in card.STEPS.items()}
     for step, values in reports.items():
         (tmp_path / f"report-{step}.json").write_text(json.dumps(values))
     text = card.text(tmp_path, "no pictures")
     for part in (
-        "29.8 M",
-        "60 MB",
-        "| teacher | 1.0% | 5.0% |  |",
-        "| domain |  |  | 12.5% |",
-        "seen 1.25",
+        "29.5 M",
+        "59 MB",
+        "| sampled | 1.0% | 5.0% | 12.5% |  |",
+        "| sampled | 25.0% | 0.0% |",
+        "Missed: sampled, domain.",
+        "Wanted: 95 % and 85 %; missed with `rms`.",
+        "sampled 220 of 220",
+        "before they are spoken: 219 of 220",
+        "| 99.5% | 75.0% (70.0% to 80.0%) |",
+        "| talker | 6.5 | steps 1,234, hours 1,234 |",
         "no pictures",
     ):
         assert part in text
@@ -166,7 +214,7 @@ def test_a_picture_shows_where_the_sound_is(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     low = 0.5 * np.sin(2 * np.pi * 500 * np.arange(24000) / 24000).astype(np.float32)
     card.picture([low, low, np.zeros_like(low)], tmp_path / "a.png")
-    shown = np.asarray(image.open(tmp_path / "a.png"))
-    panel = shown[:160].mean(axis=1)
-    assert 160 * (1 - 500 / 8000) - 12 < panel.argmin() < 160 * (1 - 500 / 8000) + 12
-    assert shown[350:500].min() == 255  # silence
+    shown = np.asarray(image.open(tmp_path / "a.png").convert("L"))
+    darkest = int(shown[: card.PANEL].mean(axis=1).argmin())
+    assert abs(darkest / card.PANEL - (1 - 500 / card.TOP_HZ)) < 0.06
+    assert shown[-card.PANEL + 5 :].min() == 255  # silence

@@ -1,51 +1,82 @@
-"""The embedded model says what it is asked to say, as an independent recogniser hears it.
+"""The embedded model says what it is asked to say, as an independent recogniser hears it, and understands questions.
 
-Needs the weights (`packages/nano`) and the recogniser's files: STRETTO_TEST_RECOGNISER names their folder
-(`recipes/nano/score.py` says where they come from)."""
+Needs the weights (`packages/nano`). What is heard needs the recogniser, which `scripts/recogniser.py` fetches; spoken
+questions need flite and espeak-ng. `make setup-test` brings both."""
 
 from __future__ import annotations
 
-import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from recipes.nano import score
-from recipes.nano.sentences import FIXED
-from recipes.nano.speak import domain_pairs
+from recipes.nano import grammar, heard, score, voices
 from stretto import Engine, embedded
+from tests.recipes.conftest import RECOGNISER
 
 CHECKPOINT = embedded.find()
-RECOGNISER = os.environ.get("STRETTO_TEST_RECOGNISER")
-needed = (
+pytestmark = [
     pytest.mark.skipif(CHECKPOINT is None, reason="the embedded model's weights are not here"),
-    pytest.mark.skipif(RECOGNISER is None, reason="STRETTO_TEST_RECOGNISER names no recogniser"),
     pytest.mark.slow,
+]
+hears = pytest.mark.skipif(
+    not (RECOGNISER / "tokenizer.bin").exists(), reason="no recogniser: scripts/recogniser.py fetches it"
 )
+SENTENCES, DOMAIN = slice(40, 80, 4), slice(80, None, 14)  # ten held-out ones to repeat, ten answers, of the score
+CONTROL = 3
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    assert CHECKPOINT is not None
+def engine() -> Iterator[Engine]:
     with Engine(CHECKPOINT, device="cpu") as opened:
         yield opened
 
 
-@pytest.mark.skipif(CHECKPOINT is None, reason="the embedded model's weights are not here")
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def listener() -> score.Recogniser:
+    return score.Recogniser(RECOGNISER)
+
+
+def error_rate(speech: score.Speech, pairs: list[grammar.Pair], listener: score.Recogniser) -> float:
+    return score.error_rate([(p.answer, listener.hear(w)) for p, w in zip(pairs, speech.waves, strict=True)])
+
+
 def test_it_answers_questions_it_has_not_seen(engine: Engine) -> None:
-    pairs = domain_pairs(12)
+    pairs = score.domain_pairs(4)
     answers = [engine.chat(p.question, modalities=("text",)).text for p in pairs]
-    assert sum(a == p.answer for a, p in zip(answers, pairs, strict=True)) >= 11
+    assert sum(a == p.answer for a, p in zip(answers, pairs, strict=True)) >= len(pairs) - 1
 
 
-@pytest.mark.parametrize("part", [pytest.param(FIXED[:20], marks=needed), pytest.param(FIXED[20:], marks=needed)])
-def test_it_is_understood(engine: Engine, part: tuple[str, ...]) -> None:
-    listener = score.Recogniser(Path(str(RECOGNISER)))
-    heard = []
-    for sentence in part[::4]:
-        answer = engine.chat(f"Say: {sentence}", seed=1)
-        assert answer.text == sentence
-        assert answer.finished.audio == "stop"
-        heard.append((sentence, listener.hear(answer.audio)))
-    assert score.error_rate(heard) < 0.3, heard
+def test_it_answers_what_the_page_suggests(engine: Engine) -> None:
+    assert engine.info.ideas
+    for idea in engine.info.ideas:
+        assert engine.chat(idea, modalities=("text",)).text != grammar.REFUSAL, idea
+
+
+@hears
+@pytest.mark.parametrize(("part", "greedy"), [(SENTENCES, True), (DOMAIN, False)])
+def test_it_is_understood(engine: Engine, listener: score.Recogniser, part: slice, greedy: bool) -> None:
+    """Twice as many wrong words as the score found would be too many; all sentences end by themselves."""
+    pairs = score.questions()[part]
+    speech = score.asked(engine, "test", pairs, greedy_speech=greedy)
+    assert len(pairs) == 10
+    assert speech.ended == [True] * len(pairs)
+    assert error_rate(speech, pairs, listener) < 0.25
+
+
+@hears
+def test_a_random_checkpoint_is_not_understood(listener: score.Recogniser) -> None:
+    pairs = score.questions()[:CONTROL]
+    speech = score.untrained(pairs)
+    assert error_rate(speech, pairs, listener) > 0.9
+
+
+@pytest.mark.parametrize(("number", "program"), [(0, "flite"), (1, "espeak-ng")])
+def test_it_understands_a_voice_it_has_not_heard(engine: Engine, tmp_path: Path, number: int, program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed: scripts/debian.sh voices")
+    asked = voices.chunk(number)[:8]
+    said = [heard.message(voices.speak(a, tmp_path / "q.wav"), heard.SILENCES[0]) for a in asked]
+    answers = [engine.chat(s, modalities=("text",)).text for s in said]
+    assert sum(t == a.pair.answer for t, a in zip(answers, asked, strict=True)) >= 5

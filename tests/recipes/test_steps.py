@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from recipes.nano import aids, codec, codes, corpus, export, grow, hide, layout, phones, speak, talker, thinker
+from recipes.nano import aids, codec, codes, corpus, export, grow, hide, layout, phones, talker, thinker
 from recipes.nano.audio import HOP
 from recipes.nano.decoder import segment_mask
 from recipes.nano.festival import NO_WORD, PAUSE, PHONES, Uttered
@@ -69,15 +70,19 @@ def test_the_codecs_step(work: Path, tmp_path: Path) -> None:
     assert (codes.read(tmp_path / "few").codes == read.codes[: 80 * 2]).all()
 
 
-def test_the_talkers_step_and_what_comes_after_it(work: Path, tmp_path: Path) -> None:
+def test_the_talkers_step_and_what_is_exported_of_it(work: Path) -> None:
     settings = talker.Settings(60, batch=2, sampled=16, epochs=1, device="cpu", steps=2)
     talker.train(work, settings)
     report = _report(work, "talker")
     assert report["steps"] == 2
     assert report["best"]["step"] == 2  # type: ignore[index]
-    export.write(work, tmp_path / "checkpoint")
-    speak.write(work, tmp_path / "speech", "cpu", count=1, limit=3)
-    assert len(list((tmp_path / "speech").glob("codes-of-*.npz"))) == 6
+    last = load_file(work / talker.LAST)
+    save_file(last | {"codec_head.weight": last["codec_head.weight"] + 1}, work / talker.LAST)
+    best, last = export.collect(work), export.collect(work, last=True)
+    assert best.keys() == last.keys()
+    head = "talker.codec_head.weight"
+    assert [name for name in best if not torch.equal(best[name], last[name])] == [head]
+    assert float((last[head] - best[head]).mean()) == pytest.approx(1, abs=0.01)
 
 
 def test_labels_say_what_is_heard_in_a_frame() -> None:
