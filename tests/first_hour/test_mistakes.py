@@ -152,7 +152,7 @@ def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
     command = [*STRETTO, *(str(tiny_dir) if w == "TINY" else w for w in words), "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while not (begun := [int(pid) for pid in children.read_text().split() if has_begun(int(pid))]):
+        while not has_begun(begun := [int(pid) for pid in children.read_text().split()]):
             assert process.poll() is None
             time.sleep(0.01)
         groups = [os.getpgid(pid) for pid in begun]
@@ -165,13 +165,14 @@ def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
     assert process.pid not in groups  # or the children would have been interrupted in their imports
 
 
-def has_begun(pid: int) -> bool:
-    """Whether a child is a program of its own, and not only forked."""
+def has_begun(children: list[int]) -> bool:
+    """Whether there is a host, and all children are programs of their own by now, not only forked."""
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"stretto.stage.process" in command or b"stretto.prompt.worker" in command
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children]
     except OSError:
-        return False  # it has ended
+        return False  # one has ended
+    hosts = [b"stretto.stage.process" in c for c in commands]
+    return any(hosts) and all(h or b"stretto.prompt.worker" in c for h, c in zip(hosts, commands, strict=True))
 
 
 def test_tiny_overwrites_nothing(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class FakeCuda:
         self.notes: list[Any] = []
         self.place = "host"
         self.pools: list[object] = []
+        self.replayed: list[tuple[object, str]] = []
         self.side = self.Stream(self, "side")
 
     class Stream:
@@ -51,8 +52,13 @@ class FakeCuda:
             self.cuda.notes.append((self.name, "waits for", other.name))
 
     class CUDAGraph:
+        cuda: FakeCuda
+
         def pool(self) -> object:
             return self, "its pool"
+
+        def replay(self) -> None:
+            self.cuda.replayed.append((self, self.cuda.place))
 
     class Within:
         def __init__(self, cuda: FakeCuda, place: str) -> None:
@@ -70,6 +76,7 @@ class FakeCuda:
 
     def graph(self, graph: CUDAGraph, pool: object, stream: Stream) -> Within:
         self.pools.append(pool)
+        graph.cuda = self
         return self.Within(self, f"{stream.name}, captured")
 
     def current_stream(self, device: torch.device) -> Stream:
@@ -109,7 +116,8 @@ def passes(cuda: FakeCuda) -> Callable[[str], Callable[[], str]]:
 
 
 def test_one_key_after_the_other(cuda: FakeCuda) -> None:
-    """Inputs and warm-ups on the stream, which has waited for what was made elsewhere; then the capture."""
+    """Inputs and warm-ups on the stream, which has waited for what was made elsewhere; then the capture. At the end
+    each is replayed once."""
     found = capture_graphs(["b", "a"], passes(cuda), cuda.side, warmups=2)  # type: ignore[arg-type]
     on, into = "side", "side, captured"
     assert cuda.notes == [
@@ -118,6 +126,7 @@ def test_one_key_after_the_other(cuda: FakeCuda) -> None:
         *[("inputs of a", on), ("a", on), ("a", on), ("a", into)],
     ]
     assert [(key, result) for key, (_, result) in found.items()] == [("b", "b's result"), ("a", "a's result")]
+    assert cuda.replayed == [(graph, on) for graph, _ in found.values()]
 
 
 def test_all_share_the_first_ones_memory(cuda: FakeCuda) -> None:
