@@ -32,7 +32,7 @@ log = logging.getLogger("stretto.server")
 
 LAST_WORDS = 2.0  # seconds for connections to close once everything is answered
 WS_MAX_BYTES = 21 << 20  # of a message: 15 MiB of sound in base64, and some
-BACKLOG = 2048
+BACKLOG, AT_ONCE = 2048, 16  # connections that wait to be taken; those taken before others have their turn
 OTHER_FILES = 1024  # links, hosts, the listener: generous
 POLL_SECONDS = 0.1
 
@@ -57,10 +57,12 @@ class _Uvicorn(uvicorn.Server):
         limit = self.front.header_timeout if config.ssl else None
         self.servers = [
             await loop.create_server(
-                connect, sock=s, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit
+                connect, sock=s, ssl=config.ssl, backlog=AT_ONCE, ssl_handshake_timeout=limit
             )
             for s in sockets or ()
         ]  # fmt: skip
+        for s in sockets or ():
+            s.listen(BACKLOG)  # asyncio takes as many at once as it lets wait
         self.started = True
 
     @contextmanager
@@ -194,7 +196,6 @@ def _settings(config: ServerConfig, app: Starlette) -> uvicorn.Config:
         log_config=None,
         lifespan="on",
         server_header=False,
-        backlog=BACKLOG,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(LAST_WORDS),
     )

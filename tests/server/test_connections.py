@@ -5,6 +5,7 @@ Times are those of a clock that the tests turn by hand; real sockets show that a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import socket
@@ -22,7 +23,7 @@ from uvicorn.server import ServerState
 
 from stretto.server.config import ServerConfig
 from stretto.server.protocol import AHEAD_BYTES, MAX_AHEAD, Connection, Front
-from stretto.server.run import _raise_file_limit, resource
+from stretto.server.run import AT_ONCE, _raise_file_limit, resource
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT
@@ -698,3 +699,23 @@ def test_files_for_all_connections() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_many_that_come_at_once_leave_others_their_turn(solo_server: Running) -> None:
+    """All of them may wait to be taken, and few are taken in one turn of the event loop."""
+
+    async def come() -> list[int]:
+        clients = [socket.create_connection(("127.0.0.1", solo_server.port), timeout=5) for _ in range(100)]
+        try:
+            taken = [len(held)]
+            while taken[-1] < taken[0] + len(clients):
+                await asyncio.sleep(0)  # one turn of the loop
+                taken.append(len(held))
+            return taken
+        finally:
+            for client in clients:
+                client.close()
+
+    held = solo_server.server._uvicorn.server_state.connections
+    taken = solo_server.do(come())
+    assert max(b - a for a, b in itertools.pairwise(taken)) <= AT_ONCE
