@@ -29,7 +29,6 @@ from stretto.errors import Invalid, StrettoError
 from stretto.hub import find_model
 from stretto.observe.logs import FORMAT
 from stretto.prompt.settings import PoolSettings
-from stretto.server import timeslice
 from stretto.server.config import ServerConfig
 from stretto.server.engine import RECORDS as ENGINE_RECORDS
 from stretto.server.engine import TITLES as ENGINE_TITLES
@@ -109,7 +108,6 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
     model, engine_config, config, cluster = settle_all(vars(args), os.environ)
     set_up(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
-    timeslice.shorten()
     for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
     if words := warning(config):

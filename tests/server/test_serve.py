@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 import openai
 import pytest
 
-from stretto.server import timeslice
 from tests.server.conftest import HEAD, read_until
 
 STRETTO = [sys.executable, "-m", "stretto.cli", "serve"]
@@ -39,7 +37,6 @@ def test_serve_answers_cancels_and_ends(tiny_dir: Path) -> None:
             while "print(m" not in (line := process.stderr.readline()):
                 assert line, "it ended before it was ready"
                 url = line.split()[1].rstrip("/") if line.strip().startswith("page") else url
-            check_slice(process.pid)
             check(url, tiny_dir.name)
             asyncio.run(check_together(url, tiny_dir.name))
             process.send_signal(signal.SIGTERM)
@@ -47,33 +44,6 @@ def test_serve_answers_cancels_and_ends(tiny_dir: Path) -> None:
             assert process.wait(60) == 0
         finally:
             process.kill()
-
-
-def check_slice(pid: int) -> None:
-    """The event loop's is short, where the kernel can do that; those of threads beside it are not."""
-    slices = {int(thread.name): slice_ns(thread) for thread in Path(f"/proc/{pid}/task").iterdir()}
-    if not shortens():
-        return
-    assert slices[pid] == timeslice.SLICE_NS
-    assert timeslice.SLICE_NS not in [s for thread, s in slices.items() if thread != pid]
-
-
-def slice_ns(process: Path) -> int | None:
-    try:
-        told = (process / "sched").read_text()
-    except FileNotFoundError:
-        return None
-    return next((int(line.split(":")[1]) for line in told.splitlines() if line.startswith("se.slice")), None)
-
-
-def shortens() -> bool:
-    """Whether the kernel does what it is asked (older ones say so and do not): tried on a thread of its own."""
-
-    def tried() -> bool:
-        return timeslice.shorten() and slice_ns(Path("/proc/thread-self")) == timeslice.SLICE_NS
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(tried).result()
 
 
 def check(url: str, model: str) -> None:
