@@ -24,8 +24,9 @@ from bench.harness.env import describe
 from bench.harness.results import parser, write
 from stretto.kernels.fast import attention, experts, experts_many, grouped
 from stretto.kernels.fast.experts_choice import choose, route
-from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, matrix_defaults, project, project_onto, tile_rows
+from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, project, project_onto, tile_rows
 from stretto.kernels.fast.tuning import config, name_of, own_file, save
+from stretto.kernels.fast.untuned import matrix_defaults
 from stretto.kernels.quantized import FLOAT8
 
 Tuned = dict[str, int]

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.fast.tuning import config
+from stretto.kernels.fast.untuned import matrix_defaults, split_defaults, vector_defaults
 
 
 def pdl(x: torch.Tensor) -> bool:
@@ -361,27 +362,6 @@ def normalise(x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor
     return out
 
 
-def _vector_defaults(inputs: int, glu: bool) -> dict[str, int]:
-    chunk = next(c for c in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16) if inputs % c == 0)
-    # 16 KiB of weights per program, asked for at once
-    return {"BN": max(2, 8192 // chunk // (2 if glu else 1)), "BK": chunk, "warps": 4 if chunk >= 2048 else 2}
-
-
-def matrix_defaults(rows: int, inputs: int) -> dict[str, int]:
-    sides, chunk = 8, 128 if tile_rows(rows) <= 32 else 64
-    while inputs % (sides * chunk):
-        sides, chunk = (sides // 2, chunk) if sides > 1 else (sides, chunk // 2)
-    return {"BN": 16, "BK": chunk, "S": sides, "warps": 8}
-
-
-def split_defaults(tile: int, weights: int, x: torch.Tensor) -> dict[str, int]:
-    """From 64 rows on, where `_matrix` reads the rows too often: about 128 programs, or as many as there are tiles."""
-    if tile < 64 or x.shape[1] % 512:
-        return {"SPLITS": 0}
-    splits = min(4, max(1, 1 << max(0, (8192 // weights).bit_length() - 1)))
-    return {"SPLITS": splits, "BN": 64, "BK": 64, "warps": 4, "stages": 5 if x.element_size() == 2 else 2}
-
-
 MANY = 16384
 """Outputs from which `_wide` takes over."""
 COUNTERS = 512
@@ -423,7 +403,7 @@ def project(
     if rows == 1:
         out = x.new_empty(rows, outputs) if out is None else out
         gain, eps = norm if norm is not None else (x, 0.0)
-        c = config("vector", (w.shape[0], inputs), _vector_defaults(inputs, glu)) if tuned is None else tuned
+        c = config("vector", (w.shape[0], inputs), vector_defaults(inputs, glu)) if tuned is None else tuned
         _vector[(triton.cdiv(outputs, c["BN"]),)](
             x, gain, w, x if add is None else add, out, eps, outputs,
             K=inputs, BN=c["BN"], BK=c["BK"], NORM=norm is not None, ADD=add is not None, GLU=glu,
@@ -480,7 +460,7 @@ def _few(
     if split and norm is not None:
         x, norm = normalise(x, *norm), None
     if not split and tuned is None:
-        c = config("matrix", (tile, w.shape[0], inputs), matrix_defaults(rows, inputs))
+        c = config("matrix", (tile, w.shape[0], inputs), matrix_defaults(tile, inputs))
     programs = triton.cdiv(outputs, c["BN"])
     gained = None if emit is None else Gained.empty(out, programs, emit[1])
     summed = 1 if given is None else given.squares.shape[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 
 import pytest
@@ -127,6 +128,14 @@ def test_many_rows_of_widths_that_nobody_tuned_are_cut_into_parts(device: torch.
         found = fast_linear.project(x, w, norm=(gain, EPS), counters=counters)
     assert asked["split/128x192x512"].found["SPLITS"] == 4
     assert error(found, F.linear(rms_norm(x, gain, EPS).float(), w.float())) < ERROR[dtype]
+
+
+def test_where_whole_products_were_found_best_the_shipped_file_says_so() -> None:
+    """From 64 rows on the default is to cut them."""
+    tuned = json.loads(tuning.SHIPPED.read_text())
+    whole = [name.partition("/")[2] for name in tuned if name.startswith("matrix/64x")]
+    assert whole
+    assert not [key for key in whole if f"split/{key}" not in tuned]
 
 
 def test_how_many_parts() -> None:
