@@ -29,14 +29,10 @@ import httpx
 
 from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
 from bench.harness.results import arguments, parser, write
+from tests.cluster import environment
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
+    **environment.ENVIRONMENT,
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",

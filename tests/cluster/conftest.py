@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stretto.cluster.extra import require_ray
 from stretto.errors import Invalid
+from tests.cluster import environment
 
-ROOT = Path(__file__).parent.parent.parent
 NODES = ("a", "b")
 FAST = {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 2, "initial_delay_ms": 500}
 """How soon the head calls a node dead."""
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
+    **environment.ENVIRONMENT,
     "RAY_DEDUP_LOGS": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     **{f"RAY_health_check_{name}": str(value) for name, value in FAST.items()},
