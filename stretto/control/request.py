@@ -15,9 +15,9 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """How many frames (80 ms each) an audio packet carries: the first, then growing by `ramp` up to `each`. Packets
-    after the first are smaller where a listener would otherwise have to wait for them (see `stage/pace.py`), and may
-    be joined where the vocoder is behind."""
+    """How many frames (80 ms each) an audio packet carries: the first, then growing by `ramp` up to `each`. Where a
+    listener would otherwise have to wait, the first may be larger and the others smaller (see `stage/pace.py`); they
+    may be joined where the vocoder is behind."""
 
     # Eight frames cost the vocoder little more than one, and the host an eighth of the work.
     first: int = 1

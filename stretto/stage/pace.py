@@ -2,9 +2,10 @@
 together. One `Pace` per request, one `Rhythm` for all, on the loop thread; pure but for the times that they are given.
 
 The first packet goes as soon as it is there, unless frames have lately taken longer than it plays: then it waits for
-the difference. After that packets grow: a call of the vocoder for eight frames costs little more than for one. Frames
-that wait are sent as soon as what the listener has in hand might run out before more are made; so on a busy device,
-where frames come hardly faster than they are played, packets stay small."""
+the difference. It waits too, for the second frame as a rule, on a device that is slow at best (a CPU), where the least
+disturbance would be heard. After that packets grow: a call of the vocoder for eight frames costs little more than for
+one. Frames that wait are sent as soon as what the listener has in hand might run out before more are made; so on a busy
+device, where frames come hardly faster than they are played, packets stay small."""
 
 from __future__ import annotations
 
@@ -22,6 +23,10 @@ SMOOTH = 0.25
 LATELY_S = 0.15
 SLACK_S = 0.003
 """The next frame may take longer than the longest one lately by so much."""
+ROOM = 2.5
+"""A first packet plays at least so many times as long as the quickest frame takes: disturbances grow with that."""
+FORGET_S = 60.0
+"""After so many seconds of frames none of which was as quick, the quickest one counts as about three times as long."""
 
 
 @dataclass(slots=True)
@@ -31,10 +36,14 @@ class Rhythm:
 
     frame_s: float  # that a frame plays
     opening_s: float  # of the first one that the vocoder does not sound
+    quick_s: float = 0.0  # the quickest frame of late; 0: not known yet
     worst_s: float = 0.0
     at: float = 0.0  # when that was
+    _last: float = 0.0
 
     def took(self, seconds: float, now: float) -> None:
+        aged_s = self.quick_s * (1 + min(seconds, now - self._last) / FORGET_S)
+        self.quick_s, self._last = min(seconds, aged_s or seconds), now
         if seconds > 2 * self.frame_s:
             return  # not the device: it waited for text, or for a listener who has enough
         if seconds >= self.worst_s or now - self.at > LATELY_S:
@@ -42,7 +51,8 @@ class Rhythm:
 
     def hold(self, sound_s: float, now: float) -> float:
         """Seconds that a first packet with so much sound should wait, so that the next one comes in time."""
-        return max(0.0, self.worst_s + SLACK_S - sound_s) if now - self.at <= LATELY_S else 0.0
+        lately_s = self.worst_s + SLACK_S if now - self.at <= LATELY_S else 0.0
+        return max(0.0, ROOM * self.quick_s - sound_s, lately_s - sound_s)
 
 
 @dataclass(slots=True)

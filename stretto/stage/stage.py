@@ -127,12 +127,18 @@ class Stage:
 
     def turn(self) -> bool:
         """Do what can be done now. True: something was."""
+        did = self._retire_done()
+        if len(self._steps) < self.scheduler.config.overlap_depth and self._launch_next():
+            did = True
+            if self._steps[-1][0].copied is None:  # on a CPU the launch is the work: what came of it goes on at once
+                self._retire_done()
+        return did
+
+    def _retire_done(self) -> bool:
         did = False
         while self._steps and self._steps[0][0].done:
             self._retire(*self._steps.popleft())
             did = True
-        if len(self._steps) < self.scheduler.config.overlap_depth:
-            did = self._launch_next() or did
         return did
 
     def wait(self) -> None:

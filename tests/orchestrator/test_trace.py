@@ -122,7 +122,7 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     want = expected(models, builder, CHATS["text"], params)
     assert ids[: len(want.ids) - 1] == want.ids[:-1]  # the plain driver may end sooner
     frames = [m.frames for m, _ in driven.reports if isinstance(m, Pcm)]
-    assert frames[0] == 1
+    assert frames[0] <= 2, "a CPU's first packet waits a while for a second frame until one was quick"
     assert frames[-1] == 7
 
 

@@ -103,6 +103,19 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
         stage.push(RequestId("0.0"), codes(models, 1, 0))
 
 
+def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models) -> None:
+    """Else it would wait for the steps of all other stages in this process."""
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, SMALL)
+    if stage.device.type != "cpu":
+        pytest.skip("a device computes beside the host")
+    stage.open(RequestId("r"))
+    stage.push(RequestId("r"), codes(models, 2, 0))
+    assert stage.turn()
+    assert len(ears.heard("r"))
+    assert stage.num_in_flight == 0
+
+
 def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that has not sounded yet decides the size of the step; the others give what fits."""
     sizes: list[int] = []

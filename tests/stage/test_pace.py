@@ -8,7 +8,7 @@ import pytest
 from stretto.client.player import Packet, play
 from stretto.models.qwen3_omni.config import OPENING_S
 from stretto.models.speech.talker_node import FRAME_S
-from stretto.stage.pace import LATELY_S, SLACK_S, STALLED_S, Pace, Rhythm, leaving
+from stretto.stage.pace import FORGET_S, LATELY_S, ROOM, SLACK_S, STALLED_S, Pace, Rhythm, leaving
 
 
 def vocoder(frames: int) -> float:
@@ -81,6 +81,7 @@ def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> N
     sound = FRAME_S - OPENING_S
     rhythm = Rhythm(FRAME_S, OPENING_S)
     assert begins(Pace(1, 8, 2, rhythm), [5.0]) == 5.0
+    rhythm.took(0.01, 4.5)
     rhythm.took(sound - SLACK_S, 4.9)
     assert begins(Pace(1, 8, 2, rhythm), [5.0]) == 5.0
     rhythm.took(0.075, 4.95)
@@ -93,6 +94,45 @@ def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> N
     assert begins(Pace(1, 8, 2, rhythm), [later]) == later, "what was long ago does not count"
     rhythm.took(0.02, later)
     assert rhythm.worst_s == 0.02
+
+
+@pytest.mark.parametrize("every", [0.025, 0.03, 0.04, 0.05])
+def test_a_device_that_is_slow_at_best_sends_two_frames_first(every: float) -> None:
+    """Even if it did nothing for minutes: a lone stream's next frames may be late, and there is nothing in hand."""
+    rhythm = Rhythm(FRAME_S, OPENING_S)
+    sent([every * i for i in range(20)], Pace(1, 8, 2, rhythm))
+    late = [600.0, 600 + 1.2 * every, 600 + 3.4 * every]
+    packets = sent([*late, *(late[-1] + every * i for i in range(1, 20))], Pace(1, 8, 2, rhythm))
+    assert sizes(packets)[0] == 2
+    heard = play(packets)
+    assert heard is not None
+    assert heard.wait == 0
+
+
+def test_slow_frames_of_a_quick_device_do_not_make_it_a_slow_one() -> None:
+    sound = FRAME_S - OPENING_S
+    rhythm = Rhythm(FRAME_S, OPENING_S)
+    rhythm.took(0.01, 1.0)
+    for step in range(20):  # a burst of prompts
+        rhythm.took(0.07, 1.0 + 0.07 * step)
+    assert rhythm.hold(sound, 9.0) == 0
+    now = 1000.0
+    rhythm.took(0.07, now)
+    assert rhythm.quick_s < 0.011, "time without frames says nothing"
+    for _ in range(round(4 * FORGET_S / 0.03)):  # all are slow for a long time: so is the device
+        now += 0.03
+        rhythm.took(0.03, now)
+        rhythm.took(0.03, now)  # frames of another stream in the same step are no more of a reason
+    assert rhythm.hold(sound, now + 1) == pytest.approx(ROOM * 0.03 - sound)
+
+
+def test_a_quick_device_is_forgotten_by_time_and_not_by_streams() -> None:
+    rhythm = Rhythm(FRAME_S, OPENING_S)
+    rhythm.took(0.01, 1.0)
+    for step in range(100):
+        for _ in range(128):
+            rhythm.took(0.05, 1.0 + 0.05 * step)
+    assert rhythm.quick_s < 0.011
 
 
 def test_who_waits_for_text_or_for_a_listener_says_nothing_about_the_device() -> None:

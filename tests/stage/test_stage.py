@@ -86,6 +86,19 @@ def test_thinker_stage_equals_alone(name: str, models: Models, prompts, alone, a
     assert desk.stage.idle
 
 
+def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models, prompts) -> None:
+    """Else it would wait for the steps of all other stages in this process."""
+    desk = Desk(models, "thinker")
+    if desk.hold or desk.stage.runner.stream is not None:
+        pytest.skip("a device computes beside the host")
+    desk.think("0", prompts[0], options(0))
+    for count in range(1, 4):
+        while len(desk.tokens["0"]) < count:
+            assert desk.stage.turn()
+            assert desk.stage.num_in_flight == 0
+    desk.run()
+
+
 def talk(desk: Desk, prompts, alone, accept, late: int = 0) -> None:
     """Feed each request its own text, one token a turn; some are late, and starve meanwhile."""
     feeds = {}

@@ -83,7 +83,8 @@ class FrameNode:
         self.outlets = (self.outlet,)
         self.voices: dict[RequestId, Speaking] = {}
         self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
-        self._rhythm = Rhythm(FRAME_S, opening_s)
+        # A CPU is taken for slow until a frame has shown otherwise.
+        self._rhythm = Rhythm(FRAME_S, opening_s, quick_s=FRAME_S / 2 if context.device.type == "cpu" else 0.0)
         self._came = False  # frames came since the last look at them
         self._looked = 0.0
         self.stage = stage(self._emit)

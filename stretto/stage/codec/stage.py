@@ -175,13 +175,7 @@ class CodecStage:
     # -- steps
 
     def turn(self) -> bool:
-        did = False
-        while self._steps and self._steps[0].ready:
-            start = time.perf_counter_ns()
-            self._record(self._steps[0])
-            self._retire(self._steps.popleft())
-            self.stats.retire_ns += time.perf_counter_ns() - start
-            did = True
+        did = self._retire_ready()
         if len(self._steps) < self.config.overlap_depth:
             start = time.perf_counter_ns()
             parts = self.schedule()
@@ -191,9 +185,20 @@ class CodecStage:
                 self.stats.launch.observe(took / 1e9)
                 step = self._steps[-1]
                 step.begun_ns = start + took
-                if step.copied is None:  # on a CPU the launch is the work
-                    step.begun_ns, step.ended_ns = start, start + took
                 did = True
+                if step.copied is None:  # on a CPU the launch is the work: what came of it goes on at once
+                    step.begun_ns, step.ended_ns = start, start + took
+                    self._retire_ready()
+        return did
+
+    def _retire_ready(self) -> bool:
+        did = False
+        while self._steps and self._steps[0].ready:
+            start = time.perf_counter_ns()
+            self._record(self._steps[0])
+            self._retire(self._steps.popleft())
+            self.stats.retire_ns += time.perf_counter_ns() - start
+            did = True
         return did
 
     def _record(self, step: CodecStep) -> None:
