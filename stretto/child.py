@@ -7,6 +7,9 @@ import os
 import signal
 from contextlib import suppress
 
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Of stage hosts, unless the server's own says otherwise. By numpy they multiply small matrices (`layers/host.py`):
+waking a second thread takes longer than such a product."""
 _PR_SET_PDEATHSIG = 1
 
 

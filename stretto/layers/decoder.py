@@ -36,6 +36,8 @@ class Attention(Protocol):
         ...
 
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of rotary positions, [rows, head dim] each."""
 AfterLayer = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer index, residual stream after it) -> the residual stream to go on with."""
 
@@ -89,7 +91,7 @@ class Rope(nn.Module):
             axis = [i % 3 if i % 3 and i < 3 * self.section[i % 3] else 0 for i in range(half)]
             self.axes = torch.tensor(axis, device=device)
 
-    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Angles:
         """positions [3, rows] (or [rows] on one axis), float32 -> cos, sin [rows, head dim]."""
         assert self.inv_freq is not None, "prepare() comes first"
         if self.axes is None:
@@ -158,12 +160,13 @@ class Decoder(nn.Module):
         self.host: HostLayers | None = None  # on a CPU, for few rows
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, after: AfterLayer | None = None
+        self, x: torch.Tensor, positions: torch.Tensor | Angles, attention: Attention, after: AfterLayer | None = None
     ) -> torch.Tensor:
-        """Input rows x [rows, hidden] -> final-normed hidden rows."""
+        """Input rows x [rows, hidden] at these positions, or with their angles -> final-normed hidden rows."""
+        angles = positions if isinstance(positions, tuple) else self.rope(positions, x.dtype)
         if self.host is not None and len(x) <= HOST_ROWS:
-            return self.host(x, positions, attention, after)
-        cos, sin = self.rope(positions, x.dtype)
+            return self.host(x, angles, attention, after)
+        cos, sin = angles
         if self.fused is not None and isinstance(attention, PagedPass) and attention.decodes(len(x)):
             return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
         if self.fused is not None and isinstance(attention, PagedPass) and attention.paging.prefills:

@@ -1,12 +1,14 @@
 """The layers of a decoder for few rows on a CPU, by numpy.
 
 A step of a small model is some hundred operations on a few kilobytes each, and torch takes longer to begin one than to
-compute it; numpy begins them in a fraction of that. Matrix products stay with torch: its threads are the ones that the
-settings limit. What is computed is what the modules of `decoder.py` and `mlp.py` compute, in float32; a sum may be
-rounded in another order. Called by `Decoder.forward` on the thread that runs a step."""
+compute it; numpy begins them in a fraction of that. Products with large matrices stay with torch, whose threads the
+settings limit; those of numpy have one (`stretto/child.py`). What is computed is what the modules of `decoder.py` and
+`mlp.py` compute, in float32; a sum may be rounded in another order. Called by `Decoder.forward` on the thread that runs
+a step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -19,10 +21,13 @@ import torch.nn.functional as F
 from stretto.layers.mlp import DenseMLP, MoeMLP
 
 if TYPE_CHECKING:
-    from stretto.layers.decoder import AfterLayer, Decoder, DecoderLayer
+    from stretto.layers.decoder import AfterLayer, Angles, Decoder, DecoderLayer
 
 MAX_ROWS = 8
+SMALL = 1 << 20
+"""Elements of a matrix up to which it is multiplied by numpy: it stays in a core's cache, or nearly."""
 Array = npt.NDArray[np.float32]
+Map = Callable[[Array], Array]
 
 
 class HostAttention(Protocol):
@@ -31,12 +36,20 @@ class HostAttention(Protocol):
         ...
 
 
-def product(x: Array, weight: torch.Tensor) -> Array:
-    y: Array = F.linear(torch.from_numpy(x), weight).numpy()
-    return y
+def product(weight: torch.Tensor) -> Map:
+    """Rows -> their products with a linear layer's weight."""
+    if weight.numel() > SMALL:
+        return lambda x: F.linear(torch.from_numpy(x), weight).numpy()
+    turned: Array = weight.numpy().T
+    return lambda x: x @ turned
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
+    if x.ndim == 2 and len(x) == 1:  # one row: a plain product, and the rest on numbers instead of arrays
+        only = x[0]
+        scaled: Array = x * np.float32(1.0 / math.sqrt(float(only @ only) / len(only) + eps))
+        scaled *= weight
+        return scaled
     spread = np.einsum("...i,...i->...", x, x)
     spread *= 1.0 / x.shape[-1]
     spread += eps
@@ -47,11 +60,10 @@ def norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """x [rows, heads, dim], cos and sin [rows, 1, dim]"""
+    """x [rows, heads, dim], cos and sin [rows, 1, dim], the sine's first half negated"""
     half = x.shape[-1] // 2
     y: Array = x * cos
-    y[..., :half] -= x[..., half:] * sin[..., :half]
-    y[..., half:] += x[..., :half] * sin[..., half:]
+    y += np.concatenate((x[..., half:], x[..., :half]), -1) * sin
     return y
 
 
@@ -80,18 +92,31 @@ def attend(q: Array, keys: Array, values: Array) -> Array:
     return y
 
 
-def dense(mlp: DenseMLP) -> Callable[[Array], Array]:
-    up, down = mlp.gate_up.weight, mlp.down_proj.weight
-    return lambda x: product(swiglu(product(x, up)), down)
+def dense(gate_up: torch.Tensor, down: torch.Tensor) -> Map:
+    up, back = product(gate_up), product(down)
+    return lambda x: back(swiglu(up(x)))
 
 
-def mixture(mlp: MoeMLP) -> Callable[[Array], Array]:
-    gate, up, down = mlp.gate.weight, list(mlp.experts.gate_up), list(mlp.experts.down)
-    shared = None if mlp.shared_expert is None else dense(mlp.shared_expert)
-    shared_gate = None if mlp.shared_expert_gate is None else mlp.shared_expert_gate.weight
+def shared_expert(mlp: MoeMLP) -> Map | None:
+    if mlp.shared_expert is None or mlp.shared_expert_gate is None:
+        return None
+    shared = dense(mlp.shared_expert.gate_up.weight, mlp.shared_expert.down_proj.weight)
+    gate = product(mlp.shared_expert_gate.weight)
 
     def run(x: Array) -> Array:
-        chances = softmax(product(x, gate))
+        y = shared(x)
+        y /= 1.0 + np.exp(-gate(x))
+        return y
+
+    return run
+
+
+def mixture(mlp: MoeMLP) -> Map:
+    gate, shared = product(mlp.gate.weight), shared_expert(mlp)
+    experts = [dense(up, down) for up, down in zip(mlp.experts.gate_up, mlp.experts.down, strict=True)]
+
+    def run(x: Array) -> Array:
+        chances = softmax(gate(x))
         best = np.argsort(-chances, axis=-1, kind="stable")[:, : mlp.top_k]
         weights = np.take_along_axis(chances, best, -1)
         if mlp.norm:
@@ -100,9 +125,9 @@ def mixture(mlp: MoeMLP) -> Callable[[Array], Array]:
         for i, chosen in enumerate(best.tolist()):
             own = x[i : i + 1]
             for e, weight in zip(chosen, weights[i], strict=True):
-                y[i] += weight * product(swiglu(product(own, up[e])), down[e])[0]
-        if shared is not None and shared_gate is not None:
-            y += shared(x) / (1.0 + np.exp(-product(x, shared_gate)))
+                y[i] += weight * experts[e](own)[0]
+        if shared is not None:
+            y += shared(x)
         return y
 
     return run
@@ -111,11 +136,11 @@ def mixture(mlp: MoeMLP) -> Callable[[Array], Array]:
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLayer:
     before: Array
-    qkv: torch.Tensor
+    qkv: Map
     gains: Array  # of queries and keys, [heads + kv heads, dim]
-    out: torch.Tensor
+    out: Map
     behind: Array
-    mlp: Callable[[Array], Array]
+    mlp: Map
     eps: float
 
     @classmethod
@@ -124,16 +149,16 @@ class HostLayer:
         assert a.gains is not None
         assert isinstance(m, DenseMLP | MoeMLP)
         before, behind = layer.input_layernorm.weight.numpy(), layer.post_attention_layernorm.weight.numpy()
-        mlp = dense(m) if isinstance(m, DenseMLP) else mixture(m)
+        mlp = dense(m.gate_up.weight, m.down_proj.weight) if isinstance(m, DenseMLP) else mixture(m)
         eps = layer.input_layernorm.eps
-        return cls(before, a.qkv.weight, a.gains.numpy(), a.o_proj.weight, behind, mlp, eps)
+        return cls(before, product(a.qkv.weight), a.gains.numpy(), product(a.o_proj.weight), behind, mlp, eps)
 
 
 class HostLayers:
     def __init__(self, decoder: Decoder) -> None:
         c = decoder.config
         self.heads, self.kv_heads, self.dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
-        self.rope = decoder.rope
+        self.signs: Array = np.repeat(np.array([-1, 1], np.float32), self.dim // 2)
         self.layers = [HostLayer.of(layer) for layer in decoder.layers]  # type: ignore[arg-type]
         self.norm: Array = decoder.norm.weight.numpy()
 
@@ -144,17 +169,18 @@ class HostLayers:
         return weight.device.type == "cpu" and weight.dtype == torch.float32 and not (moe is not None and moe.float8)
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, attention: HostAttention, after: AfterLayer | None
+        self, x: torch.Tensor, angles: Angles, attention: HostAttention, after: AfterLayer | None
     ) -> torch.Tensor:
-        cos, sin = (a.numpy()[:, None] for a in self.rope(positions, x.dtype))
+        cos, sin = (a.numpy()[:, None] for a in angles)
+        sin = sin * self.signs
         h: Array = x.numpy()
         turned = self.heads + self.kv_heads
         with np.errstate(over="ignore"):  # exp(-x) of a large negative x is infinite, and x over it is 0
             for i, layer in enumerate(self.layers):
-                every = product(norm(h, layer.before, layer.eps), layer.qkv).reshape(len(h), -1, self.dim)
+                every = layer.qkv(norm(h, layer.before, layer.eps)).reshape(len(h), -1, self.dim)
                 qk = rotate(norm(every[:, :turned], layer.gains, layer.eps), cos, sin)
                 y = attention.on_host(i, qk[:, : self.heads], qk[:, self.heads :], every[:, turned:])
-                h = h + product(y.reshape(len(h), -1), layer.out)
+                h = h + layer.out(y.reshape(len(h), -1))
                 h = h + layer.mlp(norm(h, layer.behind, layer.eps))
                 if after is not None:
                     h = after(i, torch.from_numpy(h)).numpy()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from stretto.child import end_of, seen_end
+from stretto.child import ENVIRONMENT, end_of, seen_end
 from stretto.control.devices import shown
 from stretto.control.life import Quit
 from stretto.device import cards
@@ -52,7 +52,7 @@ class HostProcess(Host):
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 process_group=0,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **self._environment},
+                env={**ENVIRONMENT, **os.environ, **self._environment},
             )
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def test_a_host_sees_its_own_card_and_no_other() -> None:
         await host.start()
         environ = Path(f"/proc/{host.pid}/environ").read_bytes().split(b"\0")
         assert environ.count(b"CUDA_VISIBLE_DEVICES=GPU-b") == 1
+        assert environ.count(b"OPENBLAS_NUM_THREADS=" + os.environ.get("OPENBLAS_NUM_THREADS", "1").encode()) == 1
         await host.stop()
 
     run(work())

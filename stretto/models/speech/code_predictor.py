@@ -79,8 +79,8 @@ class CodePredictor(nn.Module):
 
     def prepare(self, device: torch.device) -> None:
         self.model.prepare(device)
-        self.positions = torch.arange(self.num_groups, dtype=torch.float32, device=device)
-        self.angles = self.model.rope(self.positions, self.model.norm.weight.dtype)  # of every position of a frame
+        positions = torch.arange(self.num_groups, dtype=torch.float32, device=device)
+        self.angles = self.model.rope(positions, self.model.norm.weight.dtype)  # of every position of a frame
 
     def fitted(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of the talker's width as inputs."""
@@ -100,7 +100,8 @@ class CodePredictor(nn.Module):
         Returns the codes [rows, groups - 1] and the embeddings of all the frame's codes, summed: [rows, width]."""
         rows = hidden.shape[0]
         x = self.fitted(torch.stack((hidden, first), 1).flatten(0, 1))
-        out = self.model(x, self.positions[:2].repeat(rows), FramePass(cache, rows, 0, 2))
+        cos, sin = self.angles
+        out = self.model(x, (cos[:2].repeat(rows, 1), sin[:2].repeat(rows, 1)), FramePass(cache, rows, 0, 2))
         last = out.view(rows, 2, -1)[:, 1]
         codes, embedded = [], [first]
         for g in range(self.num_groups - 1):
@@ -109,7 +110,7 @@ class CodePredictor(nn.Module):
             codes.append(code)
             embedded.append(row)
             if g + 2 < self.num_groups:
-                at = self.positions[g + 2].expand(rows)
+                at = cos[g + 2].expand(rows, -1), sin[g + 2].expand(rows, -1)
                 last = self.model(self.fitted(row), at, FramePass(cache, rows, g + 2, 1))
         # one sum in float32, rounded once
         total = torch.stack(embedded, 1).sum(1, dtype=torch.float32).to(hidden.dtype)
