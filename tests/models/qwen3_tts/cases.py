@@ -11,7 +11,7 @@ import numpy as np
 from stretto.models.qwen3_tts.tiny import write_tiny
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = (("custom_voice", "1b7"), ("custom_voice", "0b6"), ("base", "1b7"), ("voice_design", "1b7"))
+KINDS = (("custom_voice", "1b7"), ("custom_voice", "0b6"), ("base", "1b7"), ("base", "0b6"), ("voice_design", "1b7"))
 SEED = 7
 NOISE_SAMPLES = 24000 * 3 + 17
 FILES = ("model.safetensors", "speech_tokenizer/model.safetensors")

@@ -128,8 +128,9 @@ def test_samples_are_the_packages(tts: Checkpoint) -> None:
         np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-5)
 
 
-def test_a_clip_becomes_the_packages_voice(tts: Checkpoint) -> None:
-    model, told = Source.open(tts("base"), progress=False).enroller(), golden("base", "1b7")
+@pytest.mark.parametrize("size", ["0b6", "1b7"])
+def test_a_clip_becomes_the_packages_voice(size: str, tts: Checkpoint) -> None:
+    model, told = Source.open(tts("base", size), progress=False).enroller(), golden("base", size)
     with torch.inference_mode():
         voice, alone = (
             Copied.of(run_through(model.run(torch.from_numpy(clip(NOISE_SAMPLES)), text)), None).voice(text)
