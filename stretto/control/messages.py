@@ -163,12 +163,13 @@ class Lacking(Wire, frozen=True, tag="lacking"):
 
 
 class Failed(Wire, frozen=True, tag="failed"):
-    """A request cannot be finished; `kind` names the error class."""
+    """A request cannot be finished; `kind` names the error class, `param` the field that is at fault."""
 
     request: RequestId
     stage: str
     kind: str
     message: str
+    param: str | None = None
 
 
 FromHost = LifeFromHost | Text | Codes | Pcm | Made | Ended | Working | Lacking | Failed

@@ -340,8 +340,8 @@ class PipelineEngine:
                 pass  # that is all it says
             case Lacking():
                 t.supplying = asyncio.create_task(supply(t, message, t.supplying))
-            case Failed(stage=stage, kind=kind, message=text):
-                t.fail(_error(kind, f"{stage}: {text}"))
+            case Failed():
+                t.fail(_error(message))
             case _:
                 raise errors.Bug(f"the orchestrator was sent {type(message).__name__}")
 
@@ -374,9 +374,11 @@ class PipelineEngine:
         return [pid for p in self._pipelines for pid in p.pids]
 
 
-def _error(kind: str, message: str) -> StrettoError:
+def _error(failed: Failed) -> StrettoError:
     """The error that a host reported, as its own class where it is one of ours."""
-    known: dict[str, type[StrettoError]] = {
-        c.__name__: c for c in (errors.Invalid, errors.TooLong, errors.Busy, errors.Gone, errors.WireError, errors.Bug)
-    }
-    return known.get(kind, StageDead)(message)
+    text = f"{failed.stage}: {failed.message}"
+    for faulty in (errors.Invalid, errors.TooLong):
+        if faulty.__name__ == failed.kind:
+            return faulty(text, failed.param)
+    known = {c.__name__: c for c in (errors.Busy, errors.Gone, errors.WireError, errors.Bug)}
+    return known.get(failed.kind, StageDead)(text)

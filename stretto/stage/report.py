@@ -47,4 +47,4 @@ class Journal:
 
 
 def failed(id: RequestId, stage: str, error: StrettoError) -> Failed:
-    return Failed(id, stage, type(error).__name__, str(error))
+    return Failed(id, stage, type(error).__name__, str(error), getattr(error, "param", None))

@@ -108,6 +108,7 @@ def test_what_cannot_be_followed_is_a_400(real: Running, body: dict[str, Any], s
     reply = real.ask("/v1/chat/completions", {"messages": ASK, "max_tokens": 5, **body})
     assert reply.status == 400
     assert says in reply.error["message"]
+    assert str(reply.error["param"]).startswith(tuple(body)), "also where a stage found it"
 
 
 # ---- the tokens
