@@ -169,6 +169,7 @@ class Connection:
                 self.outbox.put(s.Error(error=told))
                 return EXPIRED
             if self.session.busy:
+                self.heard = now  # whoever listens need not speak
                 await asyncio.sleep(POLL_S / 10 if draining.is_set() else 0)
             elif draining.is_set():
                 return DRAINING

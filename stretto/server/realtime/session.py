@@ -259,6 +259,8 @@ class RealtimeSession:
     async def _create_item(self, event: c.ItemCreate) -> None:
         try:
             self.conversation.check_new(event.item.id)
+            if self.listener.turn is not None and event.item.id == self._item_id:
+                raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
             item, message, size = await self._read(event.item)
             if self.listener.held + self.conversation.size + size > self.service.config.realtime_held_mb * (1 << 20):
                 raise Problem("conversation_full", "the session holds as much as it may", "item")
@@ -268,6 +270,8 @@ class RealtimeSession:
             raise Problem("item_create_duplicate_item_id", str(e), e.param) from None
         except NoSuchItem as e:
             raise Problem("item_create_invalid_previous_item_id", str(e), e.param) from None
+        except Invalid as e:  # the engine speaks of messages
+            raise Invalid(_of_item(str(e)), e.param and _of_item(e.param)) from None
         previous = self.conversation.before(entry)
         self.outbox.put(s.ItemAdded(previous_item_id=previous, item=item))
         self.outbox.put(s.ItemDone(previous_item_id=previous, item=item))
@@ -310,7 +314,7 @@ class RealtimeSession:
         if (active := self.speaker.active) is not None and not beside:
             message = f"Conversation already has an active response in progress: {active.id}"
             raise Problem("conversation_already_has_active_response", message)
-        if len(self.speaker.beside) >= MAX_BESIDE:
+        if beside and len(self.speaker.beside) >= MAX_BESIDE:
             raise Problem("rate_limit_exceeded", f"{MAX_BESIDE} responses beside the conversation run already")
         response = self.speaker.make(options, beside=beside, metadata=fields.metadata, items=given)
         response.speech_end, self._committed = self._committed, None
@@ -343,3 +347,7 @@ class RealtimeSession:
     def _answered(self, response: Response) -> None:
         """Waiting for the user begins when all of it was heard."""
         self._idle_from = self.listener.position + int(response.playback.lead * INPUT_RATE)
+
+
+def _of_item(said: str) -> str:
+    return said.replace("messages[0]", "item", 1)

@@ -139,6 +139,34 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         assert closed(c)[0] == 1008
 
 
+def test_who_has_listened_for_long_may_think_before_speaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    with talking(TalkEngine()) as running:
+        service = running.server.service
+
+        class Speaking:
+            """For the first three looks."""
+
+            looks = 0
+
+            @property
+            def busy(self) -> bool:
+                self.looks += 1
+                return self.looks <= 3
+
+        async def watch() -> bool:
+            session: Any = Speaking()
+            connection = module.Connection(service, session, *[None] * 3, heard=-1e9)  # type: ignore[list-item]
+            task = asyncio.create_task(connection._watch())
+            while session.looks < 6 and not task.done():
+                await asyncio.sleep(0.001)
+            ended = task.done()
+            task.cancel()
+            return not ended
+
+        assert running.do(watch())
+
+
 def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
     with talking(engine, drain_timeout=30.0) as running, talk(running) as busy, talk(running) as quiet:
         go_on = hold(running, engine)
