@@ -50,6 +50,9 @@ def test_a_live_conversation(talker: Browser) -> None:
         parts = {part["name"]: part["seconds"] for part in first["parts"]}
         assert first["speechToSound"] > parts["pause"] > 0.4
         assert sum(parts.values()) == pytest.approx(first["speechToSound"], abs=1e-6)
+        counted = parts["pause"] + first["firstAudio"]  # from the end of speech, not of the pause behind it
+        shown = tab.do(tab.page.evaluate("async (s) => (await import('/turn.js')).duration(s)", counted))
+        assert f"first sound {shown}" in tab.do(tab.page.locator(".answer .meta").first.inner_text())
         tab.until("document.querySelector('[data-testid=heard]')?.textContent === 'what was said'")
         tab.until("document.querySelector('[data-testid=parts]').textContent.includes('Pause')")
         tab.until("strettoStats().turns[1]?.outcome === 'stopped'")  # somebody spoke again
