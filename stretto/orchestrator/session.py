@@ -17,6 +17,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -361,9 +362,17 @@ class Session:
 
 
 def oldest_turn(items: Sequence[Item]) -> list[Item]:
-    """What the user said first, and all up to what the user said next. Never the last turn, nor the system's words."""
-    roles = [item.role for item in items]
-    starts = [i for i, role in enumerate(roles) if role == "user" and (not i or roles[i - 1] != "user")]
-    if len(starts) < 2:
-        return []
-    return [item for item in items[: starts[1]] if item.role not in ("system", "developer")]
+    """What the user said first, and all up to what the user said next; never the system's words. Of the last turn the
+    older half of what the user has put together in a row, such as the pictures of a camera, never the last of it."""
+    spoken = [item for item in items if item.role not in ("system", "developer")]
+    starts = [i for i, (a, b) in enumerate(pairwise([None, *spoken])) if _by_user(b) and not _by_user(a)]
+    if len(starts) > 1:
+        return spoken[: starts[1]]
+    if not starts or starts[0]:
+        return spoken[: starts[0]] if starts else []
+    row = list(takewhile(_by_user, spoken))
+    return row[: len(row) // 2]
+
+
+def _by_user(item: Item | None) -> bool:
+    return item is not None and item.role == "user"

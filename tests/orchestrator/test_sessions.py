@@ -27,6 +27,7 @@ from stretto.orchestrator.api import AudioChunk, Event
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.session import INPUT_RATE, Session, oldest_turn
 from stretto.orchestrator.sync import SyncEngine
+from stretto.prompt.media import MediaLimits
 from tests.orchestrator.common import Answer, collect, come_to, expected, freed, picture, run, same, say, stats
 from tests.pipeline import ONE_HOST, PROCESSES
 
@@ -339,6 +340,28 @@ def test_the_oldest_turn(tiny_dir: Path) -> None:
             await s.add({"role": role, "content": "Hm."}, id=str(i))
         assert [i.id for i in oldest_turn(s.items)] == ["1", "2", "3", "4"]
         assert not oldest_turn(s.items[5:])
+        assert [i.id for i in oldest_turn(s.items[:5])] == ["1"], "what comes before the last turn"
+        pictures = [*s.items[2:4], *s.items[6:7]] * 2  # in a row, as a camera gives them
+        for left in (3, 2, 1):
+            assert oldest_turn(pictures) == pictures[: len(pictures) // 2]
+            pictures = pictures[len(pictures) // 2 :]
+            assert len(pictures) == left
+        assert not oldest_turn(pictures)
+        assert not oldest_turn([])
+
+    alone(tiny_dir, work)
+
+
+def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path) -> None:
+    """What a single request may hold of media does not bound what a session has heard in its time."""
+
+    async def work(s: Session) -> None:
+        for turn in range(MediaLimits().media + 3):
+            await s.append(voice(0.1, turn))
+            await s.commit(f"q{turn}")
+        prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
+        assert len(prompt.audios) == len(s.items) == MediaLimits().media + 3
+        assert not s.dropped
 
     alone(tiny_dir, work)
 

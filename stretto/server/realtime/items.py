@@ -135,6 +135,14 @@ class Conversation:
         if entry.engine_id is not None and entry.engine_id in self._there():
             await self.session.remove(entry.engine_id)
 
+    def settle(self) -> None:
+        """What the engine has forgotten is not held any more."""
+        there = self._there()
+        for entry in self.entries:
+            if entry.size and entry.engine_id is not None and entry.engine_id not in there:
+                self.size -= entry.size
+                entry.size = 0
+
     def _there(self) -> set[str]:
         """What the engine's session holds: it may have forgotten the oldest turns."""
         return {i.id for i in self.session.items}

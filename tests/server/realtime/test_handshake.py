@@ -240,6 +240,24 @@ def test_a_session_holds_so_much_and_no_more() -> None:
         c.until("input_audio_buffer.cleared")
 
 
+def test_what_the_engine_has_forgotten_is_not_held() -> None:
+    engine = TalkEngine()
+    with talking(engine, realtime_held_mb=1.0) as running, talk(running) as c:
+        c.manual()
+        c.append(bytes(600_000), 600_000)
+        c.send("input_audio_buffer.commit")
+        c.until("conversation.item.done")
+        c.append(bytes(600_000), 600_000)
+        assert c.until("error")["error"]["code"] == "input_audio_buffer_full"
+        session = engine.sessions[0]
+        running.do(session.remove(session.items[0].id))  # as its context was full
+        running.do(session.add({"role": "user", "content": "Go on."}, id="own"))
+        c.send("response.create")
+        c.until("response.done")
+        c.append(bytes(600_000), 600_000)
+        assert not c.sync()
+
+
 def test_sound_is_sent_no_further_ahead_than_allowed(engine: TalkEngine) -> None:
     engine.script = lambda ask: say("word", 60.0, 300)
     with talking(engine, realtime_lead=0.5) as running, talk(running) as c:
