@@ -113,7 +113,8 @@ class Options:
         if "modalities" in changes:
             changes["modalities"] = ("audio",) if "audio" in changes["modalities"] else ("text",)
         if "tools" in changes:
-            changes["tools"] = tuple(changes["tools"])
+            # Tools of other kinds are nothing we could call, and strict clients would not have them back as they came.
+            changes["tools"] = tuple(t for t in changes["tools"] if t.get("type", "function") == "function")
             _chat_tools(changes["tools"])
         if fields.tool_choice is None:
             changes["tool_choice"], changes["only_tool"] = default.tool_choice, default.only_tool
@@ -249,11 +250,6 @@ def _choice(given: str | dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _chat_tools(tools: Any) -> list[dict[str, Any]]:
-    """Functions in the chat format. Tools of other kinds are nothing we could call."""
+    """Functions in the chat format."""
     known = ("name", "description", "parameters", "strict")
-    functions = [
-        {"type": "function", "function": {k: t[k] for k in known if k in t}}
-        for t in tools
-        if t.get("type", "function") == "function"
-    ]
-    return check_tools(functions)
+    return check_tools([{"type": "function", "function": {k: t[k] for k in known if k in t}} for t in tools])
