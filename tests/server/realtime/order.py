@@ -1,5 +1,5 @@
-"""The order of a server's events, as clients are built for it. `Order` is shown every event of a connection and fails at
-the first that may not come where it does: each response from its beginning to its end, the conversation's items as a
+"""The order of a server's events, as clients are built for it. `Order` is shown every event of a connection and fails
+at the first that may not come where it does: each response from its beginning to its end, the conversation's items as a
 client mirrors them, turns, transcriptions."""
 
 from __future__ import annotations
