@@ -8,12 +8,14 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from stretto.family import ModelInfo
 from stretto.server.realtime import connection as module
 from tests.server.conftest import Running, read_until
 from tests.server.realtime.client import Client, talk
@@ -73,6 +75,16 @@ def test_other_refusals(running: Running, engine: TalkEngine) -> None:
     engine.state = "loading"
     assert refused(running) == (503, "loading")
     engine.state = "ready"
+
+
+def test_a_model_that_only_reads_aloud_holds_no_conversation() -> None:
+    class Reader(TalkEngine):
+        @property
+        def info(self) -> ModelInfo:
+            return replace(super().info, output_modalities=("audio",))
+
+    with talking(Reader()) as running:
+        assert refused(running) == (400, "invalid_value")
 
 
 def test_so_many_sessions_and_no_more(guarded: Running) -> None:
