@@ -259,6 +259,34 @@ def test_a_restarted_host_is_told_again(stand: Stand) -> None:
     assert asked == 3, "three windows were sent before it died"
 
 
+def test_idle_sessions_give_their_memory_to_others(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
+    """Three long conversations take turns where one has room: each finds nothing of its own left, and goes on exactly."""
+    turns = {n: [voice(9.5, 80 + n), voice(1.0, 90 + n)] for n in range(3)}
+    host = HostSettings(blocks={"thinker": 14, "talker": 14}, max_context=14 * BLOCK)
+
+    async def talk(stand: Stand) -> dict[int, list[Answer]]:
+        sessions = {n: stand.engine.session() for n in turns}
+        got: dict[int, list[Answer]] = {n: [] for n in turns}
+        for turn in range(2):
+            for n, s in sessions.items():
+                await speak(s, turns[n][turn], random.Random(n))
+                await s.commit()
+                got[n].append(await stand.answer(s))
+        for s in sessions.values():
+            await s.close()
+        return got
+
+    with SyncEngine(tiny_dir, EngineConfig(placement=ONE_HOST, host=host)) as sync:
+        stand = Stand(sync, models, builder)
+        answers = stand.run(talk(stand))
+    for n, (one, two) in answers.items():
+        first, second = map(heard, turns[n])
+        same(one, stand.want([first]))
+        same(two, stand.want([first, {"role": "assistant", "content": one.text}, second]))
+        assert two.end is not None
+        assert two.end.usage.cached_tokens < WINDOW, "it was given away"
+
+
 def alone(tiny_dir: Path, work: Callable[[Session], Coroutine[Any, Any, None]], **config: Any) -> None:
     """A session of an engine that was never started: what needs no stage."""
 
