@@ -260,7 +260,7 @@ def test_a_restarted_host_is_told_again(stand: Stand) -> None:
 
 
 def test_idle_sessions_give_their_memory_to_others(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
-    """Three long conversations take turns where one has room: each finds nothing of its own left, and goes on exactly."""
+    """Three conversations take turns where one has room: each finds nothing of its own left, and goes on exactly."""
     turns = {n: [voice(9.5, 80 + n), voice(1.0, 90 + n)] for n in range(3)}
     host = HostSettings(blocks={"thinker": 14, "talker": 14}, max_context=14 * BLOCK)
 
