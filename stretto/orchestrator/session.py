@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,10 +30,10 @@ from stretto.orchestrator.admission import Ask
 from stretto.orchestrator.api import Event, Message, Modality, TextDelta, Usage
 from stretto.orchestrator.ticket import prompt_usage
 from stretto.prompt.hearing import Hearing
-from stretto.prompt.jobs import BuiltPrompt
+from stretto.prompt.jobs import BuiltPrompt, Conversation
 from stretto.prompt.mel import SAMPLE_RATE
-from stretto.prompt.packed import pack
-from stretto.prompt.prepared import prepared
+from stretto.prompt.packed import pack, unpack_prompt
+from stretto.prompt.prepared import encoded, prepared, with_encoded
 from stretto.prompt.prompt import AudioClip, Prompt
 
 if TYPE_CHECKING:
@@ -214,11 +215,26 @@ class Session:
         place, item = self._find(id), await self._item(id, message)
         self._items[place] = item
 
+    async def item(self, message: Message, *, id: str | None = None) -> Item:
+        """One that is not part of the conversation: for `respond(items=...)`. Its media are decoded here."""
+        self._check()
+        return await self._item(id or f"item_{secrets.token_hex(12)}", message)
+
     async def _item(self, id: str, message: Message) -> Item:
-        if isinstance(message.get("content"), list | tuple):
-            ready = await asyncio.to_thread(prepared, self._engine.builder, message, self._allow_paths)
-            return Item(id, message, ready)
-        return Item(id, message)
+        if not isinstance(message.get("content"), list | tuple):
+            return Item(id, message)
+        ready = message
+        if not self._allow_paths and (strange := encoded(message)) is not None:
+            ready = with_encoded(message, await self._decoded(strange))
+        ready = await asyncio.to_thread(prepared, self._engine.builder, ready, self._allow_paths)
+        return Item(id, message, ready)
+
+    async def _decoded(self, message: Message) -> Prompt:
+        """By the engine's prompt workers: what a stranger has encoded may take long and much memory, and there are
+        limits on both there. Sessions take turns."""
+        body = await asyncio.to_thread(msgspec.json.encode, [message])
+        packed = (await self._engine.prompts.build(Conversation.of(body, sender=self._name))).packed
+        return await asyncio.to_thread(lambda: unpack_prompt(packed.meta, bytes(packed.features)))
 
     def respond(
         self,

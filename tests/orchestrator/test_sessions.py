@@ -27,7 +27,9 @@ from stretto.orchestrator.api import AudioChunk, Event
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.session import INPUT_RATE, Session, oldest_turn
 from stretto.orchestrator.sync import SyncEngine
+from stretto.prompt import messages as messages_module
 from stretto.prompt.media import MediaLimits
+from stretto.prompt.settings import PoolSettings
 from tests.orchestrator.common import Answer, collect, come_to, expected, freed, picture, run, same, say, stats
 from tests.pipeline import ONE_HOST, PROCESSES
 
@@ -378,6 +380,34 @@ def test_the_oldest_turn(tiny_dir: Path) -> None:
         assert not oldest_turn([])
 
     alone(tiny_dir, work)
+
+
+def test_a_stranger_s_pictures_are_decoded_elsewhere(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in this process: one that takes long, or much memory, is nobody else's trouble. What the engine is then told
+    is the same."""
+    message = {"role": "user", "content": [picture(), {"type": "audio", "data": voice(0.1, 1)}, picture(seed=2)]}
+    bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+    async def go() -> None:
+        engine = PipelineEngine(tiny_dir, EngineConfig(prompts=PoolSettings()))
+        async with engine.session(allow_paths=True) as plain:
+            want = await plain._build(plain._setting, [await plain.item(message)])
+        await engine.prompts.start()
+        try:
+            monkeypatch.setattr(messages_module, "decode_image", None)
+            async with engine.session() as s:
+                got = await s._build(s._setting, [await s.item(message)])
+                assert got.ids == want.ids
+                assert [p.digest for p in got.pieces()] == [p.digest for p in want.pieces()]
+                assert all(p.values is not None for p in got.pieces())
+                with pytest.raises(MediaError) as e:
+                    await s.add({"role": "user", "content": [{"type": "text", "text": "Look."}, bad]})
+                assert e.value.param == "messages[0].content[1]"
+                assert not s.items
+        finally:
+            await engine.prompts.close()
+
+    run(go())
 
 
 def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path) -> None:

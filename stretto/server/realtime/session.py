@@ -336,7 +336,7 @@ class RealtimeSession:
             else:
                 item, message, _ = await self._read(given)
                 if message is not None:
-                    out.append(EngineItem(item.id, message))
+                    out.append(await self.talk.item(message, id=item.id))
         return out
 
     # -- what the speaker tells

@@ -125,6 +125,11 @@ class ScriptedSession:
         self._items.insert(place, item)
         return item
 
+    async def item(self, message: Message, *, id: str | None = None) -> Item:
+        self._check()
+        _check_media(message)
+        return Item(id or f"own_{secrets.token_hex(6)}", message)
+
     async def reopen(self, id: str) -> None:
         self._check()
         assert self._before is not None
