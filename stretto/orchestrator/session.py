@@ -258,6 +258,8 @@ class Session:
         if items is None:
             self._setting = setting
         given = list(self._items if items is None else items)
+        if not given and not instructions:
+            raise Invalid("there is nothing to answer: no items and no instructions", "messages")
 
         async def build() -> BuiltPrompt:
             await self.read()  # what is being read ahead is what this needs

@@ -426,6 +426,8 @@ def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path) -> None:
 
 def test_bad_input_is_named_and_changes_nothing(tiny_dir: Path) -> None:
     async def work(s: Session) -> None:
+        with pytest.raises(Invalid, match="nothing to answer"):
+            s.respond()
         with pytest.raises(Invalid, match="no sound"):
             await s.commit()
         await s.append(np.zeros(150, np.float32))
