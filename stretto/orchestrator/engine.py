@@ -64,8 +64,8 @@ class PipelineEngine:
         self.model = m = open_model(model)
         check_model(config, m.pipeline.names, m.info.max_positions)
         self.builder: Builder = load(m.builder)(model)
-        self._threads = InThreads(self.builder)
-        self.prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
+        self.threads = InThreads(self.builder)
+        self.prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self.threads
         self._info = replace(
             m.info,
             max_positions=min(m.info.max_positions, config.host.max_context),
@@ -164,7 +164,7 @@ class PipelineEngine:
                 finally:
                     messages.close()
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
-            return await self._threads.build_local(*given, allow_paths=allow_paths)
+            return await self.threads.build_local(*given, allow_paths=allow_paths)
 
         asked = params or self._info.defaults
         return self.run(build, Ask(speak, voice, asked, request_id, session=session, owner=owner))

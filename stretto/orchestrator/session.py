@@ -319,9 +319,7 @@ class Session:
 
     async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
         messages, tools = setting.messages(items), [dict(t) for t in setting.tools] if setting.tools else None
-        return await asyncio.to_thread(
-            self._engine.builder.build, messages, tools, False, allow_paths=self._allow_paths
-        )
+        return await self._engine.threads.build_for(self._name, messages, tools, allow_paths=self._allow_paths)
 
     def _built(self, prompt: Prompt) -> BuiltPrompt:
         """With the features that the stages have not had; they ask for others, where they need them again."""
