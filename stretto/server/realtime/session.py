@@ -270,8 +270,8 @@ class RealtimeSession:
             raise Problem("item_create_duplicate_item_id", str(e), e.param) from None
         except NoSuchItem as e:
             raise Problem("item_create_invalid_previous_item_id", str(e), e.param) from None
-        except Invalid as e:  # the engine speaks of messages
-            raise Invalid(_of_item(str(e)), e.param and _of_item(e.param)) from None
+        except Invalid as e:
+            raise _named(e, "item") from None
         previous = self.conversation.before(entry)
         self.outbox.put(s.ItemAdded(previous_item_id=previous, item=item))
         self.outbox.put(s.ItemDone(previous_item_id=previous, item=item))
@@ -326,7 +326,7 @@ class RealtimeSession:
     async def _input(self, items: list[c.Item]) -> list[EngineItem]:
         """What is answered instead of the conversation."""
         out = []
-        for given in items:
+        for number, given in enumerate(items):
             if given.type == "item_reference":
                 entry = next((e for e in self.conversation.entries if e.id == given.id), None)
                 found = self.conversation.engine_item(entry) if entry is not None else None
@@ -335,8 +335,12 @@ class RealtimeSession:
                 out.append(found)
             else:
                 item, message, _ = await self._read(given)
-                if message is not None:
+                if message is None:
+                    continue
+                try:
                     out.append(await self.talk.item(message, id=item.id))
+                except Invalid as e:
+                    raise _named(e, f"response.input[{number}]") from None
         return out
 
     # -- what the speaker tells
@@ -349,5 +353,7 @@ class RealtimeSession:
         self._idle_from = self.listener.position + int(response.playback.lead * INPUT_RATE)
 
 
-def _of_item(said: str) -> str:
-    return said.replace("messages[0]", "item", 1)
+def _named(error: Invalid, place: str) -> Invalid:
+    """The same of the item at this place of an event: the engine speaks of messages."""
+    message, param = (said and said.replace("messages[0]", place, 1) for said in (str(error), error.param))
+    return Invalid(message or "", param)

@@ -156,6 +156,8 @@ def test_an_item_that_is_refused_is_not_there(running: Running, engine: TalkEngi
         assert error["message"].startswith(error["param"])
         c.send("conversation.item.retrieve", item_id="mine")
         assert c.until("error")["error"]["code"] == "item_retrieve_invalid_item_id"
+        c.send("response.create", response={"conversation": "none", "input": [item]})
+        assert c.until("error")["error"]["param"] == "response.input[0].content[0].image_url.url"
         c.send("conversation.item.create", item={**item, "content": [{"type": "input_text", "text": "after"}]})
         c.until("conversation.item.done")
         answer(c)
