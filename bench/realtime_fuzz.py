@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +158,15 @@ class Fuzz:
             self.items = [*self.items[-50:], event["item"]["id"]]
 
 
-async def session(url: str, fuzz: Fuzz, count: int, seen: Counter[str]) -> list[str]:
+Judge = Callable[[dict[str, Any]], None]
+"""Is shown the events of a session in their order; raises at one that should not be."""
+
+
+async def session(url: str, fuzz: Fuzz, count: int, seen: Counter[str], judge: Judge | None = None) -> list[str]:
     """Send so many events and look at all that comes back; what was wrong."""
     problems: list[str] = []
     async with connect(url, max_size=1 << 20, compression=None) as socket:
-        reader = asyncio.create_task(_read(socket, fuzz, seen, problems))
+        reader = asyncio.create_task(_read(socket, fuzz, seen, problems, judge))
         for _ in range(count):
             await socket.send(fuzz.message())
             await asyncio.sleep(0)
@@ -171,13 +175,21 @@ async def session(url: str, fuzz: Fuzz, count: int, seen: Counter[str]) -> list[
     return problems
 
 
-async def _read(socket: ClientConnection, fuzz: Fuzz, seen: Counter[str], problems: list[str]) -> None:
+async def _read(
+    socket: ClientConnection, fuzz: Fuzz, seen: Counter[str], problems: list[str], judge: Judge | None
+) -> None:
     """Until the last event was answered."""
     try:
         async for data in socket:
             event = json.loads(data)
             seen[event["type"]] += 1
             fuzz.saw(event)
+            if judge is not None:
+                try:
+                    judge(event)
+                except (AssertionError, LookupError, ValueError) as e:
+                    problems.append(f"{type(e).__name__}: {e} at {str(data)[:500]}")
+                    judge = None  # the rest would follow from that
             if not event.get("event_id"):
                 problems.append(f"an event without an id: {str(data)[:200]}")
             if event["type"] == "error":
@@ -197,8 +209,10 @@ async def _read(socket: ClientConnection, fuzz: Fuzz, seen: Counter[str], proble
     problems.append("closed before the last answer")
 
 
-async def fuzz_sessions(url: str, events: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """So many events in all, in sessions of `EVENTS_A_SESSION`, some at once."""
+async def fuzz_sessions(
+    url: str, events: int, seed: int, new_judge: Callable[[], Judge | None] = lambda: None
+) -> tuple[Counter[str], list[str]]:
+    """So many events in all, in sessions of `EVENTS_A_SESSION`, some at once; each has a judge of its own."""
     seen: Counter[str] = Counter()
     problems: list[str] = []
     seeds = iter(range(seed, seed + -(-events // EVENTS_A_SESSION)))
@@ -206,7 +220,7 @@ async def fuzz_sessions(url: str, events: int, seed: int) -> tuple[Counter[str],
     async def one() -> None:
         for number in seeds:
             try:
-                problems.extend(await session(url, Fuzz(number), EVENTS_A_SESSION, seen))
+                problems.extend(await session(url, Fuzz(number), EVENTS_A_SESSION, seen, new_judge()))
             except (OSError, TimeoutError, websockets.WebSocketException) as e:
                 problems.append(f"session of seed {number}: {type(e).__name__}: {e}")
 

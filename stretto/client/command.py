@@ -292,6 +292,8 @@ def run_live(args: argparse.Namespace, root: str, model: str) -> int:
     from stretto.client.sound import MICROPHONE_RATE, NoSound, find_sound
     from stretto.client.wire import RequestFailed
 
+    if args.text or args.text_only:
+        raise Invalid("--live is a spoken conversation: it goes without --text and --text-only")
     sound = find_sound()
     if args.file is not None:
         pcm = read_pcm(args.file, MICROPHONE_RATE)

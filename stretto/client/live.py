@@ -18,7 +18,7 @@ from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit, urlunsplit
 
 from stretto.client.sound import MICROPHONE_RATE, Speaker
-from stretto.client.wire import RequestFailed, wav_file
+from stretto.client.wire import RequestFailed, save_answer
 
 PIECE_S = 0.04
 HARMLESS = ("response_cancel_not_active",)
@@ -65,6 +65,7 @@ class LiveTalk:
     save: Path | None = None
     most_answers: int | None = None  # then it leaves
     num_answers: int = 0
+    num_saved: int = 0
     _answer: Answer | None = None
     _heard: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
 
@@ -79,6 +80,7 @@ class LiveTalk:
             while self.most_answers is None or self.num_answers < self.most_answers:
                 self.take(json.loads(self.socket.recv()))
         except KeyboardInterrupt:
+            self.hush()
             self.say("")
         finally:
             ear.close()
@@ -160,9 +162,7 @@ class LiveTalk:
         ]
         self.say("".join(f" ({n})" for n in notes if n))
         if self.save is not None and answer.pcm:
-            self.save.mkdir(parents=True, exist_ok=True)
-            path = self.save / f"answer-{self.num_answers}.wav"
-            path.write_bytes(wav_file(MICROPHONE_RATE, b"".join(answer.pcm)))
+            self.num_saved, _ = save_answer(self.save, self.num_saved + 1, MICROPHONE_RATE, b"".join(answer.pcm))
 
     def say(self, text: str) -> None:
         self.out.write(text + "\n")

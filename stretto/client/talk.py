@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from stretto.client.http import ListedModel
 from stretto.client.sound import MICROPHONE_RATE, NoSound, SoundDevice, Speaker
-from stretto.client.wire import PCM_RATE, Piece, RequestFailed, Sound, Words, wav_file
+from stretto.client.wire import PCM_RATE, Piece, RequestFailed, Sound, Words, save_answer, wav_file
 from stretto.client.workload import read_sound
 from stretto.errors import Invalid
 
@@ -184,16 +184,7 @@ class Talk:
 
     def keep(self, rate: int, pcm: bytes) -> None:
         assert self.save is not None
-        self.save.mkdir(parents=True, exist_ok=True)
-        while True:  # an earlier conversation's answers stay
-            self.num_saved += 1
-            path = self.save / f"answer-{self.num_saved}.wav"
-            try:
-                with path.open("xb") as file:
-                    file.write(wav_file(rate, pcm))
-                break
-            except FileExistsError:
-                continue
+        self.num_saved, path = save_answer(self.save, self.num_saved + 1, rate, pcm)
         self.say(f"({len(pcm) / 2 / rate:.2f} s of speech in {path})")
 
     def say(self, text: str) -> None:

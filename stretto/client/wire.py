@@ -10,6 +10,7 @@ import binascii
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -164,3 +165,17 @@ def wav_file(rate: int, pcm: bytes) -> bytes:
     form = struct.pack("<HHIIHH", 1, 1, rate, 2 * rate, 2, 16)
     head = b"RIFF" + struct.pack("<I", 36 + len(pcm)) + b"WAVEfmt " + struct.pack("<I", 16) + form
     return head + b"data" + struct.pack("<I", len(pcm)) + pcm
+
+
+def save_answer(folder: Path, number: int, rate: int, pcm: bytes) -> tuple[int, Path]:
+    """Write speech to `folder/answer-N.wav`, with the first N from `number` on that is free: an earlier conversation's
+    answers stay. Gives N and the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = folder / f"answer-{number}.wav"
+        try:
+            with path.open("xb") as file:
+                file.write(wav_file(rate, pcm))
+            return number, path
+        except FileExistsError:
+            number += 1

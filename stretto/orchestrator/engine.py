@@ -64,8 +64,8 @@ class PipelineEngine:
         self.model = m = open_model(model)
         check_model(config, m.pipeline.names, m.info.max_positions)
         self.builder: Builder = load(m.builder)(model)
-        self._threads = InThreads(self.builder)
-        self._prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self._threads
+        self.threads = InThreads(self.builder)
+        self.prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self.threads
         self._info = replace(
             m.info,
             max_positions=min(m.info.max_positions, config.host.max_context),
@@ -85,7 +85,7 @@ class PipelineEngine:
         self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
         self._tickets: dict[RequestId, Ticket] = {}
         self._router, self._names = Router(self._pipelines, config), Names()
-        self._reader = Reader(self.run, self._prompts, self._info, self.builder.tokenizer.encode)
+        self._reader = Reader(self.run, self.prompts, self._info, self.builder.tokenizer.encode)
         self.watch = Watch(self._tickets, self._pipelines, config)
         kinds = ("requests", "finished", "failed", "cancelled", "refused", "ahead", "windows_changed")
         self.counts = dict.fromkeys(kinds, 0)
@@ -111,7 +111,7 @@ class PipelineEngine:
         try:
             if self._launcher is None:
                 check_cards(self.config, self.model.pipeline.names, len(cards()))
-            await asyncio.gather(self._prompts.start(), *(p.start() for p in self._pipelines))
+            await asyncio.gather(self.prompts.start(), *(p.start() for p in self._pipelines))
         except StrettoError as e:
             self._error = str(e)
             raise
@@ -136,7 +136,7 @@ class PipelineEngine:
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
         values["stretto_engine_running"] = self._accepted
-        values |= self._prompts.metrics()
+        values |= self.prompts.metrics()
         return values | numbers_of(self._pipelines)
 
     # -- requests
@@ -160,11 +160,11 @@ class PipelineEngine:
         async def build() -> BuiltPrompt:
             if isinstance(messages, Conversation):
                 try:
-                    return await self._prompts.build(messages, use_audio_in_video)
+                    return await self.prompts.build(messages, use_audio_in_video)
                 finally:
                     messages.close()
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
-            return await self._threads.build_local(*given, allow_paths=allow_paths)
+            return await self.threads.build_local(*given, allow_paths=allow_paths)
 
         asked = params or self._info.defaults
         return self.run(build, Ask(speak, voice, asked, request_id, session=session, owner=owner))
@@ -208,10 +208,10 @@ class PipelineEngine:
             raise Busy("the server is shutting down")
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
-        return await self._prompts.outline(body, long, most, sender)
+        return await self.prompts.outline(body, long, most, sender)
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
-        return await self._prompts.cut(sound, seconds, sender)
+        return await self.prompts.cut(sound, seconds, sender)
 
     async def run(
         self,
@@ -364,7 +364,7 @@ class PipelineEngine:
             await asyncio.gather(self._watcher, return_exceptions=True)
         for t in list(self._tickets.values()):
             t.events.put_nowait(errors.Gone("the engine was closed"))
-        await asyncio.gather(self._prompts.close(), *(p.close() for p in self._pipelines))
+        await asyncio.gather(self.prompts.close(), *(p.close() for p in self._pipelines))
         if self._trace is not None:
             self._trace.close()
 

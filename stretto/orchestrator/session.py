@@ -17,8 +17,10 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,10 +30,10 @@ from stretto.orchestrator.admission import Ask
 from stretto.orchestrator.api import Event, Message, Modality, TextDelta, Usage
 from stretto.orchestrator.ticket import prompt_usage
 from stretto.prompt.hearing import Hearing
-from stretto.prompt.jobs import BuiltPrompt
+from stretto.prompt.jobs import BuiltPrompt, Conversation
 from stretto.prompt.mel import SAMPLE_RATE
-from stretto.prompt.packed import pack
-from stretto.prompt.prepared import prepared
+from stretto.prompt.packed import pack, unpack_prompt
+from stretto.prompt.prepared import encoded, prepared, with_encoded
 from stretto.prompt.prompt import AudioClip, Prompt
 
 if TYPE_CHECKING:
@@ -213,11 +215,26 @@ class Session:
         place, item = self._find(id), await self._item(id, message)
         self._items[place] = item
 
+    async def item(self, message: Message, *, id: str | None = None) -> Item:
+        """One that is not part of the conversation: for `respond(items=...)`. Its media are decoded here."""
+        self._check()
+        return await self._item(id or f"item_{secrets.token_hex(12)}", message)
+
     async def _item(self, id: str, message: Message) -> Item:
-        if isinstance(message.get("content"), list | tuple):
-            ready = await asyncio.to_thread(prepared, self._engine.builder, message, self._allow_paths)
-            return Item(id, message, ready)
-        return Item(id, message)
+        if not isinstance(message.get("content"), list | tuple):
+            return Item(id, message)
+        ready = message
+        if not self._allow_paths and (strange := encoded(message)) is not None:
+            ready = with_encoded(message, await self._decoded(strange))
+        ready = await asyncio.to_thread(prepared, self._engine.builder, ready, self._allow_paths)
+        return Item(id, message, ready)
+
+    async def _decoded(self, message: Message) -> Prompt:
+        """By the engine's prompt workers: what a stranger has encoded may take long and much memory, and there are
+        limits on both there. Sessions take turns."""
+        body = await asyncio.to_thread(msgspec.json.encode, [message])
+        packed = (await self._engine.prompts.build(Conversation.of(body, sender=self._name))).packed
+        return await asyncio.to_thread(lambda: unpack_prompt(packed.meta, bytes(packed.features)))
 
     def respond(
         self,
@@ -241,6 +258,8 @@ class Session:
         if items is None:
             self._setting = setting
         given = list(self._items if items is None else items)
+        if not given and not instructions:
+            raise Invalid("there is nothing to answer: no items and no instructions", "messages")
 
         async def build() -> BuiltPrompt:
             await self.read()  # what is being read ahead is what this needs
@@ -300,9 +319,7 @@ class Session:
 
     async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
         messages, tools = setting.messages(items), [dict(t) for t in setting.tools] if setting.tools else None
-        return await asyncio.to_thread(
-            self._engine.builder.build, messages, tools, False, allow_paths=self._allow_paths
-        )
+        return await self._engine.threads.build_for(self._name, messages, tools, allow_paths=self._allow_paths)
 
     def _built(self, prompt: Prompt) -> BuiltPrompt:
         """With the features that the stages have not had; they ask for others, where they need them again."""
@@ -361,9 +378,17 @@ class Session:
 
 
 def oldest_turn(items: Sequence[Item]) -> list[Item]:
-    """What the user said first, and all up to what the user said next. Never the last turn, nor the system's words."""
-    roles = [item.role for item in items]
-    starts = [i for i, role in enumerate(roles) if role == "user" and (not i or roles[i - 1] != "user")]
-    if len(starts) < 2:
-        return []
-    return [item for item in items[: starts[1]] if item.role not in ("system", "developer")]
+    """What the user said first, and all up to what the user said next; never the system's words. Of the last turn the
+    older half of what the user has put together in a row, such as the pictures of a camera, never the last of it."""
+    spoken = [item for item in items if item.role not in ("system", "developer")]
+    starts = [i for i, (a, b) in enumerate(pairwise([None, *spoken])) if _by_user(b) and not _by_user(a)]
+    if len(starts) > 1:
+        return spoken[: starts[1]]
+    if not starts or starts[0]:
+        return spoken[: starts[0]] if starts else []
+    row = list(takewhile(_by_user, spoken))
+    return row[: len(row) // 2]
+
+
+def _by_user(item: Item | None) -> bool:
+    return item is not None and item.role == "user"

@@ -140,7 +140,8 @@ class Reader:
             # Speech looks for media in user turns only.
             raise Invalid(f"{at}: {kind} is only allowed in user messages, not in a {role} message", at)
         with _blaming(at):
-            self.budget.add_medium()
+            if not isinstance(part.get("data"), AudioClip | Patches):  # these cost nothing any more
+                self.budget.add_medium()
             self.found(self._medium(kind, part, at), kind)
         return {"type": kind}
 

@@ -1,4 +1,5 @@
-"""Prompts built in threads of this process: for an engine without a prompt worker, whose callers are trusted.
+"""Prompts built in threads of this process: for an engine without a prompt worker, whose callers are trusted, and for
+sessions, whose media are features already.
 
 Keeps the promises of `pool.PromptPool`, but for limits of time and memory, and that the event loop goes on meanwhile: a
 thread that decodes holds the interpreter."""
@@ -6,15 +7,21 @@ thread that decodes holds the interpreter."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from stretto.prompt import work
 from stretto.prompt.cuts import do_cut, do_outline
+from stretto.prompt.fairqueue import FairQueue
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
 from stretto.prompt.packed import pack
+from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
+
+SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
+LONG_AT_ONCE = 1  # of longer ones: each may take a second, most of it holding the interpreter
 
 
 class Prompts(Protocol):
@@ -44,6 +51,7 @@ class Prompts(Protocol):
 class InThreads:
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
+        self._long = FairQueue(LONG_AT_ONCE)
 
     async def start(self) -> None:
         pass
@@ -62,6 +70,22 @@ class InThreads:
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
         return await asyncio.to_thread(do_cut, sound.view(), seconds)
 
+    async def build_for(self, sender: str, messages: Any, tools: Any, *, allow_paths: bool) -> Prompt:
+        """For a session. Of long texts few are done at a time, senders taking turns, so that short ones never wait for
+        them. Who is cancelled gives its place back when the thread is done with it."""
+        run = partial(self._builder.build, messages, tools, False, allow_paths=allow_paths)
+        if num_chars(messages, tools) <= SHORT_CHARS:
+            return await asyncio.to_thread(run)
+        await self._long.enter(sender)
+
+        async def build() -> Prompt:
+            try:
+                return await asyncio.to_thread(run)
+            finally:
+                self._long.leave(sender)
+
+        return await asyncio.shield(build())
+
     async def build_local(self, *given: Any, allow_paths: bool) -> BuiltPrompt:
         """Of messages that a caller of this process gave: they may hold arrays and, if allowed, name files."""
 
@@ -79,3 +103,14 @@ class InThreads:
 
     def metrics(self) -> Mapping[str, float]:
         return {}
+
+
+def num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
+    """About how much text a prompt is made of."""
+    texts = (part.get("text") or "" for m in messages for part in _parts(m.get("content")))
+    calls = sum(len(str(m["tool_calls"])) for m in messages if m.get("tool_calls"))
+    return sum(map(len, texts)) + calls + (len(str(tools)) if tools else 0)
+
+
+def _parts(content: Any) -> Sequence[Mapping[str, Any]]:
+    return content if isinstance(content, list | tuple) else [{"text": content or ""}]

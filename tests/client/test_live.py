@@ -30,11 +30,15 @@ def test_a_file_is_spoken_and_answered(tmp_path: Path, capsys: pytest.CaptureFix
     with talking(engine, api_key=("k",)) as server:
         live = ("talk", server.url, "--key", "k", "--live", "--file", str(question), "--save", str(tmp_path / "out"))
         assert run(*live, "--system", "Be brief.", "--voice", "chelsie") == 0
+        assert run(*live) == 0
+        with pytest.raises(Invalid, match="--text-only"):
+            run(*live, "--text-only")
     shown = capsys.readouterr().out
     assert "Good day to you." in shown
     assert "ms from the end of speech to the first sound" in shown
-    with wave.open(str(tmp_path / "out" / "answer-1.wav")) as file:
-        assert file.getnframes() == 12_000
+    for name in ("answer-1.wav", "answer-2.wav"):  # what was saved before stays
+        with wave.open(str(tmp_path / "out" / name)) as file:
+            assert file.getnframes() == 12_000
     assert engine.asks[0].texts[0] == "system: Be brief."
     assert engine.asks[0].given["voice"] == "Chelsie"
 
@@ -96,7 +100,8 @@ def test_speech_silences_the_loudspeaker_and_tells_what_was_heard() -> None:
     )
     out = io.StringIO()
     talk = LiveTalk(server, out, lambda rate, take: Ear(), speaker)
-    talk.run()
+    for event in server.events:
+        talk.take(event)
     assert len(made[0].written) == 48_000
     made[0].played = 24_000  # half a second was heard
     talk.take({"type": "input_audio_buffer.speech_started"})
@@ -111,6 +116,17 @@ def test_speech_silences_the_loudspeaker_and_tells_what_was_heard() -> None:
     count = len(server.sent)
     talk.take({"type": "input_audio_buffer.speech_started"})
     assert len(server.sent) == count
+
+
+def test_who_leaves_hears_no_more() -> None:
+    loudspeaker = Loudspeaker(24_000)
+    talk = LiveTalk(
+        Script({"type": "response.created", "response": {"id": "r"}}, delta(bytes(48_000))),
+        io.StringIO(), lambda rate, take: Ear(), lambda rate: loudspeaker,
+    )  # fmt: skip
+    assert talk.run() == 0  # the script ends as Ctrl-C does
+    assert loudspeaker.closed
+    assert loudspeaker.played == 0, "nobody waits for the rest"
 
 
 def test_a_recording_goes_on_as_silence() -> None:
@@ -140,6 +156,6 @@ def test_no_microphone(monkeypatch: pytest.MonkeyPatch) -> None:
     from stretto.client import command, sound
 
     monkeypatch.setattr(sound, "find_sound", lambda: sound.NoSound("there is none"))
-    args = type("Args", (), {"file": None, "key": None})()
+    args = type("Args", (), {"file": None, "key": None, "text": None, "text_only": False})()
     with pytest.raises(Invalid, match="no microphone"):
         command.run_live(args, "http://127.0.0.1:1/v1", "m")

@@ -27,6 +27,9 @@ from stretto.orchestrator.api import AudioChunk, Event
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.session import INPUT_RATE, Session, oldest_turn
 from stretto.orchestrator.sync import SyncEngine
+from stretto.prompt import messages as messages_module
+from stretto.prompt.media import MediaLimits
+from stretto.prompt.settings import PoolSettings
 from tests.orchestrator.common import Answer, collect, come_to, expected, freed, picture, run, same, say, stats
 from tests.pipeline import ONE_HOST, PROCESSES
 
@@ -258,6 +261,34 @@ def test_a_restarted_host_is_told_again(stand: Stand) -> None:
     assert asked == 3, "three windows were sent before it died"
 
 
+def test_idle_sessions_give_their_memory_to_others(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
+    """Three conversations take turns where one has room: each finds nothing of its own left, and goes on exactly."""
+    turns = {n: [voice(9.5, 80 + n), voice(1.0, 90 + n)] for n in range(3)}
+    host = HostSettings(blocks={"thinker": 14, "talker": 14}, max_context=14 * BLOCK)
+
+    async def talk(stand: Stand) -> dict[int, list[Answer]]:
+        sessions = {n: stand.engine.session() for n in turns}
+        got: dict[int, list[Answer]] = {n: [] for n in turns}
+        for turn in range(2):
+            for n, s in sessions.items():
+                await speak(s, turns[n][turn], random.Random(n))
+                await s.commit()
+                got[n].append(await stand.answer(s))
+        for s in sessions.values():
+            await s.close()
+        return got
+
+    with SyncEngine(tiny_dir, EngineConfig(placement=ONE_HOST, host=host)) as sync:
+        stand = Stand(sync, models, builder)
+        answers = stand.run(talk(stand))
+    for n, (one, two) in answers.items():
+        first, second = map(heard, turns[n])
+        same(one, stand.want([first]))
+        same(two, stand.want([first, {"role": "assistant", "content": one.text}, second]))
+        assert two.end is not None
+        assert two.end.usage.cached_tokens < WINDOW, "it was given away"
+
+
 def alone(tiny_dir: Path, work: Callable[[Session], Coroutine[Any, Any, None]], **config: Any) -> None:
     """A session of an engine that was never started: what needs no stage."""
 
@@ -339,12 +370,64 @@ def test_the_oldest_turn(tiny_dir: Path) -> None:
             await s.add({"role": role, "content": "Hm."}, id=str(i))
         assert [i.id for i in oldest_turn(s.items)] == ["1", "2", "3", "4"]
         assert not oldest_turn(s.items[5:])
+        assert [i.id for i in oldest_turn(s.items[:5])] == ["1"], "what comes before the last turn"
+        pictures = [*s.items[2:4], *s.items[6:7]] * 2  # in a row, as a camera gives them
+        for left in (3, 2, 1):
+            assert oldest_turn(pictures) == pictures[: len(pictures) // 2]
+            pictures = pictures[len(pictures) // 2 :]
+            assert len(pictures) == left
+        assert not oldest_turn(pictures)
+        assert not oldest_turn([])
+
+    alone(tiny_dir, work)
+
+
+def test_a_stranger_s_pictures_are_decoded_elsewhere(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in this process: one that takes long, or much memory, is nobody else's trouble. What the engine is then told
+    is the same."""
+    message = {"role": "user", "content": [picture(), {"type": "audio", "data": voice(0.1, 1)}, picture(seed=2)]}
+    bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+    async def go() -> None:
+        engine = PipelineEngine(tiny_dir, EngineConfig(prompts=PoolSettings()))
+        async with engine.session(allow_paths=True) as plain:
+            want = await plain._build(plain._setting, [await plain.item(message)])
+        await engine.prompts.start()
+        try:
+            monkeypatch.setattr(messages_module, "decode_image", None)
+            async with engine.session() as s:
+                got = await s._build(s._setting, [await s.item(message)])
+                assert got.ids == want.ids
+                assert [p.digest for p in got.pieces()] == [p.digest for p in want.pieces()]
+                assert all(p.values is not None for p in got.pieces())
+                with pytest.raises(MediaError) as e:
+                    await s.add({"role": "user", "content": [{"type": "text", "text": "Look."}, bad]})
+                assert e.value.param == "messages[0].content[1]"
+                assert not s.items
+        finally:
+            await engine.prompts.close()
+
+    run(go())
+
+
+def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path) -> None:
+    """What a single request may hold of media does not bound what a session has heard in its time."""
+
+    async def work(s: Session) -> None:
+        for turn in range(MediaLimits().media + 3):
+            await s.append(voice(0.1, turn))
+            await s.commit(f"q{turn}")
+        prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
+        assert len(prompt.audios) == len(s.items) == MediaLimits().media + 3
+        assert not s.dropped
 
     alone(tiny_dir, work)
 
 
 def test_bad_input_is_named_and_changes_nothing(tiny_dir: Path) -> None:
     async def work(s: Session) -> None:
+        with pytest.raises(Invalid, match="nothing to answer"):
+            s.respond()
         with pytest.raises(Invalid, match="no sound"):
             await s.commit()
         await s.append(np.zeros(150, np.float32))

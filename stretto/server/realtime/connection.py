@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 
 from starlette.types import Receive, Scope, Send
 
-from stretto.errors import StrettoError
+from stretto.errors import Invalid, StrettoError
 from stretto.server.failures import respond
 from stretto.server.realtime import serverevents as s
 from stretto.server.realtime.clientevents import LARGE, Event, Malformed, decode
@@ -61,6 +61,8 @@ class Realtime:
         try:
             engine = self.service.engine()
             model = self.service.check_model(_query(scope, "model"), engine)
+            if "text" not in engine.info.output_modalities:
+                raise Invalid("this model reads texts aloud, and holds no conversations", "model")
             with self.service.sessions.slot(visit.owner):
                 outbox = Outbox(self.service.config.send_timeout)
                 session = RealtimeSession.open(self.service, engine, outbox, visit.owner, model)
@@ -169,6 +171,7 @@ class Connection:
                 self.outbox.put(s.Error(error=told))
                 return EXPIRED
             if self.session.busy:
+                self.heard = now  # whoever listens need not speak
                 await asyncio.sleep(POLL_S / 10 if draining.is_set() else 0)
             elif draining.is_set():
                 return DRAINING

@@ -86,18 +86,23 @@ class Conversation:
         return next((i for i in self.session.items if i.id == entry.engine_id), None)
 
     def check_new(self, id: str | None) -> None:
-        if any(e.id == id for e in self.entries):
+        if id == FRONT or any(e.id == id for e in self.entries):
             raise DuplicateItem(f"there is an item {id!r} already", "item.id")
         if len(self.entries) >= MAX_ITEMS:
             raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
 
     async def insert(self, entry: Entry, message: Message | None, after: str | None) -> None:
-        """Behind the item `after`; None: behind all, `FRONT`: before all."""
+        """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses is not there."""
         place = len(self.entries) if after is None else 0 if after == FRONT else self._place(after) + 1
         self.check_new(entry.id)
         self.entries.insert(place, entry)
         self.size += entry.size
-        await self.tell_engine(entry, message)
+        try:
+            await self.tell_engine(entry, message)
+        except BaseException:
+            self.entries.remove(entry)
+            self.size -= entry.size
+            raise
 
     def _place(self, id: str) -> int:
         for at, entry in enumerate(self.entries):
@@ -129,6 +134,14 @@ class Conversation:
         self.size -= entry.size
         if entry.engine_id is not None and entry.engine_id in self._there():
             await self.session.remove(entry.engine_id)
+
+    def settle(self) -> None:
+        """What the engine has forgotten is not held any more."""
+        there = self._there()
+        for entry in self.entries:
+            if entry.size and entry.engine_id is not None and entry.engine_id not in there:
+                self.size -= entry.size
+                entry.size = 0
 
     def _there(self) -> set[str]:
         """What the engine's session holds: it may have forgotten the oldest turns."""
@@ -195,14 +208,17 @@ def _needed(value: str | None, param: str) -> str:
 
 
 def _told(part: c.Part, role: str) -> Part:
+    """As a part of this role is called, whichever way the client has written it: strict clients know no other."""
     side = "output" if role == "assistant" else "input"
-    kind = part.type if part.type not in ("text", "audio") else f"{side}_{part.type}"
-    if kind.endswith("_text"):
-        return Part(kind, text=part.text or "")
-    if kind.endswith("_audio"):
-        return Part(kind, transcript=part.transcript or part.text)
+    kind = part.type.rpartition("_")[2]
+    if role != "user" and kind == "image":
+        raise Invalid(f"there are no pictures in a message of role {role}", "item.content")
+    if kind == "text" or role == "system":
+        return Part(f"{side}_text", text=part.text or part.transcript or "")
+    if kind == "audio":
+        return Part(f"{side}_audio", transcript=part.transcript or part.text)
     url = part.image_url or ""
-    return Part(kind, image_url=url if len(url) <= SHOWN_URL else UNSET, detail=part.detail or UNSET)
+    return Part("input_image", image_url=url if len(url) <= SHOWN_URL else UNSET, detail=part.detail or UNSET)
 
 
 def _meant(part: c.Part, format: FormatName) -> dict[str, Any] | None:

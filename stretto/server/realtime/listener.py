@@ -75,7 +75,8 @@ class Listener:
     @property
     def held(self) -> int:
         """Bytes of sound that are not part of the conversation yet."""
-        return (self.session.pending + len(self._rest) + self._kept_size) * SAMPLE_BYTES
+        ready = sum(map(len, self._ready))
+        return (self.session.pending + len(self._rest) + self._kept_size + ready) * SAMPLE_BYTES
 
     def configure(self, turns: Turns | None, format: FormatName) -> None:
         """New settings. What was heard stays."""
@@ -83,8 +84,7 @@ class Listener:
             self.format, self._sound = format, SoundIn(format)
         if turns != self.turns:
             if turns is None:
-                self._detector.reset()
-                self.turn = None
+                self._release()
             else:
                 self._detector.pauses = turns.pauses
             self.turns = turns
@@ -102,7 +102,8 @@ class Listener:
             samples = self._sound.feed(data)
         if self.turns is None:
             self.position += len(samples)
-            await self.session.append(samples)
+            self._ready.append(samples)
+            await self._give()
         else:
             await self._listen(samples, on)
 
@@ -144,7 +145,9 @@ class Listener:
                 length = min(self._kept_size, self._detector.pauses.prefix + START_WINDOWS * WINDOW)
                 self._trim(length)
                 sound = self._all_kept()
-                self.turn, self._paused = Turn(self.position - length, self.position), False
+                # What a client has left uncommitted before it asked for turns belongs to the first one.
+                start = self.position - length - self.session.pending
+                self.turn, self._paused = Turn(start, self.position), False
                 await on(signal)  # first of all: it may have to silence an answer
                 self._take(sound)
             case Signal.RESUMED:
@@ -204,16 +207,20 @@ class Listener:
 
     async def finish(self) -> None:
         """The client ends the turn: all that was heard and kept belongs to it."""
-        rest = np.concatenate([self._rest, self._sound.flush()])
-        self.position += len(rest)
-        if self.turns is not None:
-            rest = np.concatenate([*self._kept, rest])
-            self._drop_kept()
-            self._rest = _NOTHING
-            self._detector.reset()
-            self.turn = None
-        if len(rest):
-            await self.session.append(rest)
+        self._release()
+        if len(last := self._sound.flush()):
+            self.position += len(last)
+            self._ready.append(last)
+        await self._give()
+
+    def _release(self) -> None:
+        """No turn is looked for any more: all that was heard and kept is the engine's, in its order."""
+        self.position += len(self._rest)
+        self._ready += [sound for sound in (*self._kept, self._rest) if len(sound)]
+        self._drop_kept()
+        self._rest = _NOTHING
+        self._detector.reset()
+        self.turn = None
 
     async def clear(self) -> None:
         """Forget what is not committed."""

@@ -103,23 +103,29 @@ class Options:
         return replace(defaults, **{k: v for k, v in given.items() if v is not None}, packets=packets)  # type: ignore[arg-type]
 
     def updated(self, fields: c.Common, info: ModelInfo) -> Options:
+        """With what an update says. A null of a session's goes back to the default, one of a response's means what
+        the session has: some clients write out every field of a response."""
         changes: dict[str, Any] = {}
-        default = Options(info.default_voice)
+        default = self if isinstance(fields, c.ResponseFields) else Options(info.default_voice)
         for name, target in _SAME_NAMES.items():
             if (value := getattr(fields, name)) is not UNSET:
                 changes[target] = getattr(default, target) if value is None else value
         if "modalities" in changes:
             changes["modalities"] = ("audio",) if "audio" in changes["modalities"] else ("text",)
         if "tools" in changes:
-            changes["tools"] = tuple(changes["tools"])
+            # Tools of other kinds are nothing we could call, and strict clients would not have them back as they came.
+            changes["tools"] = tuple(t for t in changes["tools"] if t.get("type", "function") == "function")
             _chat_tools(changes["tools"])
-        if fields.tool_choice is not UNSET:
+        if fields.tool_choice is None:
+            changes["tool_choice"], changes["only_tool"] = default.tool_choice, default.only_tool
+        elif not isinstance(fields.tool_choice, UnsetType):
             changes["tool_choice"], changes["only_tool"] = _choice(fields.tool_choice)
         output = _fields(_fields(fields.audio).get("output"))
         if "format" in output:
-            changes["output_format"] = _format(output["format"], "audio.output.format")
+            given = output["format"]
+            changes["output_format"] = _format(given, "audio.output.format") if given else default.output_format
         if "voice" in output:
-            changes["voice"] = _voice(output["voice"], info)
+            changes["voice"] = _voice(output["voice"], info) if output["voice"] else default.voice
         result = replace(self, **changes)
         said = len(msgspec.json.encode(result.instructions)) + len(msgspec.json.encode(result.tools))
         if said > MAX_SAID:
@@ -215,13 +221,13 @@ def _format(given: c.Format | None, param: str) -> FormatName:
     return given.type
 
 
-def _voice(given: str | c.VoiceId | None, info: ModelInfo) -> str:
+def _voice(given: str | c.VoiceId, info: ModelInfo) -> str:
     """The model's voice that is meant; its default for a name that nobody knows, as stock clients send their own."""
     name = given.id if isinstance(given, c.VoiceId) else given
     try:
         return find_voice(name, info, "voice") or info.default_voice
     except Invalid:
-        log.info("there is no voice %r: %s speaks", (name or "")[:64], info.default_voice)
+        log.info("there is no voice %r: %s speaks", name[:64], info.default_voice)
         return info.default_voice
 
 
@@ -233,24 +239,17 @@ def _turns(now: Turns | None, patch: c.TurnDetection) -> Turns:
     return replace(base, **{k: getattr(default, k) if v is None else v for k, v in given.items()})
 
 
-def _choice(given: str | dict[str, Any] | UnsetType | None) -> tuple[str, str | None]:
+def _choice(given: str | dict[str, Any]) -> tuple[str, str | None]:
     """The choice as it is told, which must be a word, and the one function that it allows."""
     if isinstance(given, dict):
         name = given.get("name")
         return "required", name if isinstance(name, str) else None
-    if given is None or isinstance(given, UnsetType):
-        return "auto", None
     if given not in ("auto", "none", "required"):
         raise Invalid(f"tool_choice must be auto, none, required or a function, got {given[:40]!r}", "tool_choice")
     return given, None
 
 
 def _chat_tools(tools: Any) -> list[dict[str, Any]]:
-    """Functions in the chat format. Tools of other kinds are nothing we could call."""
+    """Functions in the chat format."""
     known = ("name", "description", "parameters", "strict")
-    functions = [
-        {"type": "function", "function": {k: t[k] for k in known if k in t}}
-        for t in tools
-        if t.get("type", "function") == "function"
-    ]
-    return check_tools(functions)
+    return check_tools([{"type": "function", "function": {k: t[k] for k in known if k in t}} for t in tools])

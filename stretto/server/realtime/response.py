@@ -248,6 +248,7 @@ class Response:
         """What was said becomes part of the engine's conversation, where the client has it."""
         if self.conversation is None:
             return
+        self.conversation.settle()
         made, entries = self.conversation.forgotten(), self._kept()
         last = bool(entries) and self.conversation.entries[-1] is entries[0]
         if len(entries) == len(made) == 1 and last and entries[0].item.type == "message":

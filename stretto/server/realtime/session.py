@@ -259,6 +259,8 @@ class RealtimeSession:
     async def _create_item(self, event: c.ItemCreate) -> None:
         try:
             self.conversation.check_new(event.item.id)
+            if self.listener.turn is not None and event.item.id == self._item_id:
+                raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
             item, message, size = await self._read(event.item)
             if self.listener.held + self.conversation.size + size > self.service.config.realtime_held_mb * (1 << 20):
                 raise Problem("conversation_full", "the session holds as much as it may", "item")
@@ -268,6 +270,8 @@ class RealtimeSession:
             raise Problem("item_create_duplicate_item_id", str(e), e.param) from None
         except NoSuchItem as e:
             raise Problem("item_create_invalid_previous_item_id", str(e), e.param) from None
+        except Invalid as e:
+            raise _named(e, "item") from None
         previous = self.conversation.before(entry)
         self.outbox.put(s.ItemAdded(previous_item_id=previous, item=item))
         self.outbox.put(s.ItemDone(previous_item_id=previous, item=item))
@@ -310,7 +314,7 @@ class RealtimeSession:
         if (active := self.speaker.active) is not None and not beside:
             message = f"Conversation already has an active response in progress: {active.id}"
             raise Problem("conversation_already_has_active_response", message)
-        if len(self.speaker.beside) >= MAX_BESIDE:
+        if beside and len(self.speaker.beside) >= MAX_BESIDE:
             raise Problem("rate_limit_exceeded", f"{MAX_BESIDE} responses beside the conversation run already")
         response = self.speaker.make(options, beside=beside, metadata=fields.metadata, items=given)
         response.speech_end, self._committed = self._committed, None
@@ -322,7 +326,7 @@ class RealtimeSession:
     async def _input(self, items: list[c.Item]) -> list[EngineItem]:
         """What is answered instead of the conversation."""
         out = []
-        for given in items:
+        for number, given in enumerate(items):
             if given.type == "item_reference":
                 entry = next((e for e in self.conversation.entries if e.id == given.id), None)
                 found = self.conversation.engine_item(entry) if entry is not None else None
@@ -331,8 +335,12 @@ class RealtimeSession:
                 out.append(found)
             else:
                 item, message, _ = await self._read(given)
-                if message is not None:
-                    out.append(EngineItem(item.id, message))
+                if message is None:
+                    continue
+                try:
+                    out.append(await self.talk.item(message, id=item.id))
+                except Invalid as e:
+                    raise _named(e, f"response.input[{number}]") from None
         return out
 
     # -- what the speaker tells
@@ -343,3 +351,9 @@ class RealtimeSession:
     def _answered(self, response: Response) -> None:
         """Waiting for the user begins when all of it was heard."""
         self._idle_from = self.listener.position + int(response.playback.lead * INPUT_RATE)
+
+
+def _named(error: Invalid, place: str) -> Invalid:
+    """The same of the item at this place of an event: the engine speaks of messages."""
+    message, param = (said and said.replace("messages[0]", place, 1) for said in (str(error), error.param))
+    return Invalid(message or "", param)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from prometheus_client import Counter
 
 from stretto.control.request import Params
-from stretto.errors import StrettoError
 from stretto.orchestrator.api import Finished, TextDelta, Usage
 from stretto.orchestrator.session import Item, Session
 from stretto.server.failures import describe
@@ -58,7 +57,7 @@ async def transcribe(
                     put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=event.text))
                 elif isinstance(event, Finished):
                     usage = event.usage
-    except StrettoError as e:
+    except Exception as e:  # noqa: BLE001 - the task's boundary: the client is told, the session goes on
         _, failure = describe(e)
         told = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
         put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=told))

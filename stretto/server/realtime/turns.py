@@ -70,7 +70,7 @@ class TurnDetector:
             return []
         self._silence += 1
         signals = []
-        if self._silence == self.pauses.short:
+        if self._silence >= self.pauses.short and not self.paused:
             self.paused = True
             signals.append(Signal.PAUSED)
         if self._silence >= self.pauses.end:

@@ -380,7 +380,7 @@ const talk = new TalkButton($("mic"), { begin: beginRecording, finish: finishRec
 // --- open microphone -------------------------------------------------------------------------------------------------
 
 async function toggleLive() {
-  if (live.open) return live.stop();
+  if (live.open || live.opening) return live.stop();
   stop();
   notice.hide();
   $("welcome").hidden = true;

@@ -138,7 +138,7 @@ export class Conversation {
     if (turn.outcome === "stopped") parts.push("stopped");
     if (turn.outcome === "failed") parts.push("broken off");
     if (turn.samples) parts.push(`${duration(turn.audioSeconds)} of speech`);
-    if (turn.firstAudio !== null) parts.push(`first sound ${duration(turn.firstAudio)}`);
+    if (turn.soundAfter !== null) parts.push(`first sound ${duration(turn.soundAfter)}`);
     else if (turn.firstText !== null) parts.push(`first words ${duration(turn.firstText)}`);
     if (turn.underruns) parts.push(`${turn.underruns} gap${turn.underruns > 1 ? "s" : ""}`);
     entry.meta.textContent = parts.join(" · ");

@@ -38,7 +38,8 @@ export function writeFigures(turn, live) {
   for (const id of ["fig-first-text", "fig-first-audio"]) $(id).classList.toggle("blank", words[id] === "–");
   $("fig-underruns").classList.toggle("alarm", f.underruns > 0);
   const sound = words["fig-first-audio"] !== "–";
-  const first = sound ? `First sound ${words["fig-first-audio"]}` : `First words ${words["fig-first-text"]}`;
+  const soonest = duration(f.speechToSound ?? turn?.soundAfter);
+  const first = sound ? `First sound ${soonest}` : `First words ${words["fig-first-text"]}`;
   $("summary-figures").textContent = sound || words["fig-first-text"] !== "–" ? first : "";
 }
 

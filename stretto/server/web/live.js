@@ -20,6 +20,7 @@ export class Live {
     Object.assign(this, { conversation, player, onPlay, onHush, onChange, onEnd });
     this.microphone = new Microphone(onLevel);
     this.microphone.onPiece = (samples, rate) => this.speak(samples, rate);
+    Object.assign(this, { opening: false, unwanted: false }); // the browser may still be asking for the microphone
     this.reset();
   }
 
@@ -33,9 +34,14 @@ export class Live {
 
   /** Must be called from a click. Throws a MicrophoneError if there is none. */
   async start({ url, key, session, history, leadMs }) {
-    this.leadMs = leadMs;
-    await this.player.open(RATE);
-    await this.microphone.start();
+    Object.assign(this, { leadMs, opening: true, unwanted: false });
+    try {
+      await this.player.open(RATE);
+      await this.microphone.start();
+    } finally {
+      this.opening = false;
+    }
+    if (this.unwanted) return this.microphone.release();
     const socket = new WebSocket(url, ["realtime", ...(key ? [`openai-insecure-api-key.${key}`] : [])]);
     this.socket = socket;
     socket.onopen = () => {
@@ -52,6 +58,7 @@ export class Live {
   /** The person is done. */
   stop() {
     if (this.open) this.end(null);
+    this.unwanted = true;
   }
 
   end(message) {

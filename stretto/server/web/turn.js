@@ -69,6 +69,12 @@ export class Turn {
     return this.live && this.firstSound !== null && this.pause !== null ? this.firstSound + this.pause : null;
   }
 
+  /** From the end of the question to the first sound that arrived here; a live one ends where speech did, not where the
+   * pause behind it did. */
+  get soundAfter() {
+    return this.firstAudio === null ? null : this.firstAudio + (this.pause ?? 0);
+  }
+
   /** [{name, seconds, stage}], in their order: of the server's part, what each stage took to its first output. */
   get parts() {
     if (this.speechToSound === null || this.making === null) return null;

@@ -118,11 +118,17 @@ class ScriptedSession:
 
     async def add(self, message: Message, *, id: str | None = None, after: str | None = END) -> Item:
         self._check()
+        _check_media(message)
         item = Item(id or f"own_{secrets.token_hex(6)}", message)
         assert item.id not in [i.id for i in self._items]
         place = 0 if after is None else len(self._items) if after == END else self._find(after) + 1
         self._items.insert(place, item)
         return item
+
+    async def item(self, message: Message, *, id: str | None = None) -> Item:
+        self._check()
+        _check_media(message)
+        return Item(id or f"own_{secrets.token_hex(6)}", message)
 
     async def reopen(self, id: str) -> None:
         self._check()
@@ -202,6 +208,15 @@ class ScriptedSession:
     def _check(self) -> None:
         if self.closed:
             raise Gone("the session was closed")
+
+
+def _check_media(message: Message) -> None:
+    """Refuses what a session refuses, and says it in the same way."""
+    content = message["content"]
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        if part["type"] == "image_url" and not part["image_url"]["url"].startswith("data:"):
+            place = f"messages[0].content[{at}].image_url.url"
+            raise Invalid(f"{place}: remote files are not fetched", place)
 
 
 def audio(samples: Float) -> dict[str, Any]:

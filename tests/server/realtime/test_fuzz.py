@@ -9,16 +9,28 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.realtime_fuzz import Fuzz, fuzz_sessions
+from bench.realtime_fuzz import Fuzz, Judge, fuzz_sessions
 from stretto.orchestrator.api import AudioChunk
 from tests.server.conftest import Running
-from tests.server.realtime.client import talk
+from tests.server.realtime.client import Json, check, talk
 from tests.server.realtime.conftest import talking
+from tests.server.realtime.order import Order
 from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
 
 EVENTS = 20_000
 MOMENTS = 40
+
+
+def new_judge() -> Judge:
+    """Every event is one that strict clients know, and comes where they expect it."""
+    order = Order()
+
+    def judge(event: Json) -> None:
+        check(event)
+        order.see(event)
+
+    return judge
 
 
 def left_behind(running: Running) -> list[str]:
@@ -44,7 +56,8 @@ def _quick_switches() -> Iterator[None]:
 def test_fuzzed_events() -> None:
     engine = TalkEngine(script=lambda ask: say("one two three", 0.3, 3))
     with talking(engine) as running:
-        seen, problems = asyncio.run(fuzz_sessions(f"ws://127.0.0.1:{running.port}/v1/realtime", EVENTS, 0))
+        url = f"ws://127.0.0.1:{running.port}/v1/realtime"
+        seen, problems = asyncio.run(fuzz_sessions(url, EVENTS, 0, new_judge))
         assert not problems
         assert left_behind(running) == []
         assert not engine.ledger.running

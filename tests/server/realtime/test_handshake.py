@@ -8,12 +8,14 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from stretto.family import ModelInfo
 from stretto.server.realtime import connection as module
 from tests.server.conftest import Running, read_until
 from tests.server.realtime.client import Client, talk
@@ -73,6 +75,16 @@ def test_other_refusals(running: Running, engine: TalkEngine) -> None:
     engine.state = "loading"
     assert refused(running) == (503, "loading")
     engine.state = "ready"
+
+
+def test_a_model_that_only_reads_aloud_holds_no_conversation() -> None:
+    class Reader(TalkEngine):
+        @property
+        def info(self) -> ModelInfo:
+            return replace(super().info, output_modalities=("audio",))
+
+    with talking(Reader()) as running:
+        assert refused(running) == (400, "invalid_value")
 
 
 def test_so_many_sessions_and_no_more(guarded: Running) -> None:
@@ -137,6 +149,34 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         go_on()
         assert c.until("response.done")["response"]["status"] == "completed"
         assert closed(c)[0] == 1008
+
+
+def test_who_has_listened_for_long_may_think_before_speaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    with talking(TalkEngine()) as running:
+        service = running.server.service
+
+        class Speaking:
+            """For the first three looks."""
+
+            looks = 0
+
+            @property
+            def busy(self) -> bool:
+                self.looks += 1
+                return self.looks <= 3
+
+        async def watch() -> bool:
+            session: Any = Speaking()
+            connection = module.Connection(service, session, *[None] * 3, heard=-1e9)  # type: ignore[list-item]
+            task = asyncio.create_task(connection._watch())
+            while session.looks < 6 and not task.done():
+                await asyncio.sleep(0.001)
+            ended = task.done()
+            task.cancel()
+            return not ended
+
+        assert running.do(watch())
 
 
 def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
@@ -210,6 +250,24 @@ def test_a_session_holds_so_much_and_no_more() -> None:
         assert c.until("error")["error"]["code"] == "conversation_full"
         c.send("input_audio_buffer.clear")
         c.until("input_audio_buffer.cleared")
+
+
+def test_what_the_engine_has_forgotten_is_not_held() -> None:
+    engine = TalkEngine()
+    with talking(engine, realtime_held_mb=1.0) as running, talk(running) as c:
+        c.manual()
+        c.append(bytes(600_000), 600_000)
+        c.send("input_audio_buffer.commit")
+        c.until("conversation.item.done")
+        c.append(bytes(600_000), 600_000)
+        assert c.until("error")["error"]["code"] == "input_audio_buffer_full"
+        session = engine.sessions[0]
+        running.do(session.remove(session.items[0].id))  # as its context was full
+        running.do(session.add({"role": "user", "content": "Go on."}, id="own"))
+        c.send("response.create")
+        c.until("response.done")
+        c.append(bytes(600_000), 600_000)
+        assert not c.sync()
 
 
 def test_sound_is_sent_no_further_ahead_than_allowed(engine: TalkEngine) -> None:

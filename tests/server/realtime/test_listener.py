@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soxr
 
 from stretto.server.realtime.listener import AT_ONCE, Listener
 from stretto.server.realtime.options import Turns
@@ -86,3 +87,49 @@ def test_a_handler_that_fails_ends_the_turn_all_the_same() -> None:
         batcher.close()
 
     asyncio.run(run())
+
+
+def test_detection_goes_off_and_on_again_in_mid_speech() -> None:
+    """Nothing of the sound is lost, said twice or out of its order, whichever way its end is found."""
+    first, second, third = (speech(s, seed=i) for i, s in enumerate((0.71, 0.53, 0.6)))
+
+    async def run() -> tuple[Float, Float, tuple[int, int], int]:
+        batcher = Batcher(LoudnessVad)
+        session: Any = ScriptedSession(TalkEngine())
+        listener = Listener(session, batcher, Turns(), "audio/pcm")
+        spans: list[tuple[int, int]] = []
+
+        async def on(signal: Signal) -> None:
+            if signal is Signal.STOPPED:
+                assert listener.turn is not None
+                spans.append((listener.turn.start, listener.turn.stop))
+                await session.commit()
+
+        await listener.hear(pcm(first), on)
+        assert listener.turn is not None
+        listener.configure(None, "audio/pcm")
+        assert listener.turn is None
+        before = listener.held
+        await listener.hear(b"", on)
+        assert listener.held == before
+        await listener.hear(pcm(second), on)
+        await listener.finish()
+        by_hand = await session.commit()
+        await listener.finish()
+        assert session.pending == 0, "what was committed is not there again"
+        await listener.hear(pcm(second), on)
+        listener.configure(Turns(), "audio/pcm")
+        await listener.hear(pcm(third, silence(0.8)), on)
+        batcher.close()
+        item = session.items[-1]
+        return by_hand.message["content"][0]["data"], item.message["content"][0]["data"], spans[0], listener.position
+
+    by_hand, by_turn, span, position = asyncio.run(run())
+    whole = np.frombuffer(pcm(first) + pcm(second), "<i2").astype(np.float32) / 32768
+    expected = soxr.resample(whole, 24_000, 16_000, quality="LQ")
+    assert abs(len(by_hand) - len(expected)) <= 1
+    size = min(len(by_hand), len(expected))
+    np.testing.assert_allclose(by_hand[:size], expected[:size], atol=1e-3)
+    assert len(by_turn) == span[1] - span[0], "all of the turn is counted"
+    assert len(by_turn) > len(second) + len(third)
+    assert span[1] <= position

@@ -142,6 +142,22 @@ def test_tools_become_the_model_s() -> None:
     assert options.updated(c.ResponseFields(tool_choice="none"), INFO).chat_tools() is None
 
 
+def test_null_in_a_response_is_what_the_session_has() -> None:
+    """LiveKit and others write out every field of a response."""
+    tools = [{"type": "function", "name": "a"}, {"type": "function", "name": "b"}]
+    options = update(
+        state(), instructions="Be brief.", tools=tools, tool_choice={"type": "function", "name": "b"}, seed=3,
+        max_output_tokens=20, output_modalities=["text"],
+        audio={"output": {"voice": "Chelsie", "format": {"type": "audio/pcmu"}}},
+    ).answers  # fmt: skip
+    fields = ("instructions", "tools", "tool_choice", "seed", "max_output_tokens", "output_modalities")
+    audio = {"output": {"voice": None, "format": None}}
+    null = msgspec.convert({**dict.fromkeys(fields), "audio": audio}, c.ResponseFields)
+    assert options.updated(null, INFO) == options
+    assert options.updated(msgspec.convert({"audio": None}, c.ResponseFields), INFO) == options
+    assert options.updated(msgspec.convert({"instructions": ""}, c.ResponseFields), INFO).instructions == ""
+
+
 def test_sampling() -> None:
     options = update(state(), seed=3, temperature=0.5, max_output_tokens=20, max_audio_frames=9).answers
     params = options.params(ChunkSizes(), Params())

@@ -69,6 +69,13 @@ def test_reset() -> None:
     assert signals(detector, S) == [(0, "started")]
 
 
+def test_a_pause_that_is_cut_short_while_it_lasts() -> None:
+    detector = TurnDetector(Pauses(0.5, 0, short=7, end=20))
+    assert signals(detector, S, S, Q, Q, Q) == [(1, "started")]
+    detector.pauses = Pauses(0.5, 0, short=2, end=5)
+    assert signals(detector, Q, Q) == [(0, "paused"), (1, "stopped")]
+
+
 @pytest.mark.parametrize("end", [1, 2, 9])
 def test_a_turn_always_pauses_before_it_stops(end: int) -> None:
     detector = TurnDetector(Pauses(0.5, 0, min(7, end), end))

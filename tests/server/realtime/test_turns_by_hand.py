@@ -11,6 +11,7 @@ import pytest
 from stretto.errors import Busy
 from stretto.orchestrator.api import TextDelta, TimelineSpan
 from stretto.server.realtime import g711
+from stretto.server.realtime.speaker import MAX_BESIDE
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, Json, talk, types
 from tests.server.realtime.scripted import Ask, TalkEngine, say
@@ -140,6 +141,62 @@ def test_items_are_put_where_they_belong(running: Running, engine: TalkEngine) -
         add_text(c, "last")
         answer(c)
     assert engine.asks[0].texts == ["user: first", "user: between", "assistant: third", "user: last"]
+
+
+def test_an_item_that_is_refused_is_not_there(running: Running, engine: TalkEngine) -> None:
+    picture = {"type": "input_image", "image_url": "http://127.0.0.1/a.png"}
+    with talk(running) as c:
+        c.manual(output_modalities=["text"])
+        add_text(c, "before")
+        item = {"id": "mine", "type": "message", "role": "user", "content": [picture]}
+        event_id = c.send("conversation.item.create", item=item)
+        error = c.until("error")["error"]
+        assert (error["code"], error["event_id"]) == ("invalid_value", event_id)
+        assert error["param"] == "item.content[0].image_url.url"
+        assert error["message"].startswith(error["param"])
+        c.send("conversation.item.retrieve", item_id="mine")
+        assert c.until("error")["error"]["code"] == "item_retrieve_invalid_item_id"
+        c.send("response.create", response={"conversation": "none", "input": [item]})
+        assert c.until("error")["error"]["param"] == "response.input[0].content[0].image_url.url"
+        c.send("conversation.item.create", item={**item, "content": [{"type": "input_text", "text": "after"}]})
+        c.until("conversation.item.done")
+        answer(c)
+    assert engine.asks[0].texts == ["user: before", "user: after"]
+
+
+def test_nothing_is_called_as_the_front_is(running: Running) -> None:
+    with talk(running) as c:
+        text = [{"type": "input_text", "text": "x"}]
+        item = {"id": "root", "type": "message", "role": "user", "content": text}
+        c.send("conversation.item.create", item=item)
+        assert c.until("error")["error"]["code"] == "item_create_duplicate_item_id"
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "told"),
+    [
+        ("assistant", "input_text", "output_text"),
+        ("assistant", "text", "output_text"),
+        ("assistant", "input_audio", "output_audio"),
+        ("user", "output_text", "input_text"),
+        ("system", "output_audio", "input_text"),
+    ],
+)
+def test_parts_are_called_as_strict_clients_have_it(
+    running: Running, engine: TalkEngine, role: str, kind: str, told: str
+) -> None:
+    """The client of these tests refuses an event that OpenAI's types do not describe."""
+    part = {"type": kind, "transcript" if kind.endswith("audio") else "text": "words"}
+    with talk(running) as c:
+        c.manual(output_modalities=["text"])
+        c.send("conversation.item.create", item={"type": "message", "role": role, "content": [part]})
+        assert [p["type"] for p in c.until("conversation.item.added")["item"]["content"]] == [told]
+        c.until("conversation.item.done")
+        answer(c)
+        picture = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+        c.send("conversation.item.create", item={"type": "message", "role": role, "content": [picture]})
+        assert c.until("conversation.item.done", "error")["type"].endswith("done" if role == "user" else "error")
+    assert engine.asks[0].texts == [f"{role}: words"]
 
 
 def test_items_that_the_engine_has_forgotten(running: Running, engine: TalkEngine) -> None:
@@ -298,6 +355,24 @@ def test_beside_the_conversation(running: Running, engine: TalkEngine) -> None:
         answer(c)
     assert engine.asks[0].texts == ["system: Judge.", "user: in the conversation", "user: aside"]
     assert engine.asks[1].texts == ["user: in the conversation"]
+
+
+def test_answers_beside_the_conversation_leave_its_own_alone(running: Running, engine: TalkEngine) -> None:
+    with talk(running) as c:
+        c.manual(output_modalities=["text"])
+        add_text(c, "x")
+        go_on = hold(running, engine)
+        for _ in range(MAX_BESIDE):
+            c.send("response.create", response={"conversation": "none"})
+            c.until("response.created")
+        event_id = c.send("response.create", response={"conversation": "none"})
+        error = c.until("error")["error"]
+        assert (error["code"], error["event_id"]) == ("rate_limit_exceeded", event_id)
+        c.send("response.create")
+        assert c.until("response.created")["response"]["conversation_id"] is not None
+        go_on()
+        for _ in range(MAX_BESIDE + 1):
+            assert c.until("response.done")["response"]["status"] == "completed"
 
 
 def test_several_functions_in_one_response(running: Running, engine: TalkEngine) -> None:

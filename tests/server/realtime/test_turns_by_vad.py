@@ -124,6 +124,20 @@ def test_the_client_may_end_a_turn_of_the_server_s(running: Running, engine: Tal
     assert abs(lengths(engine.asks[0])[0] - 0.8) < 0.1
 
 
+def test_what_is_being_spoken_has_its_name(running: Running, engine: TalkEngine) -> None:
+    """A client cannot put another item in its place."""
+    with talk(running) as c:
+        c.append(pcm(silence(0.3), speech(0.5)))
+        started = c.until("input_audio_buffer.speech_started")
+        text = [{"type": "input_text", "text": "x"}]
+        item = {"id": started["item_id"], "type": "message", "role": "user", "content": text}
+        c.send("conversation.item.create", item=item)
+        assert c.until("error")["error"]["code"] == "item_create_duplicate_item_id"
+        c.append(pcm(silence(1.0)))
+        assert c.until("response.done")["response"]["status"] == "completed"
+    assert len(lengths(engine.asks[0])) == 1
+
+
 def test_idle_timeout(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
         c.update(audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 1000}}})
@@ -381,11 +395,12 @@ def test_a_transcription_that_fails(running: Running, engine: TalkEngine) -> Non
 
     with talk(running) as c:
         c.manual(audio={"input": {"transcription": {}}})
-        engine.fail_at, engine.error = 0, Busy("full")
-        c.append(pcm(speech(0.5)))
-        c.send("input_audio_buffer.commit")
-        failed = c.until("conversation.item.input_audio_transcription.failed")
-        assert failed["error"]["code"] == "server_busy"
+        for error, code in ((Busy("full"), "server_busy"), (ValueError("a fault of ours"), "internal_error")):
+            engine.fail_at, engine.error = 0, error
+            c.append(pcm(speech(0.5)))
+            c.send("input_audio_buffer.commit")
+            failed = c.until("conversation.item.input_audio_transcription.failed")
+            assert failed["error"]["code"] == code
         engine.fail_at = None
         c.send("response.create")
         c.until("response.done")

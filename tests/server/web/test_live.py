@@ -31,6 +31,40 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield browser
 
 
+SLOW_MICROPHONE = """
+window.sockets = [];
+window.tracks = [];
+window.WebSocket = class extends WebSocket { constructor(...a) { super(...a); sockets.push(this); } };
+const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+const allowed = new Promise((go) => (window.allow = go));
+navigator.mediaDevices.getUserMedia = async (...a) => {
+  await allowed;
+  const media = await ask(...a);
+  tracks.push(...media.getTracks());
+  return media;
+};
+"""
+
+
+def test_impatient_clicks_leave_no_microphone_open(talker: Browser) -> None:
+    """While the browser asks whether it may listen, a second click takes the first one back."""
+    with talking(TalkEngine()) as server:
+        tab = talker.open(server.url, before=SLOW_MICROPHONE)
+        tab.until(READY)
+        tab.click("live")
+        tab.click("live")
+        tab.do(tab.page.evaluate("allow()"))
+        tab.until("tracks.length && tracks.every((t) => t.readyState === 'ended')")
+        assert tab.do(tab.page.evaluate("sockets.length")) == 0
+        tab.click("live")
+        tab.until("strettoStats().live && sockets[0]?.readyState === 1")
+        assert tab.do(tab.page.evaluate("tracks.filter((t) => t.readyState === 'live').length")) == 1
+        tab.click("live")
+        tab.until("!strettoStats().live && tracks.every((t) => t.readyState === 'ended')")
+        assert tab.complained() == []
+        tab.close()
+
+
 def test_a_live_conversation(talker: Browser) -> None:
     def script(ask: Ask) -> list:  # type: ignore[type-arg]
         if "Write down" in ask.texts[0]:
@@ -50,6 +84,9 @@ def test_a_live_conversation(talker: Browser) -> None:
         parts = {part["name"]: part["seconds"] for part in first["parts"]}
         assert first["speechToSound"] > parts["pause"] > 0.4
         assert sum(parts.values()) == pytest.approx(first["speechToSound"], abs=1e-6)
+        counted = parts["pause"] + first["firstAudio"]  # from the end of speech, not of the pause behind it
+        shown = tab.do(tab.page.evaluate("async (s) => (await import('/turn.js')).duration(s)", counted))
+        assert f"first sound {shown}" in tab.do(tab.page.locator(".answer .meta").first.inner_text())
         tab.until("document.querySelector('[data-testid=heard]')?.textContent === 'what was said'")
         tab.until("document.querySelector('[data-testid=parts]').textContent.includes('Pause')")
         tab.until("strettoStats().turns[1]?.outcome === 'stopped'")  # somebody spoke again
