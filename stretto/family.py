@@ -106,7 +106,7 @@ class ModelInfo:
     default_voice: str
     sample_rate: int
     max_positions: int
-    input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
+    input_modalities: tuple[str, ...] = ("text",)
     output_modalities: tuple[OutputKind, ...] = ("text", "audio")
     ear: Ear | None = None  # None: sound is taken whole, when it is over
     ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says

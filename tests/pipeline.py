@@ -56,4 +56,4 @@ def params_of(a: Admit, stage: str) -> Any:
 
 
 def configure(model: str, stages: tuple[str, ...], settings: dict[str, Any]) -> Configure:
-    return Configure(model, PIPELINE.build, stages, settings)
+    return Configure(model, PIPELINE.build, stages, settings, tuple(LINKS.values()))

@@ -63,6 +63,7 @@ def open_model(directory: Path) -> Qwen3Omni:
             default_voice=config.talker.default_voice,
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
+            input_modalities=("text", "audio", "image", "video"),
             ear=Ear(config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames),
             ideas=read_ideas(directory),
             listening=LISTENING,
