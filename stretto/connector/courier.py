@@ -119,7 +119,6 @@ class Outgoing:
             # then have nothing left to wake the loop for.
             self._wake_wanted = True
             accepted = self._queue.offer(item)
-            self.metrics.refused_offers += not accepted
         self.metrics.queued = len(self._queue)
         return accepted
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
@@ -187,6 +188,13 @@ LEAST = {
 """The smallest values of `HostSettings`. A step holds a token of an answer and one of a prompt, so that neither waits
 for ever."""
 
+DETAILS: Mapping[str, Mapping[str, str]] = {
+    "shm": {}, "tcp": {}, "mooncake": {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"},
+}  # fmt: skip
+"""The connectors of the package, and what their `link_details` may be."""
+CONNECTORS = "stretto.connectors"
+"""The group of entry points by which other packages add theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -196,8 +204,8 @@ class EngineConfig:
     )  # fmt: skip
     connector: str = setting("shm", "model", "between processes: shm, tcp, mooncake", "NAME")
     link_details: Mapping[str, str] = setting(
-        dict, "model", "of the mooncake connector: protocol=rdma,device=mlx5_0 (default: tcp)", "NAME=VALUE,...",
-        parse=parse_details,
+        dict, "model", "settings of the connector; of mooncake: protocol=rdma,device=mlx5_0 (default: protocol=tcp)",
+        "NAME=VALUE,...", parse=parse_details,
     )  # fmt: skip
     replicas: int | tuple[int, int] = setting(
         1, "model", "pipelines side by side; each on a card of its own, where no device is named; with --backend ray "
@@ -233,12 +241,12 @@ class EngineConfig:
             raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
         if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
             raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
-        details = {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"}
         for name, value in self.link_details.items():
-            if self.connector != "mooncake" or not re.fullmatch(details.get(name, r"(?!)"), value):
+            own = DETAILS.get(self.connector)  # a connector of another package checks its own
+            if own is not None and not re.fullmatch(own.get(name, r"(?!)"), value):
                 raise Invalid(
-                    "link_details are protocol=tcp or rdma and device=NAME, of the mooncake connector alone; got "
-                    f"{name}={value} for {self.connector}", "link_details",
+                    "link_details are protocol=tcp or rdma and device=NAME of the mooncake connector, none of shm and "
+                    f"tcp; got {name}={value} for {self.connector}", "link_details",
                 )  # fmt: skip
         hosts = self.placement if isinstance(self.placement, tuple) else ()
         named = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
@@ -278,6 +286,9 @@ def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int,
     """Refuse settings that a model with these stages and so many positions cannot have. Called as soon as it is known
     which model it is. `stated`: names of settings that somebody gave; the default context is shortened silently."""
     places(config.placement, stages)
+    if config.connector not in DETAILS and not entry_points(group=CONNECTORS, name=config.connector):
+        known = ", ".join(sorted({*DETAILS, *(entry.name for entry in entry_points(group=CONNECTORS))}))
+        raise Invalid(f"there is no connector {config.connector!r}; there are {known}", "connector")
     asked = config.host.max_context
     if asked > max_positions and (asked != CONTEXT or "max_model_len" in stated):
         raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")

@@ -117,8 +117,7 @@ class CodecStage:
             raise Busy(f"{self.config.max_waiting} streams are waiting for the vocoder already")
         self._streams[id] = stream = Stream(id, self._arrivals, primer=primer)
         if primer is not None and primer not in self.primers:
-            stream.pending.append(primer.codes)
-            stream.num_pending = len(primer.codes)
+            stream.add(primer.codes)
         self._arrivals += 1
         self._slots.waiting.append(stream)
 
@@ -135,8 +134,7 @@ class CodecStage:
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            stream.pending.append(on_host(codes).astype(np.int64))  # a copy: the sender's memory goes back
-            stream.num_pending += len(codes)
+            stream.add(on_host(codes).astype(np.int64))  # a copy: the sender's memory goes back
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
             self._pass_on(stream, NOTHING, stream.done, last)
@@ -210,6 +208,7 @@ class CodecStage:
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""
         for stream, slot in self._slots.seat():
+            self.stats.queue.observe((time.perf_counter_ns() - stream.since_ns) / 1e9)
             with self.on_stream():
                 self.primers.begin(stream, slot)
         ready = [s for s in self._slots.seated.values() if s.num_pending]
@@ -259,7 +258,6 @@ class CodecStage:
                 step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
         self._steps.append(step)
         self.stats.steps += 1
-        self.stats.slots += slots
         self.stats.frames += sum(n for _, n in parts)
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied, step.end)
