@@ -203,7 +203,7 @@ decode_head = msgspec.msgpack.Decoder(Head).decode
 
 
 def failed(error: Exception) -> JobFailed:
-    """What a job came to. Whatever is not one of our errors is a bug of the builder's: its stack is for the log alone."""
+    """What a job came to. Any error that is not ours is a bug of the builder's: its stack is for the log alone."""
     if not isinstance(error, StrettoError):
         log.error("the prompt of a request cannot be built", exc_info=error)
         error = Bug("the prompt cannot be built")
