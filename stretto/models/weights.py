@@ -195,10 +195,6 @@ class LoadReport:
     seconds: float
     tensors: int
 
-    @property
-    def gb_per_second(self) -> float:
-        return self.bytes / max(self.seconds, 1e-9) / 1e9
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:

@@ -117,14 +117,6 @@ class Stage:
 
     # -- steps
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._steps)
-
-    @property
-    def idle(self) -> bool:
-        return not self._steps and not self._seats
-
     def turn(self) -> bool:
         """Do what can be done now. True: something was."""
         did = False
@@ -134,11 +126,6 @@ class Stage:
         if len(self._steps) < self.scheduler.config.overlap_depth:
             did = self._launch_next() or did
         return did
-
-    def wait(self) -> None:
-        """Until the oldest step is back. For callers without a loop."""
-        if self._steps:
-            self._steps[0][0].wait_tokens()
 
     def _find(self, id: RequestId) -> StageRequest:
         return self._seats[id].request
@@ -193,9 +180,8 @@ class Stage:
             begun, ended = launching, launched
         self.stats.kinds[kind].device.observe((ended - begun) / 1e9)
         self.recorder.span(self.name, f"{kind} of {len(step.batch.spans)}", begun, ended)
-        result = self.runner.retire(step)
+        result, columns = self.runner.retire(step)
         rows = {i: at for at, i in enumerate(step.sampling)}
-        columns: list[list[int]] = [] if step.error is not None else step.host.tolist()
         captured, confirm = step.captured.rows, self.runner.lane.confirm
         self.stats.failed += step.error is not None
         for outcome in self.scheduler.retire(step.batch, result):

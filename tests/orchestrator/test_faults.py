@@ -14,7 +14,7 @@ import pytest
 
 from stretto.connector.contract import PutFailed
 from stretto.control.life import LinkDown, Loading, Unlink
-from stretto.control.messages import Ended, Failed, Sampling, encode
+from stretto.control.messages import Ended, Failed, encode
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StageDead, StrettoError
@@ -310,7 +310,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
     """A failed put is a fault of the link that names its request: told at once, freed everywhere; the link lives."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     packed = pack(builder.build(CHATS["text"]))
-    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
     try:
         for name in ("doomed", "other"):

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from stretto.control.messages import Cancel, Ended, Sampling, Throttle
+from stretto.control.messages import Cancel, Ended, Throttle
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -24,7 +24,7 @@ from stretto.orchestrator.api import AudioChunk, Event, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.packed import pack
-from stretto.types import GREEDY, RequestId
+from stretto.types import GREEDY, RequestId, SamplingParams
 from tests.orchestrator.common import CHATS, HandDriven, come_to, freed, held
 from tests.pipeline import ONE_HOST, PROCESSES, announcement
 
@@ -214,8 +214,8 @@ def test_last_packets(running: Running) -> None:
 # -- one host in this process, round by round
 
 
-def greedy() -> list[Sampling]:
-    return [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+def greedy() -> list[SamplingParams]:
+    return [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
 
 
 def kept(driven: HandDriven) -> dict[str, Any]:

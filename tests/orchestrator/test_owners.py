@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import Admit, Sampling, encode
+from stretto.control.messages import Admit, encode
 from stretto.control.request import Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt
@@ -31,7 +31,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "text": [{"role": "user", "content": WORDS}],
     "image": [{"role": "user", "content": [say("Look at this:"), picture(), say(WORDS)]}],
 }
-GREEDILY = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+GREEDILY = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
 NUMBERS = count()
 
 

@@ -99,13 +99,10 @@ class FakeRunner:
     def launch(self, batch: Batch) -> FakeStep:
         busy = {span.row for step in self._flying for span in step.batch.spans}
         used = {block for step in self._flying for block in step.blocks}
-        for leave in batch.left:
-            assert self._owners.pop(leave.row) == leave.request
-            assert leave.row not in busy, "a row left under a step in flight"
-            self._tokens.pop(leave.row, None)
+        assert len({join.row for join in batch.joined}) == len(batch.joined), "a row joined twice"
         for join in batch.joined:
-            assert join.row not in self._owners, "a row joined twice"
-            assert join.row not in busy
+            assert join.row not in busy, "a row joined under a step in flight"
+            self._tokens.pop(join.row, None)
             self._owners[join.row], self._tables[join.row] = join.request, list(join.blocks)
         assert len({span.row for span in batch.spans}) == len(batch.spans) > 0
         assert batch.num_tokens == sum(span.stop - span.start for span in batch.spans)
@@ -334,10 +331,10 @@ class Driver:
     def _take(self, outcome: Outcome, step: FakeStep) -> None:
         request = outcome.request
         story = self.stories[request.id]
-        assert len(story.values) == outcome.start, "rows lost or published twice"
-        payload = step.payload[outcome.at]
-        assert all(position >= outcome.start for position in payload), "rows offered a second time"
-        story.values.extend(payload[p] for p in range(outcome.start, outcome.confirmed))
+        start, payload = len(story.values), step.payload[outcome.at]
+        assert all(position >= start for position in payload), "rows offered a second time"
+        assert set(payload) >= set(range(start, outcome.confirmed)), "rows lost"
+        story.values.extend(payload[p] for p in range(start, outcome.confirmed))
         if outcome.token is not None:
             story.answer.append(outcome.token)
         for block in outcome.published:

@@ -21,7 +21,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert state is not State.DONE, r.id
         assert seated or state is not State.RUNNING, r.id
         assert not (seated and state is State.WAITING), r.id
-        assert (state is State.WAITING) == (r in ledger.waiting), f"{r.id} is {state.name}"
+        assert (state is State.WAITING) == (r.arrival in ledger.waiting._requests), f"{r.id} is {state.name}"
         assert r.starved == (state is State.STARVED), f"{r.id} is {state.name}, starved={r.starved}"
         assert r.in_flight == sum(r in placed for _, placed in scheduler._in_flight), r.id
 

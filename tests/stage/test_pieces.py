@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.control.messages import Ended, Failed, Lacking, Sampling, Supply, Working
+from stretto.control.messages import Ended, Failed, Lacking, Supply, Working
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -22,7 +22,7 @@ from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven, picture, say, sound
 from tests.pipeline import STAGES, announcement
 
-GREEDILY = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+GREEDILY = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
 
 
 @pytest.fixture(scope="module")

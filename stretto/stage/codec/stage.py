@@ -69,11 +69,6 @@ class CodecStep:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
-def on_host(codes: torch.Tensor) -> npt.NDArray[Any]:
-    host: npt.NDArray[Any] = (codes.cpu() if codes.is_cuda else codes).numpy()
-    return host
-
-
 class CodecStage:
     def __init__(
         self,
@@ -134,7 +129,7 @@ class CodecStage:
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            stream.add(on_host(codes).astype(np.int64))  # a copy: the sender's memory goes back
+            stream.add(codes.cpu().numpy().astype(np.int64))  # a copy: the sender's memory goes back
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
             self._pass_on(stream, NOTHING, stream.done, last)
@@ -158,17 +153,9 @@ class CodecStage:
         return len(self._streams)
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._steps)
-
-    @property
     def num_free(self) -> int:
         """Slots that no stream holds."""
         return len(self._slots.free)
-
-    @property
-    def idle(self) -> bool:
-        return not self._steps and not self._streams and len(self._slots.free) == self.config.slots
 
     # -- steps
 
@@ -200,10 +187,6 @@ class CodecStage:
         self._free_ns = step.ended_ns
         self.stats.device.observe((step.ended_ns - begun) / 1e9)
         self.recorder.span(self.name, f"{len(step.parts)} streams", begun, step.ended_ns)
-
-    def wait(self) -> None:
-        if self._steps and self._steps[0].copied is not None:
-            self._steps[0].copied.synchronize()
 
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from stretto.control.life import Configure
-from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Sampling, Say
+from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Say
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_tts.family import BUILD, LINKS
 from stretto.models.qwen3_tts.params import MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
@@ -69,7 +69,7 @@ class Hosted:
             vector = np.array(case["vector"], np.float32).tobytes()
             cloned = ClonedVoice(vector, codes, tuple(case.get("ref_text", ())))
         talker = TalkerParams(
-            *(Sampling.of(s) for s in sampling), case["max_new"] - 1, case.get("speaker"), min_frames, want_codes=True,
+            *sampling, case["max_new"] - 1, case.get("speaker"), min_frames, want_codes=True,
             spoken=() if live else tuple(case["text"]), live=live, language=case.get("language"), cloned=cloned,
             whole=case["whole"],
         )  # fmt: skip
