@@ -31,6 +31,7 @@ from stretto.types import GREEDY, SECRET_BYTES, RequestId
 from tests.pipeline import LINKS, STAGES, announcement, configure
 from tests.prompts import Maker
 from tests.stage.invariants import check_scheduler
+from tests.stage.pools import clear_cache
 from tests.stage.stepping import in_flight
 
 TOKENS, FRAMES = 6, 4
@@ -158,7 +159,7 @@ class Listener:
     def forget(self) -> None:
         """Nothing that was computed so far will be found."""
         for name in ("thinker", "talker"):
-            self.nodes[name].stage.scheduler.pool.clear_cache()
+            clear_cache(self.nodes[name].stage.scheduler.pool)
         self.nodes["thinker"].encoders.kept = Kept()
 
 

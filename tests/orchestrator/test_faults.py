@@ -21,7 +21,7 @@ from stretto.errors import StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.pipeline import Pipeline
@@ -32,6 +32,7 @@ from stretto.stage.ends import LinkEnd
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
 from tests.pipeline import PROCESSES, STAGES, announcement, configure
+from tests.solo import CODE0
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 LONG = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=30, max_frames=30)

@@ -10,12 +10,13 @@ import torch
 from stretto.control.messages import Ended, Pcm, Text
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven
 from tests.pipeline import announcement
+from tests.solo import CODE0
 
 SURELY = 1e6  # a logit
 

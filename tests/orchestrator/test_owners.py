@@ -16,7 +16,7 @@ from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL, stage_params
+from stretto.models.qwen3_omni.params import RESIDUAL, stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.admission import Ask, announce
 from stretto.orchestrator.ticket import Ticket
@@ -25,6 +25,7 @@ from stretto.prompt.prompt import Prompt
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven, picture, say
 from tests.pipeline import STAGES, announcement
+from tests.solo import CODE0
 
 WORDS = "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few more than that."
 CHATS: dict[str, list[dict[str, Any]]] = {

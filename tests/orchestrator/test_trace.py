@@ -13,7 +13,7 @@ from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.observe.trace import TraceEvents
 from stretto.orchestrator.api import TimelineSpan
@@ -22,6 +22,7 @@ from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
 from tests.pipeline import STAGES, announcement
+from tests.solo import CODE0
 
 
 def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:

@@ -25,7 +25,7 @@ from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, Stage
 from stretto.types import RequestId, Span
-from tests.solo import Options
+from tests.solo import Options, media_places
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
 from tests.stage.stepping import in_flight, wait
@@ -113,7 +113,7 @@ class Desk:
             prompt.audio_in_video,
         )  # fmt: skip
         plan = talker_prompt(prompt, c) if options.speak else None
-        capture = np.array(plan.media_places, dtype=np.int64) if plan else None
+        capture = np.array(media_places(plan), dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
             media = self.models.thinker.encode(prompt)
         given = ThinkerInput(positions, first, options.text, [media] if media else [], capture, tuple(bias))

@@ -25,6 +25,7 @@ from stretto.stage.scheduler import (
 )
 from stretto.types import RequestId, Span
 from tests.stage.invariants import check_scheduler
+from tests.stage.pools import clear_cache, num_held
 
 VOCAB = 7  # small, so that prefixes meet and stops come soon
 STOP = 0
@@ -159,7 +160,7 @@ class OrderCheck:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        self._ready = {r.id: (r, scheduler._ledger.step - r.since) for r in scheduler.requests() if self._is_ready(r)}
+        self._ready = {r.id: (r, scheduler._ledger.step - r.since) for r in scheduler._ledger.requests if self._is_ready(r)}
 
     def _is_ready(self, request: StageRequest) -> bool:
         """Ready without a new block: only the budget can keep it out."""
@@ -373,9 +374,9 @@ class Driver:
         assert not self.flying
         assert not self.live
         pool = self.scheduler.pool
-        assert pool.num_held == 0
+        assert num_held(pool) == 0
         assert not self.scheduler._ledger.holdings.seated
         assert self.scheduler.num_waiting == 0
-        pool.clear_cache()
+        clear_cache(pool)
         assert pool.num_available == pool.num_blocks
         assert not self.payloads, "payload kept for blocks that are gone"

@@ -13,7 +13,7 @@ from stretto.stage.scheduler.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    ledger, requests = scheduler._ledger, scheduler.requests()
+    ledger, requests = scheduler._ledger, scheduler._ledger.requests
     check_holdings(ledger.holdings, requests)
     for r in requests:
         check_cursor(r.cursor)

@@ -15,6 +15,7 @@ from tests.prompts import KINDS, make
 from tests.solo import Frame, Options, Solo, TextToken
 from tests.stage.desk import CONFIG, Desk
 from tests.stage.invariants import check_scheduler
+from tests.stage.pools import clear_cache
 from tests.stage.stepping import idle
 
 SIZE = 8
@@ -220,7 +221,7 @@ def test_media_rows_are_kept_as_long_as_their_blocks_can_be_found(models: Models
         desk.run()
         assert 0 < len(desk.stage.store) <= few.num_blocks
         assert len(desk.stage.store) == len(desk.stage.scheduler.pool._payloads)
-    desk.stage.scheduler.pool.clear_cache()
+    clear_cache(desk.stage.scheduler.pool)
     assert not len(desk.stage.store)
 
 

@@ -11,9 +11,10 @@ import torch
 
 from stretto.kernels.fast import sampling as fast
 from stretto.kernels.sampling import sample
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.stage.runner.rows import How, SamplingColumns
 from stretto.types import SamplingParams
+from tests.solo import CODE0
 
 ROWS, GROUPS, HIDDEN = 9, 16, 40
 END = 100

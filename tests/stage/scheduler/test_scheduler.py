@@ -15,6 +15,7 @@ from stretto.stage.request import OPAQUE, Reason, RequestSpec, Salt, State
 from stretto.stage.scheduler import Batch, Scheduler, SchedulerConfig, StepResult, prefix_keys
 from stretto.types import RequestId, Span
 from tests.stage.fakes import Driver
+from tests.stage.pools import num_held
 
 NEVER: frozenset[int] = frozenset()
 
@@ -152,13 +153,13 @@ def test_a_stop_is_seen_one_step_late_and_the_surplus_goes_nowhere() -> None:
     ahead = driver.launch()
     assert ahead is not None
     assert ahead.spans[0].from_device
-    held = driver.scheduler.pool.num_held
+    held = num_held(driver.scheduler.pool)
     (outcome,) = driver.retire()
     assert (outcome.reason, request.state) == (Reason.STOP, State.DONE)
-    assert driver.scheduler.pool.num_held == held, "the step in flight still uses the blocks"
+    assert num_held(driver.scheduler.pool) == held, "the step in flight still uses the blocks"
     confirmed = request.cursor.confirmed
     assert driver.retire() == []
-    assert driver.scheduler.pool.num_held == 0
+    assert num_held(driver.scheduler.pool) == 0
     assert request.cursor.confirmed == confirmed == 3
     assert driver.stories["a"].answer == [stop]
 
@@ -625,14 +626,14 @@ def test_cancelling_in_flight_frees_when_the_step_has_retired() -> None:
     driver.submit("b", [2] * 9, max_new=9, stop_ids=NEVER)
     driver.launch()
     driver.launch()
-    held = driver.scheduler.pool.num_held
+    held = num_held(driver.scheduler.pool)
     driver.cancel("a")
     assert not driver.scheduler.cancel(RequestId("a"))
-    assert driver.scheduler.pool.num_held == held
+    assert num_held(driver.scheduler.pool) == held
     assert {outcome.request.id for outcome in driver.retire()} == {"b"}
-    assert driver.scheduler.pool.num_held == held
+    assert num_held(driver.scheduler.pool) == held
     driver.retire()
-    assert driver.scheduler.pool.num_held < held
+    assert num_held(driver.scheduler.pool) < held
     driver.drain()
     driver.check_idle()
 
