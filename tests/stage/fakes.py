@@ -160,7 +160,8 @@ class OrderCheck:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        self._ready = {r.id: (r, scheduler._ledger.step - r.since) for r in scheduler._ledger.requests if self._is_ready(r)}
+        ledger = scheduler._ledger
+        self._ready = {r.id: (r, ledger.step - r.since) for r in ledger.requests.values() if self._is_ready(r)}
 
     def _is_ready(self, request: StageRequest) -> bool:
         """Ready without a new block: only the budget can keep it out."""

@@ -13,7 +13,8 @@ from stretto.stage.scheduler.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    ledger, requests = scheduler._ledger, scheduler._ledger.requests
+    ledger = scheduler._ledger
+    requests = list(ledger.requests.values())
     check_holdings(ledger.holdings, requests)
     for r in requests:
         check_cursor(r.cursor)
