@@ -113,19 +113,24 @@ class HostSettings:
 
     device: str = "cpu"
     dtype: DType | None = setting(  # noqa: RUF009 - a field, which ruff does not see behind an alias
-        None, "model", "of weights and arithmetic (default: float32 on a CPU, bfloat16 on a GPU)"
+        None, "model", "number format of weights and arithmetic (default: float32 on a CPU, bfloat16 on a GPU)"
     )
     load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
     expert_weights: ExpertWeights = setting(  # noqa: RUF009
-        "full", "model", "of a mixture; float8: half the bytes, so larger batches are faster; other answers than full"
+        "full",
+        "model",
+        "experts of a mixture; float8: half the bytes, faster in larger batches; answers differ from full",
     )
-    threads: int = setting(1, "model", "of arithmetic on a CPU, for each process", "N")
+    threads: int = setting(1, "model", "threads of arithmetic on a CPU, for each process", "N")
     graphs: bool = setting(True, "tuning", "capture CUDA graphs of the steps, on a GPU")
     vision_graphs: bool = setting(True, "tuning", "with --graphs, for single images too")
     warm: bool = setting(True, "tuning", "before the first start on a GPU, compile kernels in several processes")
     overlap_depth: int = setting(2, "tuning", "steps of a stage in flight; 1: each waits for the one before", "N")
     launch_lead_ms: float = setting(
-        1.5, "tuning", "beyond its own time, a launch begins so long before the device runs out of work", "MS"
+        1.5,
+        "tuning",
+        "a launch begins so early that it would be done this long before the device runs out of work",
+        "MS",
     )
     prefix_cache: bool = setting(True, "memory", "a prompt that begins like an earlier one reuses its KV blocks")
     block_size: int = setting(16, "memory", "tokens in a block of the KV caches", "N")
@@ -134,7 +139,7 @@ class HostSettings:
         name="kv_blocks", parse=parse_blocks,
     )  # fmt: skip
     memory_share: float = setting(
-        1.0, "memory", "part of a card's memory that a host may take, where it shares the card with strangers", "PART"
+        1.0, "memory", "part of a card's memory that a host may take, where other programs use the card too", "PART"
     )
     max_rows: int = setting(
         32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
@@ -152,8 +157,8 @@ class HostSettings:
         "(default: 1024; on a CPU 256)", "TOKENS",
     )  # fmt: skip
     lone_prefill_chunk: int | None = setting(
-        None, "tuning", "the same while none is: the next stage can follow a long prompt (default: 2560; on a CPU 256)",
-        "TOKENS",
+        None, "tuning", "the same while no answer is being made: the next stage can follow a long prompt "
+        "(default: 2560; on a CPU 256)", "TOKENS",
     )  # fmt: skip
     mixed_steps: bool = setting(True, "tuning", "prompts and answers in one step; else in turns")
     link_slots: int = setting(64, "tuning", "chunks that a link between processes holds", "N")
@@ -212,18 +217,18 @@ class EngineConfig:
         "also from:to, such as 1:8", "N", parse=parse_replicas,
     )  # fmt: skip
     max_requests: int = 64  # running at once, over all replicas; more are refused with Busy
-    stall_s: float = setting(30.0, "limits", "a request that makes no progress for so long fails", "SECONDS")
-    start_timeout_s: float = setting(600.0, "limits", "the model must be loaded within so long", "SECONDS")
-    restart: bool = setting(True, "limits", "start processes again that died")
+    stall_s: float = setting(30.0, "limits", "time without progress after which a request fails", "SECONDS")
+    start_timeout_s: float = setting(600.0, "limits", "time in which the model must be loaded", "SECONDS")
+    restart: bool = setting(True, "limits", "start processes that died again")
     min_pace: float = setting(
         0.0, "limits", "refuse new speech (429) while running speech is made slower than this times real time; 0: "
         "never", "TIMES", served=1.0,
     )  # fmt: skip
     share_prefix_cache: bool = setting(
-        False, "memory", "prompts of one API key speed up those of others, who can then guess at them"
+        False, "memory", "one prefix cache for all API keys: faster, but one can find out how others' prompts begin"
     )
     max_buffered_s: float = setting(
-        20.0, "limits", "sound that a slow listener may leave waiting before its request is throttled", "SECONDS"
+        20.0, "limits", "sound that may wait for a slow listener before its request is throttled", "SECONDS"
     )
     prompts: PoolSettings | None = None  # None: no prompt worker; prompts are built in threads of this process
     trace_dir: str | None = setting(
