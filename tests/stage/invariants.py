@@ -40,7 +40,7 @@ def check_holdings(holdings: Holdings, requests: Sequence[StageRequest]) -> None
     refs.update(block for blocks, _ in limbo for block in blocks)
     check_pool(holdings.pool, [refs[BlockId(b)] for b in range(holdings.pool.num_blocks)])
     assert holdings.num_limbo == sum(len(blocks) for blocks, _ in limbo)
-    rows = holdings._free_rows + list(holdings.seated) + [leave.row for _, leave in limbo if leave is not None]
+    rows = holdings._free_rows + list(holdings.seated) + [row for _, row in limbo if row is not None]
     assert sorted(rows) == list(range(holdings.max_rows)), "rows lost or shared"
     assert {r.arrival for r in requests if r.row is not None} == {r.arrival for r in holdings.seated.values()}
     for r in requests:
