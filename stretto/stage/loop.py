@@ -81,7 +81,7 @@ class Loop:
         self.max_messages = max_messages
         self.clock = clock
         self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called last on the loop thread, if it dies
+        self._on_failure: Callable[[], None] = lambda: None
         self.idle_ns = 0  # asleep, since `run` began
         self._begun = time.monotonic()
         self._messages: deque[Callback] = deque()
@@ -99,8 +99,10 @@ class Loop:
         self._messages.append(message)
         self.bell.ring()
 
-    def start(self, name: str = "stage-loop") -> None:
-        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called last on the loop thread, if it dies."""
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self.run, name="stage-loop", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -126,7 +128,7 @@ class Loop:
             # The boundary of the stage's world: whoever started the loop must learn of it.
             self.failure, self._stopping = e, True
             log.exception("the stage loop died")
-            self.on_failure()
+            self._on_failure()
             raise
 
     def round(self) -> bool:
