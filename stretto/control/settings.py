@@ -288,7 +288,7 @@ def _turn(devices: str | None, number: int) -> str | None:
 
 
 def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int, stated: Collection[str] = ()) -> None:
-    """Refuse settings that a model with these stages and so many positions cannot have. Called as soon as it is known
+    """Refuse settings that a model with these stages and `max_positions` cannot have. Called as soon as it is known
     which model it is. `stated`: names of settings that somebody gave; the default context is shortened silently."""
     places(config.placement, stages)
     if config.connector not in DETAILS and not entry_points(group=CONNECTORS, name=config.connector):

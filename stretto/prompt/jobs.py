@@ -61,7 +61,7 @@ class Outline(Wire, frozen=True, tag="outline"):
 
 
 class Cut(Wire, frozen=True, tag="cut"):
-    """Decode a sound file and cut it, at quiet places, into windows of at most so many seconds."""
+    """Decode a sound file and cut it, at quiet places, into windows of at most `seconds`."""
 
     seconds: float
 
@@ -161,7 +161,7 @@ class Conversation:
         return cls(messages + (tools or b""), (0, a), (a, b) if tools is not None else None, **more)
 
     def shared(self, count: int) -> list[Conversation]:
-        """The same for so many prompts; the body goes back when the last of them is built."""
+        """The same for `count` prompts; the body goes back when the last of them is built."""
         left = [count]
 
         def close() -> None:

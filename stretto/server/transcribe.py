@@ -107,7 +107,7 @@ def instruction(listening: Listening, request: TranscriptionRequest, translate: 
 
 
 def most_tokens(seconds: float) -> int:
-    """Nobody says more in so long; a model that is lost would go on for ever."""
+    """Nobody says more in that time; a model that is lost would go on for ever."""
     return 64 + int(16 * seconds)
 
 

@@ -56,7 +56,7 @@ class Bell:
             os.eventfd_write(self._fd, 1)
 
     def sleep(self, ticks: int | None = None) -> None:
-        """Until it rings, or for so many ticks."""
+        """Until it rings, or for `ticks`."""
         if ticks is not None and not self._poll.poll(ticks):  # in milliseconds, which ticks are
             return
         os.eventfd_read(self._fd)
@@ -91,7 +91,7 @@ class Loop:
     # -- any thread
 
     def post(self, message: Callback, spare: int = 0) -> None:
-        """Run `message` on the loop thread, soon and in order. So many places are left to others."""
+        """Run `message` on the loop thread, soon and in order. `spare` places are left to other messages."""
         if self._stopping:
             raise Gone("the loop has stopped")
         if len(self._messages) >= self.max_messages - spare:

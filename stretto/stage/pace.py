@@ -16,12 +16,12 @@ MARGIN_S = 0.03
 many streams, behind another one."""
 STALLED_S = 1.0
 """A request that waits for text makes no frame, and nothing else may happen here meanwhile: what it has goes, unless
-the listener has so much in hand."""
+the listener has this much in hand."""
 LOOK_S = 0.01
 SMOOTH = 0.25
 LATELY_S = 0.15
 SLACK_S = 0.003
-"""The next frame may take longer than the longest one lately by so much."""
+"""By this much the next frame may take longer than the longest one lately."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Rhythm:
             self.worst_s, self.at = seconds, now
 
     def hold(self, sound_s: float, now: float) -> float:
-        """Seconds that a first packet with so much sound should wait, so that the next one comes in time."""
+        """Seconds that a first packet with `sound_s` of sound should wait, so that the next one comes in time."""
         return max(0.0, self.worst_s + SLACK_S - sound_s) if now - self.at <= LATELY_S else 0.0
 
 

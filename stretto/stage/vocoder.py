@@ -25,7 +25,7 @@ class VocoderState(Protocol):
     frames: torch.Tensor  # int64 [slots]: that each has heard
 
     def head(self, slots: int) -> VocoderState:
-        """The first so many slots, as views."""
+        """The first `slots` of them, as views."""
         ...
 
     def reset(self, slot: int) -> None:
@@ -41,7 +41,7 @@ class Vocoder(Protocol):
     def config(self) -> VocoderConfig: ...
 
     def state(self, slots: int, max_frames: int) -> Any:
-        """A `VocoderState` for so many slots, and steps of at most so many frames."""
+        """A `VocoderState` for `slots` streams, and steps of at most `max_frames`."""
         ...
 
     def step(self, state: Any, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -49,9 +49,9 @@ class Vocoder(Protocol):
         ...
 
     def valid(self, before: int, length: int) -> Span:
-        """Which of a step's samples are a stream's, that had so many frames before and was given so many."""
+        """Which of a step's samples are a stream's that had `before` frames and was given `length` more."""
         ...
 
     def num_samples(self, frames: int) -> int:
-        """That so many frames have given."""
+        """That a stream has given after `frames`."""
         ...

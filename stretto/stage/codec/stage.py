@@ -297,7 +297,7 @@ class CodecStage:
         reason: Reason | None,
         error: StrettoError | None = None,
     ) -> None:
-        """Samples that begin behind so many frames; with a reason, the last of the stream."""
+        """Samples that begin behind the first `before` frames; with a reason, the last of the stream."""
         if reason is not None:
             del self._streams[stream.request]
             stream.gone = True
