@@ -49,7 +49,7 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """The stages of a family in the order of the data's way, and the links between them."""
+    """The stages of a family in data-flow order, and the links between them."""
 
     build: str  # "module:function" of (names of stages, StageContext) -> nodes by name; called in a host
     stages: tuple[StageSpec, ...]
@@ -156,7 +156,7 @@ class Model(Protocol):
         ...
 
     def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        """What each stage on the request's way is told, in types that the stages' nodes know."""
+        """What each stage on the request's path is told, in types that the stages' nodes know."""
         ...
 
 

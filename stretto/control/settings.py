@@ -19,7 +19,7 @@ from stretto.types import ExpertWeights
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """One host of a placement: its stages in the order of the data's way, and where they run."""
+    """One host of a placement: its stages in data-flow order, and where they run."""
 
     stages: tuple[str, ...]
     device: str | None = None  # None: as the settings say; with replicas, one for each of them in turn, joined by |
@@ -271,7 +271,7 @@ class EngineConfig:
         return self.replicas
 
     def replica(self, number: int) -> EngineConfig:
-        """The same for one pipeline alone: lists of devices are gone round, a device for each replica."""
+        """The same for one pipeline alone: replicas take the devices of a list in turn."""
         host, placement = self.host, self.placement
         if self.devices:
             host = replace(host, device=self.devices[number % len(self.devices)])

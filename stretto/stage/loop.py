@@ -75,7 +75,7 @@ class Loop:
         max_messages: int = 4096,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`stages` in the order of the data's way; `clock` in nanoseconds is theirs too."""
+        """`stages` in data-flow order; `clock` in nanoseconds is theirs too."""
         self.stages = list(stages)
         self.bell = bell or Bell()
         self.max_messages = max_messages
