@@ -215,8 +215,8 @@ def test_a_failure_is_kept_for_whoever_started_the_loop() -> None:
     assert isinstance(loop.failure, RuntimeError)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failure_wakes_whoever_started_the_loop() -> None:
+def test_a_failure_wakes_whoever_started_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the thread dies of it, as it should
     told, loop = threading.Event(), Loop([])
     loop.start(told.set)
 
@@ -225,6 +225,7 @@ def test_a_failure_wakes_whoever_started_the_loop() -> None:
 
     loop.post(fail)
     assert told.wait(60)
+    loop.stop()
     assert isinstance(loop.failure, RuntimeError)
     with pytest.raises(Gone):
         loop.post(lambda: None)
