@@ -204,11 +204,6 @@ class StageRequest:
         return self.spec.id
 
     @property
-    def answer(self) -> list[int]:
-        """Its confirmed tokens."""
-        return self.ids[self.cursor.prompt :]
-
-    @property
     def starved(self) -> bool:
         """Whether nothing new can come out before input or credit arrives."""
         if self.blocked_downstream:

@@ -199,8 +199,8 @@ class Stage:
                 if step.logprobs is not None:
                     told = step.logprobs.of(at)
             if outcome.published:
-                handed, attach = self._seats[request.id].media, self.scheduler.attach_payload
-                self.store.keep(outcome.published, handed, self.runner.joined, attach)
+                handed = self._seats[request.id].media
+                self.store.keep(outcome.published, handed, self.runner.joined, self.scheduler.pool.attach)
             self._emit(Output(request, outcome.confirmed, token, row, media, outcome.reason, told))
         for span in step.batch.spans:
             seat = self._seats.get(span.request)

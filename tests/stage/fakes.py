@@ -342,7 +342,7 @@ class Driver:
         for block in outcome.published:
             handle = PayloadHandle(next(self._handles))
             self.payloads[handle] = story.values[block.start : block.stop]
-            if not self.scheduler.attach_payload(block, handle):
+            if not self.scheduler.pool.attach(block.block, block.key, handle):
                 del self.payloads[handle]
         if outcome.reason in (Reason.STOP, Reason.LENGTH):
             self._compare(request, whole=True)

@@ -85,7 +85,7 @@ class StepResult:
 
 
 class Published(NamedTuple):
-    """A block that became findable, has media rows, and awaits `Scheduler.attach_payload`."""
+    """A block that became findable, has media rows, and awaits `BlockPool.attach`."""
 
     block: BlockId
     key: bytes

@@ -164,11 +164,6 @@ class Scheduler:
         request.blocked_downstream = blocked
         self._ledger.settle(request)
 
-    def attach_payload(self, block: Published, payload: PayloadHandle) -> bool:
-        """Keeps the payload of a published block, so that requests that need it can reuse the block. False if the
-        block is gone or served: the handle stays the caller's."""
-        return self.pool.attach(block.block, block.key, payload)
-
     # -- steps
 
     def schedule(self) -> Batch | None:
@@ -257,7 +252,10 @@ class Scheduler:
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
-            if request.state is not running or (request.spec.guide is not None and self._guessing(request)):
+            # A guided request waits until the host knows what its next step goes on from.
+            if request.spec.guide is not None and request.in_flight and cursor.known > cursor.prompt:
+                continue
+            if request.state is not running:
                 continue
             start, known = cursor.filled, cursor.known
             rows = min(known, request.limit) - start
@@ -268,11 +266,6 @@ class Scheduler:
             elif rows > 0:
                 prefills.append(request)
         return decodes, prefills, answering or bool(decodes)
-
-    @staticmethod
-    def _guessing(request: StageRequest) -> bool:
-        """Whether the host does not know yet what the next step would go on from."""
-        return request.in_flight > 0 and request.cursor.known > request.cursor.prompt
 
     @staticmethod
     def _num_rows(request: StageRequest) -> int:
