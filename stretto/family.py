@@ -88,7 +88,7 @@ class Ear:
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class Transcription:
     """How a model is asked to write down what it hears."""
 
     transcribe: str
@@ -110,7 +110,7 @@ class ModelInfo:
     output_modalities: tuple[OutputKind, ...] = ("text", "audio")
     ear: Ear | None = None  # None: sound is taken whole, when it is over
     ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
-    listening: Listening | None = None  # None: it does not write down speech
+    transcription: Transcription | None = None  # None: it does not write down speech
     defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
     languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
     instructions: bool = False  # how a text is to be read can be said in words
