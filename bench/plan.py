@@ -25,7 +25,7 @@ import msgspec
 
 from bench.harness.results import RESULTS, parser, read
 from stretto.planner.plan import quantile
-from stretto.planner.replay import Asked, Card, Heard, replay, replay_closed
+from stretto.planner.replay import Asked, Card, Heard, replay
 from stretto.planner.table import StageTimes, Table, Together
 
 MODEL = "Qwen3-Omni-30B-A3B"
@@ -195,3 +195,22 @@ def main(given: Sequence[str]) -> int:
     if args.out is not None:
         Path(args.out).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
     return 0
+
+
+def replay_closed(card: Card, asked: Asked, streams: int, requests: int) -> list[Heard]:
+    """A fixed number of clients, each of which sends its next request when it has its answer. The first request of each
+    is left out of the result."""
+    left = requests
+
+    def again(heard: Heard) -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            card.arrive(asked)
+
+    card.ended = again
+    for _ in range(streams):
+        card.arrive(asked)
+    while card.running:
+        card.advance(card.now + 1.0)
+    return sorted(card.heard.values(), key=lambda h: h.arrived)[streams:]

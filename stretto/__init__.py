@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stretto.api import Answer, AsyncEngine, Engine
     from stretto.control.request import ChunkSizes, Manner, Params
     from stretto.control.settings import EngineConfig, HostPlace, HostSettings
-    from stretto.errors import Busy, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
+    from stretto.errors import Busy, CheckpointError, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
     from stretto.family import ModelInfo
     from stretto.orchestrator.api import (
         AudioChunk,
@@ -36,7 +36,9 @@ _WHERE = {
     "stretto.api": ("Answer", "AsyncEngine", "Engine"),
     "stretto.control.request": ("ChunkSizes", "Manner", "Params"),
     "stretto.control.settings": ("EngineConfig", "HostPlace", "HostSettings"),
-    "stretto.errors": ("Busy", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError", "TooLong"),
+    "stretto.errors": (
+        "Busy", "CheckpointError", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError", "TooLong"
+    ),
     "stretto.family": ("ModelInfo",),
     "stretto.orchestrator.api": (
         "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan", "TokenLogprob", "Usage"
@@ -50,6 +52,7 @@ __all__ = [
     "AsyncEngine",
     "AudioChunk",
     "Busy",
+    "CheckpointError",
     "ChunkSizes",
     "CodeFrames",
     "Engine",

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from stretto import embedded
 from stretto.control.request import PLAIN, Manner, Params
-from stretto.control.settings import EngineConfig
+from stretto.control.settings import EngineConfig, parse_devices
 from stretto.device import find_device
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
@@ -64,7 +64,10 @@ class Answer:
 
         if not len(self.audio):
             raise Invalid("there is no speech in this answer", "modalities")
-        soundfile.write(Path(path), self.audio, self.sample_rate)
+        try:
+            soundfile.write(Path(path), self.audio, self.sample_rate)
+        except (TypeError, RuntimeError, OSError) as e:  # no such format; no such directory
+            raise Invalid(f"{path}: cannot be written ({e})", "path") from None
 
 
 class AsyncEngine:
@@ -77,8 +80,8 @@ class AsyncEngine:
     def __init__(
         self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
     ) -> None:
-        """`model`: a checkpoint directory; without one, the embedded model, to try things. `device`: cpu, cuda,
-        cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
+        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model, to try things.
+        `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: PipelineEngine | None = None
 
@@ -198,8 +201,8 @@ class Engine:
     def __init__(
         self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
     ) -> None:
-        """`model`: a checkpoint directory; without one, the embedded model, to try things. `device`: cpu, cuda,
-        cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device, too."""
+        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model, to try things.
+        `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: SyncEngine | None = None
 
@@ -299,8 +302,11 @@ def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
         if device is not None:
             raise Invalid("name the device in the config, or alone", "device")
         return config
+    named = parse_devices(device) if device is not None else (find_device(),)
+    if len(named) != 1:
+        raise Invalid(f"device must be one device, got {device!r}; more are for config", "device")
     plain = EngineConfig()
-    return replace(plain, host=replace(plain.host, device=device or find_device()))
+    return replace(plain, host=replace(plain.host, device=named[0]))
 
 
 def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
@@ -331,6 +337,8 @@ def clip(path: str | Path, text: str = "") -> Conversation:
 
 
 def _params(params: Params | None, options: Mapping[str, Any], defaults: Params) -> Params:
+    if params is not None and not isinstance(params, Params):
+        raise Invalid("params must be of class Params; single fields are options, such as temperature=1.0", "params")
     try:
         return replace(params or defaults, **options)
     except TypeError as e:

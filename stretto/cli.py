@@ -74,7 +74,3 @@ def run_tiny(args: argparse.Namespace) -> int:
         raise Invalid(f"{args.directory}: cannot be written ({e.strerror or e})", "directory") from None
     print(f"wrote a tiny checkpoint to {args.directory}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

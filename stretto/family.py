@@ -49,7 +49,7 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """The stages of a family in the order of the data's way, and the links between them."""
+    """The stages of a family in data-flow order, and the links between them."""
 
     build: str  # "module:function" of (names of stages, StageContext) -> nodes by name; called in a host
     stages: tuple[StageSpec, ...]
@@ -88,7 +88,7 @@ class Ear:
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class Transcription:
     """How a model is asked to write down what it hears."""
 
     transcribe: str
@@ -106,11 +106,11 @@ class ModelInfo:
     default_voice: str
     sample_rate: int
     max_positions: int
-    input_modalities: tuple[str, ...] = ("text", "audio", "image", "video")
+    input_modalities: tuple[str, ...] = ("text",)
     output_modalities: tuple[OutputKind, ...] = ("text", "audio")
     ear: Ear | None = None  # None: sound is taken whole, when it is over
     ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
-    listening: Listening | None = None  # None: it does not write down speech
+    transcription: Transcription | None = None  # None: it does not write down speech
     defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
     languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
     instructions: bool = False  # how a text is to be read can be said in words
@@ -156,7 +156,7 @@ class Model(Protocol):
         ...
 
     def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        """What each stage on the request's way is told, in types that the stages' nodes know."""
+        """What each stage on the request's path is told, in types that the stages' nodes know."""
         ...
 
 

@@ -299,7 +299,7 @@ async def _one(
     result.write(args.out, args.samples, args.codes, args.json, load)
     assert result.end is not None
     if args.trace is not None:
-        spans = [s.in_nanoseconds for s in result.end.timeline]
+        spans = [(s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in result.end.timeline]
         args.trace.write_text(json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n")
     usage = result.end.usage
     heard = "" if args.text_only else f", {usage.samples / engine.info.sample_rate:.2f} s of speech"

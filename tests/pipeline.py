@@ -7,12 +7,12 @@ from typing import Any, Literal
 import msgspec
 
 from stretto.control.life import Configure
-from stretto.control.messages import Admit, Sampling
+from stretto.control.messages import Admit
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import TalkerParams, ThinkerParams
 from stretto.models.speech.params import VocoderParams
 from stretto.prompt.packed import PromptMeta
-from stretto.types import RequestId
+from stretto.types import RequestId, SamplingParams
 
 STAGES = PIPELINE.names
 LINKS = {link.name: (link.sender, link.receiver) for link in PIPELINE.links}
@@ -26,9 +26,9 @@ def announcement(
     prompt: PromptMeta,
     speak: bool,
     voice: str | None,
-    text: Sampling,
-    code0: Sampling,
-    residual: Sampling,
+    text: SamplingParams,
+    code0: SamplingParams,
+    residual: SamplingParams,
     max_text_tokens: int,
     max_frames: int,
     *,
@@ -56,4 +56,4 @@ def params_of(a: Admit, stage: str) -> Any:
 
 
 def configure(model: str, stages: tuple[str, ...], settings: dict[str, Any]) -> Configure:
-    return Configure(model, PIPELINE.build, stages, settings)
+    return Configure(model, PIPELINE.build, stages, settings, tuple(LINKS.values()))

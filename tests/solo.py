@@ -26,7 +26,7 @@ from stretto.models.qwen3_omni.bridge import (
     user_rows,
 )
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
@@ -36,6 +36,13 @@ from stretto.prompt.prompt import Prompt
 from stretto.types import GREEDY, SamplingParams, stage_seed
 
 Finish = Literal["stop", "length"]
+CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+"""How the released talker picks code 0 of a frame."""
+
+
+def media_places(plan: TalkerPrompt) -> list[int]:
+    """Thinker positions whose accept-layer rows the talker needs, in order."""
+    return [p for p, m in zip(plan.places, plan.is_media, strict=True) if m]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +232,7 @@ class Solo:
             prompt.audio_in_video,
         )
         media = self.models.thinker.encode(prompt)
-        capture = plan.media_places if plan else []
+        capture = media_places(plan) if plan else []
         return ThinkerVoice(prompt, options, positions, first_decode, media, capture, blocks)
 
     # ---- thinker

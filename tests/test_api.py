@@ -13,7 +13,8 @@ import pytest
 import soundfile
 
 import stretto
-from stretto import Answer, AsyncEngine, AudioChunk, Engine, EngineConfig, Finished, Invalid, Params, TextDelta
+from stretto import Answer, AsyncEngine, AudioChunk, Engine, EngineConfig, Finished, Invalid, Manner, Params, TextDelta
+from stretto.registry import write_tiny
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if not path.stem.startswith("client_"))  # those need a server
@@ -56,6 +57,24 @@ def test_text_alone_has_nothing_to_save(engine: Engine, tmp_path: Path) -> None:
         answer.save(tmp_path / "a.wav")
 
 
+def test_speech_that_cannot_be_written(engine: Engine, tmp_path: Path) -> None:
+    answer = engine.read_aloud("Good day.", **SHORT)
+    for name in ("a", "a.txt", "no such directory/a.wav"):
+        with pytest.raises(Invalid, match="cannot be written"):
+            answer.save(tmp_path / name)
+
+
+def test_a_voice_made_of_a_clip(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tts", family="qwen3-tts-base")
+    soundfile.write(tmp_path / "clip.wav", np.sin(np.arange(24_000) / 20), 16_000)  # a second and a half
+    with Engine(tmp_path / "tts", device="cpu") as reader:
+        voice = reader.make_voice(tmp_path / "clip.wav", "Good day.")
+        answer = reader.read_aloud("Hello!", manner=Manner(voice=voice), seed=1, max_frames=3)
+        assert len(answer.audio)
+        with pytest.raises(Invalid, match="cannot be read"):
+            reader.make_voice(tmp_path / "missing.wav")
+
+
 def test_reading_aloud(engine: Engine) -> None:
     answer = engine.read_aloud("Good day.", voice=engine.info.voices[0], **SHORT)
     assert answer.text == "Good day."
@@ -83,6 +102,11 @@ def test_what_cannot_be_asked(engine: Engine, tiny_dir: Path) -> None:
         engine.chat("Hello!", temperature=9.0)
     with pytest.raises(Invalid, match="no such directory"), Engine("nowhere"):
         pass
+    with pytest.raises(Invalid, match="params must be of class Params"):
+        engine.chat("Hello!", params={"temperature": 1.0})  # type: ignore[arg-type]
+    for device in ("gpu", "cpu, cpu", ""):
+        with pytest.raises(Invalid, match="device must be"):
+            Engine(tiny_dir, device=device)
     with pytest.raises(Invalid, match="in the config, or alone"):
         Engine(tiny_dir, device="cpu", config=EngineConfig())
     with pytest.raises(Invalid, match="started by `with`"):

@@ -68,7 +68,7 @@ def test_mistakes_are_told_in_one_line(args: list[str], says: str, tiny_dir: Pat
 def test_tiny_and_help(tmp_path: Path) -> None:
     assert main(["tiny", str(tmp_path / "t"), "--seed", "5"]) == 0
     assert (tmp_path / "t" / "config.json").exists()
-    shown = subprocess.run([sys.executable, "-m", "stretto.cli", "--help"], capture_output=True, text=True, check=False)
+    shown = subprocess.run([sys.executable, "-m", "stretto", "--help"], capture_output=True, text=True, check=False)
     assert shown.returncode == 0
 
 

@@ -106,7 +106,7 @@ ROUND = 0.03  # how often a host has a round after a message: a round is a step 
 PARAMS = Params(max_text_tokens=3, max_frames=3, seed=1, temperature=0.0, greedy_speech=True, want_codes=True)
 SETTINGS = HostSettings(max_rows=4, max_waiting=8, max_context=512, blocks={"thinker": 64, "talker": 64})
 
-DEEP = encode(Configure("", "", (), {"": None}))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
+DEEP = encode(Configure("", "", (), {"": None}, ()))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
 
 SECRET = bytes(SECRET_BYTES)
 SAID = Text | Codes | Pcm

@@ -16,7 +16,8 @@ from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config, write_tiny
 from stretto.models.qwen3_tts import tiny as speaking
-from stretto.models.qwen3_tts.config import Kind
+from stretto.models.qwen3_tts.config import CODEC, Kind
+from stretto.models.tiny_files import write_json
 
 SPEAKING: dict[str, tuple[Kind, str]] = {
     "tts-0.6b": ("custom_voice", "0b6"),
@@ -74,11 +75,21 @@ def checkpoint(model: str) -> Iterator[Path]:
         directory = Path(folder) / model
         if model in SPEAKING:
             kind, size = SPEAKING[model]
-            speaking.write_configs(directory, kind, size)
+            write_speaking(directory, kind, size)
             yield directory
             return
         write_tiny(directory) if model == "tiny" else write_released(directory)
         yield directory
+
+
+def write_speaking(folder: Path, kind: Kind, size: str) -> None:
+    """A released configuration without weights, for random ones (`load_format="dummy"`). Its text is the tiny one's."""
+    tiny = speaking.tiny_config(kind, size)
+    (folder / CODEC).mkdir(parents=True, exist_ok=True)
+    tokens = {key: value for key, value in tiny.items() if key.endswith("_token_id")}
+    speaking.write_text_files(folder)
+    write_json(folder / CODEC / "config.json", speaking.released_codec())
+    write_json(folder / "config.json", {**speaking.released_config(kind, size), **tokens})
 
 
 def write_released(directory: Path) -> None:

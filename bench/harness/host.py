@@ -46,7 +46,8 @@ Question = tuple[Admit, bytes]
 
 def configure(model: str, stages: Sequence[str], settings: HostSettings) -> Configure:
     """What a host of these stages is told first."""
-    return Configure(model, PIPELINE.build, tuple(stages), settings.as_dict())
+    links = tuple((link.sender, link.receiver) for link in PIPELINE.links)
+    return Configure(model, PIPELINE.build, tuple(stages), settings.as_dict(), links)
 
 
 def admission(id: RequestId, prompt: Prompt, wanted: Wanted) -> Question:

@@ -95,7 +95,7 @@ def serving(args: argparse.Namespace, directory: Path, folder: Path) -> Iterator
     log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "stretto.cli", "serve", str(directory), *words, *args.serve],
+            [sys.executable, "-m", "stretto", "serve", str(directory), *words, *args.serve],
             cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     # Ended from outside, by `timeout` for one: the server must not outlive us, with a GPU in its hands.

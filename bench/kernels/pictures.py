@@ -74,7 +74,7 @@ class Bench:
 
         def captured() -> list[VisionRows]:
             encoder.graphs = self.graphs
-            return [encoder.encode_frame(one, *size) for one in each]
+            return [encoder.encode(one, [(1, *size)]) for one in each]
 
         found: dict[str, Any] = {"images": case.text, "count": case.count, "patches": case.patches, "grid": size}
         found["embed"] = self.times(lambda: encoder.embed(patches, [size] * case.count))

@@ -28,7 +28,7 @@ from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.lanes.talker import TalkerLane
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
@@ -37,6 +37,8 @@ from stretto.stage.runner.lane import decode_step
 from stretto.stage.runner.rows import How
 from stretto.types import GREEDY, SamplingParams
 
+CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+"""How the released talker picks code 0 of a frame."""
 BLOCK = 16
 
 

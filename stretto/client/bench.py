@@ -32,7 +32,7 @@ class SystemClock:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """`streams` listeners, each of whom asks again as soon as the answer is there."""
+    """A fixed number of `streams`: each sends its next request when it has its answer."""
 
     streams: int
 

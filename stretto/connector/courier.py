@@ -33,7 +33,7 @@ from stretto.connector.contract import (
 from stretto.connector.handoff import Faults, Handoff
 from stretto.connector.metrics import LinkMetrics
 from stretto.errors import Bug, StrettoError, WireError
-from stretto.observe.recorder import Recorder
+from stretto.observe.recorder import Histogram, Recorder
 from stretto.types import RequestId
 
 GRACE_S = 0.002
@@ -119,7 +119,6 @@ class Outgoing:
             # then have nothing left to wake the loop for.
             self._wake_wanted = True
             accepted = self._queue.offer(item)
-            self.metrics.refused_offers += not accepted
         self.metrics.queued = len(self._queue)
         return accepted
 
@@ -270,8 +269,10 @@ class Incoming:
         capacity: int = 64,
         clock: Callable[[], float] = time.perf_counter,
         recorder: Recorder | None = None,
+        copy: Histogram | None = None,
     ) -> None:
-        self.metrics = LinkMetrics(link, recorder=recorder or Recorder())
+        """`copy`: where the uploader notes how long its copies take."""
+        self.metrics = LinkMetrics(link, copy=copy or Histogram(), recorder=recorder or Recorder())
         self._receiver = receiver
         self._wake = wake
         self._clock = clock

@@ -27,7 +27,6 @@ class LinkMetrics:
     credits: int = 0  # when last read
     queued: int = 0  # chunks now between stage loop and courier
     stalls: int = 0  # chunks that found no credit (receiving: no room in the queue)
-    refused_offers: int = 0  # offers of the stage loop that found no room
     purged: int = 0  # chunks dropped because their request was over
     errors: Counter[str] = field(default_factory=Counter)  # by class name
     recorder: Recorder = field(default_factory=Recorder)  # is given spans

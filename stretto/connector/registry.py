@@ -11,9 +11,8 @@ from importlib.metadata import entry_points
 from typing import cast
 
 from stretto.connector.contract import Connector
+from stretto.control.settings import CONNECTORS as ENTRY_POINTS
 from stretto.errors import Invalid
-
-ENTRY_POINTS = "stretto.connectors"
 
 Factory = Callable[[], Connector]
 
@@ -54,7 +53,7 @@ class Registry:
         return self._made[name]
 
     def names(self) -> list[str]:
-        return sorted(self._factories)
+        return sorted({*self._factories, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
     def _factory(self, name: str) -> Factory:
         if name in self._factories:

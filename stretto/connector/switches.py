@@ -23,7 +23,7 @@ class OverlapSwitches:
     payload_stream: bool = setting(True, "overlap", "off: payloads are copied behind the step, on its stream")
     zero_copy_encode: bool = setting(True, "overlap", "off: chunks are encoded into bytes, which are then copied")
     just_in_time: bool = setting(
-        True, "overlap", "off: a step is launched as soon as there is room, though the device has work yet"
+        True, "overlap", "off: a step is launched as soon as there is room, even if the device still has work"
     )
 
     @classmethod

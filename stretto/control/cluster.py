@@ -26,9 +26,11 @@ class ClusterConfig:
     insecure_cluster: bool = setting(
         False, "cluster", "serve on a Ray cluster without token authentication: whoever reaches it can run code there"
     )
-    ray_address: str = setting("auto", "cluster", "of the Ray cluster's head; auto: the one of this machine", "ADDRESS")
+    ray_address: str = setting(
+        "auto", "cluster", "address of the Ray cluster's head; auto: the one of this machine", "ADDRESS"
+    )
     target_streams: int = setting(
-        24, "cluster", "requests of a replica at which another one is started, if they do not fall behind before", "N"
+        24, "cluster", "requests of a replica at which another one is started; earlier if they fall behind", "N"
     )
     host_cpus: float = setting(1.0, "cluster", "CPUs that Ray reserves for each host", "N")
     host_gpus: float = setting(

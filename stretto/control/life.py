@@ -16,12 +16,14 @@ Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRE
 
 class Configure(Wire, frozen=True, tag="configure"):
     """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
-    `HostSettings`, `beside` the stages of each host that will load on the same card after this one."""
+    `HostSettings`, `links` all links of the pipeline, as sender and receiver, and `beside` the stages of each host that
+    will load on the same card after this one."""
 
     model: str
     build: str
     stages: tuple[str, ...]
     settings: dict[str, Any]
+    links: tuple[tuple[str, str], ...]
     beside: tuple[tuple[str, ...], ...] = ()
 
 

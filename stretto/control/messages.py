@@ -16,7 +16,7 @@ import msgspec
 from stretto.control.life import LifeFromHost, LifeToHost
 from stretto.errors import WireError
 from stretto.prompt.packed import Bytes, PieceMeta, PromptMeta
-from stretto.types import RequestId, SamplingParams, Wire
+from stretto.types import RequestId, Wire
 
 PREFIX = struct.Struct("<II")
 MAX_HEADER = 64 << 20
@@ -27,21 +27,6 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 # -- orchestrator to host
-
-
-class Sampling(Wire, frozen=True):
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    seed: int
-
-    @classmethod
-    def of(cls, p: SamplingParams) -> Sampling:
-        return cls(p.temperature, p.top_k, p.top_p, p.repetition_penalty, p.seed)
-
-    def params(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed)
 
 
 class Admit(Wire, frozen=True, tag="admit"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
@@ -18,7 +19,7 @@ from stretto.types import ExpertWeights
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """One host of a placement: its stages in the order of the data's way, and where they run."""
+    """One host of a placement: its stages in data-flow order, and where they run."""
 
     stages: tuple[str, ...]
     device: str | None = None  # None: as the settings say; with replicas, one for each of them in turn, joined by |
@@ -112,19 +113,24 @@ class HostSettings:
 
     device: str = "cpu"
     dtype: DType | None = setting(  # noqa: RUF009 - a field, which ruff does not see behind an alias
-        None, "model", "of weights and arithmetic (default: float32 on a CPU, bfloat16 on a GPU)"
+        None, "model", "number format of weights and arithmetic (default: float32 on a CPU, bfloat16 on a GPU)"
     )
     load_format: Literal["safetensors", "dummy"] = setting("safetensors", "model", "dummy: random weights")
     expert_weights: ExpertWeights = setting(  # noqa: RUF009
-        "full", "model", "of a mixture; float8: half the bytes, so larger batches are faster; other answers than full"
+        "full",
+        "model",
+        "experts of a mixture; float8: half the bytes, faster in larger batches; answers differ from full",
     )
-    threads: int = setting(1, "model", "of arithmetic on a CPU, for each process", "N")
+    threads: int = setting(1, "model", "threads of arithmetic on a CPU, for each process", "N")
     graphs: bool = setting(True, "tuning", "capture CUDA graphs of the steps, on a GPU")
     vision_graphs: bool = setting(True, "tuning", "with --graphs, for single images too")
     warm: bool = setting(True, "tuning", "before the first start on a GPU, compile kernels in several processes")
     overlap_depth: int = setting(2, "tuning", "steps of a stage in flight; 1: each waits for the one before", "N")
     launch_lead_ms: float = setting(
-        1.5, "tuning", "beyond its own time, a launch begins so long before the device runs out of work", "MS"
+        1.5,
+        "tuning",
+        "a launch begins so early that it would be done this long before the device runs out of work",
+        "MS",
     )
     prefix_cache: bool = setting(True, "memory", "a prompt that begins like an earlier one reuses its KV blocks")
     block_size: int = setting(16, "memory", "tokens in a block of the KV caches", "N")
@@ -133,7 +139,7 @@ class HostSettings:
         name="kv_blocks", parse=parse_blocks,
     )  # fmt: skip
     memory_share: float = setting(
-        1.0, "memory", "part of a card's memory that a host may take, where it shares the card with strangers", "PART"
+        1.0, "memory", "part of a card's memory that a host may take, where other programs use the card too", "PART"
     )
     max_rows: int = setting(
         32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
@@ -151,8 +157,8 @@ class HostSettings:
         "(default: 1024; on a CPU 256)", "TOKENS",
     )  # fmt: skip
     lone_prefill_chunk: int | None = setting(
-        None, "tuning", "the same while none is: the next stage can follow a long prompt (default: 2560; on a CPU 256)",
-        "TOKENS",
+        None, "tuning", "the same while no answer is being made: the next stage can follow a long prompt "
+        "(default: 2560; on a CPU 256)", "TOKENS",
     )  # fmt: skip
     mixed_steps: bool = setting(True, "tuning", "prompts and answers in one step; else in turns")
     link_slots: int = setting(64, "tuning", "chunks that a link between processes holds", "N")
@@ -187,6 +193,13 @@ LEAST = {
 """The smallest values of `HostSettings`. A step holds a token of an answer and one of a prompt, so that neither waits
 for ever."""
 
+DETAILS: Mapping[str, Mapping[str, str]] = {
+    "shm": {}, "tcp": {}, "mooncake": {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"},
+}  # fmt: skip
+"""The connectors of the package, and what their `link_details` may be."""
+CONNECTORS = "stretto.connectors"
+"""The group of entry points by which other packages add theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -196,26 +209,26 @@ class EngineConfig:
     )  # fmt: skip
     connector: str = setting("shm", "model", "between processes: shm, tcp, mooncake", "NAME")
     link_details: Mapping[str, str] = setting(
-        dict, "model", "of the mooncake connector: protocol=rdma,device=mlx5_0 (default: tcp)", "NAME=VALUE,...",
-        parse=parse_details,
+        dict, "model", "settings of the connector; of mooncake: protocol=rdma,device=mlx5_0 (default: protocol=tcp)",
+        "NAME=VALUE,...", parse=parse_details,
     )  # fmt: skip
     replicas: int | tuple[int, int] = setting(
         1, "model", "pipelines side by side; each on a card of its own, where no device is named; with --backend ray "
         "also from:to, such as 1:8", "N", parse=parse_replicas,
     )  # fmt: skip
     max_requests: int = 64  # running at once, over all replicas; more are refused with Busy
-    stall_s: float = setting(30.0, "limits", "a request that makes no progress for so long fails", "SECONDS")
-    start_timeout_s: float = setting(600.0, "limits", "the model must be loaded within so long", "SECONDS")
-    restart: bool = setting(True, "limits", "start processes again that died")
+    stall_s: float = setting(30.0, "limits", "time without progress after which a request fails", "SECONDS")
+    start_timeout_s: float = setting(600.0, "limits", "time in which the model must be loaded", "SECONDS")
+    restart: bool = setting(True, "limits", "start processes that died again")
     min_pace: float = setting(
         0.0, "limits", "refuse new speech (429) while running speech is made slower than this times real time; 0: "
         "never", "TIMES", served=1.0,
     )  # fmt: skip
     share_prefix_cache: bool = setting(
-        False, "memory", "prompts of one API key speed up those of others, who can then guess at them"
+        False, "memory", "one prefix cache for all API keys: faster, but one can find out how others' prompts begin"
     )
     max_buffered_s: float = setting(
-        20.0, "limits", "sound that a slow listener may leave waiting before its request is throttled", "SECONDS"
+        20.0, "limits", "sound that may wait for a slow listener before its request is throttled", "SECONDS"
     )
     prompts: PoolSettings | None = None  # None: no prompt worker; prompts are built in threads of this process
     trace_dir: str | None = setting(
@@ -233,12 +246,12 @@ class EngineConfig:
             raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
         if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
             raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
-        details = {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"}
         for name, value in self.link_details.items():
-            if self.connector != "mooncake" or not re.fullmatch(details.get(name, r"(?!)"), value):
+            own = DETAILS.get(self.connector)  # a connector of another package checks its own
+            if own is not None and not re.fullmatch(own.get(name, r"(?!)"), value):
                 raise Invalid(
-                    "link_details are protocol=tcp or rdma and device=NAME, of the mooncake connector alone; got "
-                    f"{name}={value} for {self.connector}", "link_details",
+                    "link_details are protocol=tcp or rdma and device=NAME of the mooncake connector, none of shm and "
+                    f"tcp; got {name}={value} for {self.connector}", "link_details",
                 )  # fmt: skip
         hosts = self.placement if isinstance(self.placement, tuple) else ()
         named = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
@@ -258,7 +271,7 @@ class EngineConfig:
         return self.replicas
 
     def replica(self, number: int) -> EngineConfig:
-        """The same for one pipeline alone: lists of devices are gone round, a device for each replica."""
+        """The same for one pipeline alone: replicas take the devices of a list in turn."""
         host, placement = self.host, self.placement
         if self.devices:
             host = replace(host, device=self.devices[number % len(self.devices)])
@@ -275,9 +288,12 @@ def _turn(devices: str | None, number: int) -> str | None:
 
 
 def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int, stated: Collection[str] = ()) -> None:
-    """Refuse settings that a model with these stages and so many positions cannot have. Called as soon as it is known
+    """Refuse settings that a model with these stages and `max_positions` cannot have. Called as soon as it is known
     which model it is. `stated`: names of settings that somebody gave; the default context is shortened silently."""
     places(config.placement, stages)
+    if config.connector not in DETAILS and not entry_points(group=CONNECTORS, name=config.connector):
+        known = ", ".join(sorted({*DETAILS, *(entry.name for entry in entry_points(group=CONNECTORS))}))
+        raise Invalid(f"there is no connector {config.connector!r}; there are {known}", "connector")
     asked = config.host.max_context
     if asked > max_positions and (asked != CONTEXT or "max_model_len" in stated):
         raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")

@@ -58,10 +58,6 @@ class KVCache:
         shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
         self.data = torch.zeros(shape, device=device, dtype=dtype)
 
-    @staticmethod
-    def bytes_per_block(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
-
     def page(self, sequences: Sequence[tuple[Sequence[int], int, int]]) -> Paging:
         """Paging for sequences given on the host as (block table, first query position, number of queries)."""
         size, device = self.block_size, self.data.device

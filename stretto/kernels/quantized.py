@@ -34,11 +34,6 @@ def finite(scales: torch.Tensor) -> bool:
     return bool(scales.isfinite().all())
 
 
-def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers that a quantised weight stands for; for tests and tools, no pass needs them."""
-    return weight.float() * scale[..., None]
-
-
 def scaled(product: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """x @ q.T times the rows' scales, in float32, rounded to the product's own type; as it is if there are none."""
     return product if scale is None else (product.float() * scale).to(product.dtype)

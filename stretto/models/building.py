@@ -26,7 +26,7 @@ S = TypeVar("S")  # where a family's weights come from
 class Building(Generic[S]):
     """Of one host's stages."""
 
-    stages: Sequence[str]  # in the order of the data's way
+    stages: Sequence[str]  # in data-flow order
     context: StageContext
     blocks: dict[str, int] = field(init=False, default_factory=dict)  # of the KV pools
     warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled

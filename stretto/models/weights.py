@@ -195,10 +195,6 @@ class LoadReport:
     seconds: float
     tensors: int
 
-    @property
-    def gb_per_second(self) -> float:
-        return self.bytes / max(self.seconds, 1e-9) / 1e9
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
@@ -435,12 +431,3 @@ def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
 
 def _storage(t: Target) -> int:
     return (t.weight if isinstance(t, Float8Rows) else t).untyped_storage().data_ptr()
-
-
-def estimate(factories: Mapping[str, Callable[[], nn.Module]], dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of each stage's weights and buffers, without allocating any."""
-    sizes = {}
-    for stage, factory in factories.items():
-        module = build(factory, "meta", dtype)
-        sizes[stage] = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    return sizes

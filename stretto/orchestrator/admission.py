@@ -52,7 +52,7 @@ class Ask:
 
 
 def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
-    """The parameters, with limits that the model has room for beside a prompt of so many tokens."""
+    """The parameters, with limits that the model has room for beside a prompt of `num_prompt` tokens."""
     params = ask.params
     room = max_positions - num_prompt
     if ask.spoken is None and not ask.enrols and params.max_text_tokens > room:

@@ -116,7 +116,7 @@ class Engine(Protocol):
         ...
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
-        """Decode a sound file, in another process, and cut it into windows of at most so long. The caller closes the
+        """Decode a sound file, in another process, and cut it into windows of at most `seconds`. The caller closes the
         file that comes back."""
         ...
 

@@ -68,11 +68,6 @@ class TimelineSpan:
     start: float
     stop: float
 
-    @property
-    def in_nanoseconds(self) -> tuple[str, str, int, int]:
-        """As traces have it."""
-        return self.lane, self.name, int(1e9 * self.start), int(1e9 * self.stop)
-
 
 @dataclass(frozen=True, slots=True)
 class Finished:

@@ -100,7 +100,7 @@ class Host(ABC):
             self.asked = time.monotonic()
 
     def end_if_silent(self, seconds: float) -> None:
-        """Kill it if it has not said a word for so long after it was asked to: it hangs, or was stopped."""
+        """Kill it if it has not answered a ping for `seconds`: it hangs, or was stopped."""
         if self.state == "ready" and self.asked is not None and time.monotonic() - self.asked > seconds:
             self.reason = f"it stalled: no answer for {seconds:g} s"
             self.kill()

@@ -34,7 +34,7 @@ class Links:
         notify: Callable[[], None],
         on_down: Callable[[str, StageDead], None],
     ) -> None:
-        """`specs` of the links between hosts, in the order of the data's way; `host_of` a stage. `wait` until something
+        """`specs` of the links between hosts, in data-flow order; `host_of` a stage. `wait` until something
         holds, looked at whenever `notify` is called. `on_down` is told which stage a broken link fed."""
         self.between = {k.name: k for k in specs}
         self.up: dict[str, bool] = dict.fromkeys(self.between, False)

@@ -158,7 +158,8 @@ class Upkeep:
         if self._closing:  # while it was being started
             host.kill()
         settings = replace(self.config.host, device=host.device, trace=self._traced)
-        host.send(Configure(self.model, self.spec.build, self.places[index].stages, settings.as_dict(), beside))
+        stages, links = self.places[index].stages, tuple((k.sender, k.receiver) for k in self.spec.links)
+        host.send(Configure(self.model, self.spec.build, stages, settings.as_dict(), links, beside))
 
     def died(self, host: Host, index: int) -> None:
         if self._closing:

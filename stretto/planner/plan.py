@@ -58,7 +58,7 @@ class Plan:
     speech_hours_per_hour: float
 
     def cost(self, price: float) -> float:
-        """Of an hour of speech, where a card costs so much an hour."""
+        """Of an hour of speech, by what a card costs an hour."""
         return self.cards * price / self.speech_hours_per_hour
 
 
@@ -70,7 +70,7 @@ def poisson(rate: float, asked: Asked, seed: int) -> Iterator[tuple[float, Asked
 
 
 def look(table: Table, load: Load, sessions: int, seed: int = 0) -> Seen:
-    """Replay so many sessions on one card."""
+    """Replay this number of sessions on one card."""
     rate = sessions * load.rate(table)
     heard = replay(Card(table, seed=seed), poisson(rate, load.asked, seed), WARM_S + LOOKED_S)
     seen = [h for h in heard if h.arrived >= WARM_S] or heard

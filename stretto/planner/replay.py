@@ -346,22 +346,3 @@ def replay(card: Card, arrivals: Iterator[tuple[float, Asked]], until: float) ->
     while card.running:
         card.advance(card.now + 1.0)
     return list(card.heard.values())
-
-
-def replay_closed(card: Card, asked: Asked, streams: int, requests: int) -> list[Heard]:
-    """So many clients, each of whom asks again when he has been answered. After a first round, which does not count, so
-    many requests are made."""
-    left = requests
-
-    def again(heard: Heard) -> None:
-        nonlocal left
-        if left > 0:
-            left -= 1
-            card.arrive(asked)
-
-    card.ended = again
-    for _ in range(streams):
-        card.arrive(asked)
-    while card.running:
-        card.advance(card.now + 1.0)
-    return sorted(card.heard.values(), key=lambda h: h.arrived)[streams:]

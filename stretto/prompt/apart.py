@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.child import die_with_parent
-from stretto.errors import StrettoError
 from stretto.prompt.jobs import Died, FromWorker, JobFailed, failed, say
 from stretto.prompt.spool import Spool
 
@@ -83,11 +82,11 @@ class Children:
             limit(self.limits)
             try:
                 result = work()
-            except StrettoError as e:
-                result = failed(e), None
             except MemoryError:
                 message = f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be prepared"
                 result = JobFailed("MediaError", message, "messages"), None
+            except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
+                result = failed(e), None
             say(answer, *result)
             code = 0
         finally:

@@ -47,11 +47,6 @@ class Hearing:
     def num_samples(self) -> int:
         return self._mel.num_samples
 
-    @property
-    def num_windows(self) -> int:
-        """Complete ones."""
-        return len(self._windows)
-
     def push(self, samples: npt.ArrayLike) -> bool:
         """Mono samples at 16 kHz. True: a window was completed."""
         before = len(self._windows)

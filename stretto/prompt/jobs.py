@@ -7,6 +7,7 @@ datagram, with a memory file if there is more to say; then the socket is closed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -15,11 +16,13 @@ from typing import Any
 
 import msgspec
 
-from stretto.errors import Invalid, StrettoError
+from stretto.errors import Bug, Invalid, StrettoError
 from stretto.prompt.packed import Packed, PromptMeta
 from stretto.prompt.prompt import Piece
 from stretto.prompt.spool import Spool
 from stretto.types import Wire
+
+log = logging.getLogger(__name__)
 
 MAX_DATAGRAM = 1 << 16
 MAX_WORDS = 4096  # characters of an error's message
@@ -58,7 +61,7 @@ class Outline(Wire, frozen=True, tag="outline"):
 
 
 class Cut(Wire, frozen=True, tag="cut"):
-    """Decode a sound file and cut it, at quiet places, into windows of at most so many seconds."""
+    """Decode a sound file and cut it, at quiet places, into windows of at most `seconds`."""
 
     seconds: float
 
@@ -158,7 +161,7 @@ class Conversation:
         return cls(messages + (tools or b""), (0, a), (a, b) if tools is not None else None, **more)
 
     def shared(self, count: int) -> list[Conversation]:
-        """The same for so many prompts; the body goes back when the last of them is built."""
+        """The same for `count` prompts; the body goes back when the last of them is built."""
         left = [count]
 
         def close() -> None:
@@ -199,7 +202,11 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_head = msgspec.msgpack.Decoder(Head).decode
 
 
-def failed(error: StrettoError) -> JobFailed:
+def failed(error: Exception) -> JobFailed:
+    """What a job came to. Any error that is not ours is a bug of the builder's: its stack is for the log alone."""
+    if not isinstance(error, StrettoError):
+        log.error("the prompt of a request cannot be built", exc_info=error)
+        error = Bug("the prompt cannot be built")
     param = error.param if isinstance(error, Invalid) else None
     return JobFailed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
 

@@ -95,7 +95,7 @@ class Budget:
     decode_seconds: float = 0.0
 
     def check_decoding(self, seconds: float) -> None:
-        """Refuses what would cost so much more than was spent."""
+        """Refuses what would cost more than is left."""
         if self.decode_seconds + seconds > self.limits.decode_seconds:
             raise MediaError(
                 "pictures and videos are too large: decoding all of this request's would take over "
@@ -158,7 +158,7 @@ class Mixer:
         self._blocks: list[Array] = []
 
     def check(self, num_samples: int) -> tuple[float, int]:
-        """Refuses a clip of so many samples; else says how much audio the request then holds."""
+        """Refuses a clip of this length; else says how much audio the request then holds."""
         limits = self.budget.limits
         seconds, values = self._before[0] + num_samples / self.rate, self._before[1] + num_samples * self.channels
         if seconds > limits.audio_seconds:
@@ -210,7 +210,7 @@ def decode_pcm16(data: bytes, budget: Budget, rate: int = PCM_RATES[0]) -> Array
 
 
 def cut_sound(samples: Array, seconds: float) -> list[npt.NDArray[np.int16]]:
-    """Samples of 16 bits in windows of at most so many seconds, each ended at the quietest place of its last fifth."""
+    """Samples of 16 bits in windows of at most `seconds`, each ended at the quietest place of its last fifth."""
     whole = (samples * 32767.0).round().clip(-32768, 32767).astype("<i2")
     most, step = int(seconds * SAMPLE_RATE), SAMPLE_RATE // 10
     parts, at = [], 0

@@ -2,7 +2,7 @@
 
 Owned by the engine, used on the event loop, which never waits and never copies anything large: what a client sent lies
 in a memory file, and so does the prompt that comes back. Short texts are done by the worker itself, one after the
-other; everything else in processes of their own, so many at a time, senders taking turns (`fairqueue.py`). A caller
+other; everything else in processes of their own, a few at a time, senders taking turns (`fairqueue.py`). A caller
 that is cancelled (its client left) ends its process, and the place is free when that process is gone."""
 
 from __future__ import annotations

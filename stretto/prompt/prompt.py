@@ -17,13 +17,6 @@ Array = npt.NDArray[np.float32]
 DIGEST_BYTES = 16
 
 
-def digest_of(values: Array, *told: object) -> bytes:
-    """What features are known by: equal ones, with what else is `told` of them, have the same."""
-    digest = blake2b(repr((values.shape, *told)).encode(), digest_size=DIGEST_BYTES)
-    digest.update(np.ascontiguousarray(values).data)
-    return digest.digest()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """Features, or only what they are known by: whoever needs them then asks for them."""
@@ -34,7 +27,10 @@ class Piece:
 
     @classmethod
     def of(cls, values: Array, *told: object) -> Piece:
-        return cls(values.shape, digest_of(values, *told), values)
+        """Equal features, with what else is `told` of them, have the same digest."""
+        digest = blake2b(repr((values.shape, *told)).encode(), digest_size=DIGEST_BYTES)
+        digest.update(np.ascontiguousarray(values).data)
+        return cls(values.shape, digest.digest(), values)
 
     @property
     def array(self) -> Array:

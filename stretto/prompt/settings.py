@@ -18,7 +18,7 @@ class PoolSettings:
         2048, "prompts", "memory that preparing one request may take, in MiB", "MIB", name="prompt_memory_mb"
     )
     start_timeout_s: float = setting(
-        120.0, "prompts", "the process that prepares requests must be up within so long", "SECONDS",
+        120.0, "prompts", "time in which the process that prepares requests must be up", "SECONDS",
         name="prompt_start_timeout_s",
     )  # fmt: skip
 

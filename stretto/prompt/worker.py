@@ -91,7 +91,7 @@ class Worker:
         """Text that is short; media are for a process of their own."""
         try:
             return do(self.builder, job.work, files, only_text=True)
-        except StrettoError as e:
+        except Exception as e:  # noqa: BLE001  one request must not end the worker, and with it the prompts of others
             return failed(e), None
 
 

@@ -54,42 +54,55 @@ class ServerConfig:
 
     max_concurrent: int = setting(64, "limits", "requests answered at once (default: twice --max-rows)", "N")
     max_queue: int = setting(
-        256, "limits", "requests that wait for one of these places, in order; more are told to come back (429)", "N"
+        256, "limits", "requests that may wait for one of these places, in order; more are refused (429)", "N"
     )
-    queue_timeout: float = setting(60.0, "limits", "so long at most; then they are told to come back", "SECONDS")
+    queue_timeout: float = setting(
+        60.0, "limits", "time that a request may wait for a place; then it is refused (429)", "SECONDS"
+    )
     max_concurrent_per_key: int = setting(
-        0, "limits", "answered at once for each API key; more are refused (429) and do not wait; 0: no limit", "N"
+        0,
+        "limits",
+        "requests of one API key answered at once; more are refused (429) and do not wait; 0: no limit",
+        "N",
     )
     max_connections: int = setting(1024, "limits", "open connections; beyond, the longest idle one is closed", "N")
     max_header_kb: int = setting(64, "limits", "largest block of request headers, in KiB", "KIB")
-    header_timeout: float = setting(10.0, "limits", "a request's headers must have arrived within so long", "SECONDS")
-    max_body_mb: float = setting(64.0, "limits", "largest request, in MiB", "MIB")
-    max_bodies_mb: float = setting(512.0, "limits", "of all requests that are being read or prepared, in MiB", "MIB")
-    min_body_kb_s: float = setting(
-        16.0, "limits", "a request must arrive at least so fast, in KiB a second; 0: at any rate", "KIB"
+    header_timeout: float = setting(10.0, "limits", "time in which a request's headers must arrive", "SECONDS")
+    max_body_mb: float = setting(64.0, "limits", "largest request body, in MiB", "MIB")
+    max_bodies_mb: float = setting(
+        512.0, "limits", "bodies of all requests that are being read or prepared, in MiB", "MIB"
     )
-    body_grace: float = setting(5.0, "limits", "before its rate counts, a request has so long", "SECONDS")
-    send_timeout: float = setting(30.0, "limits", "a client that takes no data for so long is dropped", "SECONDS")
-    body_timeout: float = setting(60.0, "limits", "a request must have arrived within so long", "SECONDS")
-    drain_timeout: float = setting(30.0, "limits", "how long running requests may take after SIGTERM", "SECONDS")
-    audio_lifetime: float = setting(3600.0, "limits", "how long an answer can be referred to by its id", "SECONDS")
-    audio_kept: int = setting(4096, "limits", "how many answers can be referred to", "N")
+    min_body_kb_s: float = setting(
+        16.0, "limits", "slowest rate at which a body may arrive, in KiB a second; 0: any", "KIB"
+    )
+    body_grace: float = setting(5.0, "limits", "time before the rate of a body is checked", "SECONDS")
+    send_timeout: float = setting(30.0, "limits", "time after which a client that takes no data is dropped", "SECONDS")
+    body_timeout: float = setting(60.0, "limits", "time in which a request's body must arrive", "SECONDS")
+    drain_timeout: float = setting(30.0, "limits", "time that running requests may take after SIGTERM", "SECONDS")
+    audio_lifetime: float = setting(
+        3600.0, "limits", "time for which a spoken answer can be referred to by its id", "SECONDS"
+    )
+    audio_kept: int = setting(4096, "limits", "spoken answers that can be referred to", "N")
 
-    streaming: bool = setting(True, "speech", "make sound while speech is being made; off: when all of it is there")
+    streaming: bool = setting(True, "speech", "send sound while speech is being made; off: when all of it is made")
     first_frames: int = setting(1, "speech", "codec frames in the first packet of sound", "N")
-    each_frames: int = setting(8, "speech", "frames in the others, at most", "N")
-    packet_ramp: int = setting(2, "speech", "packets grow from the first by this factor; 0: at once", "N")
+    each_frames: int = setting(8, "speech", "most frames in a later packet", "N")
+    packet_ramp: int = setting(
+        2, "speech", "factor by which packets grow from the first to the largest; 0: at once", "N"
+    )
 
-    realtime_sessions: int = setting(64, "realtime", "sessions at once; more are told to come back (429)", "N")
-    realtime_sessions_per_key: int = setting(0, "realtime", "the same for each API key; 0: no limit", "N")
-    realtime_minutes: float = setting(60.0, "realtime", "how long a session may last", "MINUTES")
-    realtime_idle: float = setting(600.0, "realtime", "a session in which nothing happens is closed after", "SECONDS")
+    realtime_sessions: int = setting(64, "realtime", "sessions at once; more are refused (429)", "N")
+    realtime_sessions_per_key: int = setting(0, "realtime", "sessions of one API key at once; 0: no limit", "N")
+    realtime_minutes: float = setting(60.0, "realtime", "longest time that a session may last", "MINUTES")
+    realtime_idle: float = setting(600.0, "realtime", "time after which a session without events is closed", "SECONDS")
     realtime_held_mb: float = setting(
         256.0, "realtime", "sound and pictures that a session may hold, its conversation included, in MiB", "MIB"
     )
-    realtime_lead: float = setting(10.0, "realtime", "sound is sent at most so far ahead of its playback", "SECONDS")
+    realtime_lead: float = setting(10.0, "realtime", "time by which sound may be sent ahead of its playback", "SECONDS")
     realtime_speculate: bool = setting(
-        True, "realtime", "begin to answer at a short pause, before the turn is surely over; the answers are the same"
+        True,
+        "realtime",
+        "begin to answer at a short pause, before the turn has certainly ended; the answers are the same",
     )
 
     log_format: LogFormat = setting("text", "logging", "one line a request, as text or as JSON")  # noqa: RUF009

@@ -50,7 +50,7 @@ def engine_config(
 
 GIB = 1 << 30
 ROWS = ((48 * GIB, 128), (24 * GIB, 64), (8 * GIB, 32))
-"""Rows of a stage's batch for so much memory beside the weights: a row of a few thousand tokens takes about 0.4 GiB."""
+"""Rows of a stage's batch, by the memory beside the weights: a row of a few thousand tokens takes about 0.4 GiB."""
 FEWEST = 16
 FLOAT8 = 0.55  # of the bytes of a checkpoint whose experts are kept in 8 bits: they are nine tenths of it
 
@@ -71,7 +71,7 @@ def fit_card(
 
 
 def rows_for(spare: int) -> int:
-    """For so many bytes of a card beside the weights."""
+    """Rows for the bytes of a card beside the weights."""
     return next((rows for least, rows in ROWS if spare >= least), FEWEST)
 
 

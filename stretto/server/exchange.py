@@ -61,7 +61,7 @@ class Exchange:
             async with asyncio.timeout(self.config.body_timeout) as deadline:
                 more = True
                 while more:
-                    # The time for so much at the lowest rate allowed, and a start-up time.
+                    # What has come may have taken this long at the lowest rate allowed, and a start-up time.
                     slowest = self.config.body_grace + body.size / rate if rate else float("inf")
                     deadline.reschedule(start + min(self.config.body_timeout, slowest))
                     part, more = await self._part()

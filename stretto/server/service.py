@@ -123,7 +123,7 @@ class Service:
         raise Refused(404, message, code="model_not_found", param="model")
 
     async def drain(self, timeout: float) -> None:
-        """Take nothing new and let what runs finish, for at most so long."""
+        """Take nothing new and let what runs finish, for at most the drain timeout."""
         self.draining = True
         self.sessions.drain()
         if self._engine is not None:

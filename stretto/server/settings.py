@@ -150,9 +150,8 @@ def table(records: Sequence[type[Any]], titles: Mapping[str, str]) -> str:
             name, shown = name_of(f), default_text(f)
             what, _, told = f.metadata["help"].partition(" (default: ")
             default = told.removesuffix(")") if told or not shown else f"`{shown}`"
-            rows.append(
-                f"| `{flag_of(name)}` | `{PREFIX}{name.upper()}` | {default} | {what.replace('|', chr(92) + '|')} |"
-            )
+            flag = " ".join(filter(None, (flag_of(name), f.metadata["metavar"])))
+            rows.append(f"| `{flag}` | `{PREFIX}{name.upper()}` | {default} | {what.replace('|', chr(92) + '|')} |")
         parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from stretto.control.request import Params
 from stretto.errors import Invalid
-from stretto.family import Listening
+from stretto.family import Transcription
 from stretto.fields import wrong_field
 from stretto.orchestrator.api import Finished, TextDelta
 from stretto.prompt.jobs import Conversation
@@ -78,9 +78,9 @@ async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> No
     engine, visit, request = service.engine(), exchange.visit, sound.request
     try:
         service.check_model(request.model, engine)
-        if engine.info.listening is None:
+        if engine.info.transcription is None:
             raise Invalid("this model writes down no speech", "model")
-        words = instruction(engine.info.listening, request, sound.translate)
+        words = instruction(engine.info.transcription, request, sound.translate)
         cut, file = await engine.cut(sound.file, WINDOW_S, visit.sender)
     finally:
         sound.file.close()
@@ -91,23 +91,23 @@ async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> No
         file.close()
 
 
-def instruction(listening: Listening, request: TranscriptionRequest, translate: bool) -> str:
+def instruction(how: Transcription, request: TranscriptionRequest, translate: bool) -> str:
     language = request.language
     if language is not None and not _CODE.fullmatch(language):
         raise Invalid("language must be two or three small letters, such as en", "language")
-    if language is not None and language not in listening.languages:
-        raise Invalid(f"language: the model hears {', '.join(listening.languages)}", "language")
+    if language is not None and language not in how.languages:
+        raise Invalid(f"language: the model hears {', '.join(how.languages)}", "language")
     if translate:
-        words = listening.translate
+        words = how.translate
     elif language is None:
-        words = listening.transcribe
+        words = how.transcribe
     else:
-        words = listening.transcribe_language.format(language=listening.languages[language])
+        words = how.transcribe_language.format(language=how.languages[language])
     return f"{words} {request.prompt}" if request.prompt else words
 
 
 def most_tokens(seconds: float) -> int:
-    """Nobody says more in so long; a model that is lost would go on for ever."""
+    """Nobody says more in that time; a model that is lost would go on for ever."""
     return 64 + int(16 * seconds)
 
 

@@ -24,7 +24,7 @@ from stretto.stage.loop import TICK_NS
 
 WINDOW = 16
 LEAST = 4
-"""Times that tell what is usual: the last so many, and not before there are so many."""
+"""How many of the last times tell what is usual, and how many there must be at least."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Ahead:
         self._free_ns = 0  # the device had done everything that was retired
 
     def launched(self, rows: int | None, took_ns: int) -> Flight:
-        """A step was launched: one that decodes so many rows, or any other (None); `took_ns` of the host's time."""
+        """A step was launched: one that only decodes, of `rows` rows, or another (None). `took_ns`: the host's time."""
         at = len(self.sizes) if rows is None else bisect_left(self.sizes, rows)
         size = self.sizes[at] if at < len(self.sizes) else None
         if size is not None:
@@ -100,7 +100,7 @@ class Ahead:
             lasts += usual
         margin = self.lead_ns + self._launches.high
         if lasts < 2 * margin:
-            return None  # so little to gain, and so much to lose
+            return None  # there is little to gain, and a late launch costs more
         due = self._begun(self._flights[0]) + lasts - margin
         return due if due - self.clock() >= TICK_NS else None
 

@@ -5,15 +5,16 @@ Called once by the host, on its main thread, before its loop runs. Says how far 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stretto.connector.switches import OverlapSwitches
-from stretto.control.life import Loading
+from stretto.control.life import Configure, Loading
 from stretto.control.settings import HostSettings
+from stretto.errors import Bug
 from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead
 from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
@@ -142,3 +143,16 @@ class StageContext:
 
 BuildNodes = Callable[[Sequence[str], StageContext], dict[str, Node]]
 """A family's function that makes the nodes of these stages, in their order."""
+
+
+def check_built(nodes: Mapping[str, Node], c: Configure) -> None:
+    """Refuse nodes that are not those of the stages that were asked for, or whose ends of links are not those that the
+    pipeline declares: a request would wait for ever for what no node makes or takes."""
+    if list(nodes) != list(c.stages):
+        raise Bug(f"{c.build} made nodes of {list(nodes)}; the stages of this host are {list(c.stages)}")
+    for name, node in nodes.items():
+        into = {f"{a}>{b}" for a, b in c.links if b == name}
+        out = {f"{a}>{b}" for a, b in c.links if a == name}
+        for what, ends, declared in (("inlets", node.inlets, into), ("outlets", node.outlets, out)):
+            if (made := {end.link for end in ends}) != declared:
+                raise Bug(f"the node of {name} has {what} {sorted(made)}; the pipeline's links are {sorted(declared)}")

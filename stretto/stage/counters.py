@@ -40,7 +40,7 @@ class CodecStats:
 
     steps: int = 0
     frames: int = 0
-    slots: int = 0  # slots run, used or not: frames / (slots * step size) is the fill
     retire_ns: int = 0
+    queue: Histogram = field(default_factory=Histogram)  # from a stream's first frames to its slot
     launch: Histogram = field(default_factory=Histogram)
     device: Histogram = field(default_factory=Histogram)  # from launch to the samples' arrival, behind earlier steps

@@ -80,8 +80,9 @@ class LinkEnds:
         node, inlet = self.inlets[m.link]
         stream = self._stream_for(f"{m.link} in", node, switches)
         uploader = HostToDevice(self.device, switches, inlet.kind.HOST, stream)
-        end.incoming = incoming = Incoming(receiver, m.link, self.ring, uploader=uploader, recorder=self.recorder)
-        incoming.metrics.copy = uploader.took
+        end.incoming = incoming = Incoming(
+            receiver, m.link, self.ring, uploader=uploader, recorder=self.recorder, copy=uploader.took
+        )
         incoming.start()
         inlet.away.attach(incoming)
         record_link(self.recorder, m.link, "in", incoming, receiver)

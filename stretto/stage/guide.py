@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.int32]
 """A bit for each token, the lowest first: 1 where it may come next."""
 FUEL = 100_000
-"""A mask may take so much work (about 7 ms) and no more; a grammar that needs more fails its request."""
+"""Work that a mask may take (about 7 ms); a grammar that needs more fails its request."""
 
 
 class Guide(Protocol):

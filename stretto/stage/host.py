@@ -22,7 +22,7 @@ from stretto.named import load
 from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_pieces, unpack_prompt
 from stretto.stage.channel import Channel
-from stretto.stage.context import BuildNodes, StageContext
+from stretto.stage.context import BuildNodes, StageContext, check_built
 from stretto.stage.ends import LinkEnds
 from stretto.stage.loop import Bell, Loop
 from stretto.stage.node import Asking, Node, TakesText
@@ -71,6 +71,7 @@ class Host:
         c = self.configure
         build: BuildNodes = load(c.build)
         self.nodes = build(c.stages, self.context)
+        check_built(self.nodes, c)
         nodes = list(self.nodes.values())
         inlets = {i.link: (node, i) for node in nodes for i in node.inlets}
         outlets = {o.link: (node, o) for node in nodes for o in node.outlets}

@@ -56,7 +56,7 @@ class Bell:
             os.eventfd_write(self._fd, 1)
 
     def sleep(self, ticks: int | None = None) -> None:
-        """Until it rings, or for so many ticks."""
+        """Until it rings, or for `ticks`."""
         if ticks is not None and not self._poll.poll(ticks):  # in milliseconds, which ticks are
             return
         os.eventfd_read(self._fd)
@@ -75,13 +75,13 @@ class Loop:
         max_messages: int = 4096,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`stages` in the order of the data's way; `clock` in nanoseconds is theirs too."""
+        """`stages` in data-flow order; `clock` in nanoseconds is theirs too."""
         self.stages = list(stages)
         self.bell = bell or Bell()
         self.max_messages = max_messages
         self.clock = clock
         self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called last on the loop thread, if it dies
+        self._on_failure: Callable[[], None] = lambda: None
         self.idle_ns = 0  # asleep, since `run` began
         self._begun = time.monotonic()
         self._messages: deque[Callback] = deque()
@@ -91,7 +91,7 @@ class Loop:
     # -- any thread
 
     def post(self, message: Callback, spare: int = 0) -> None:
-        """Run `message` on the loop thread, soon and in order. So many places are left to others."""
+        """Run `message` on the loop thread, soon and in order. `spare` places are left to other messages."""
         if self._stopping:
             raise Gone("the loop has stopped")
         if len(self._messages) >= self.max_messages - spare:
@@ -99,8 +99,10 @@ class Loop:
         self._messages.append(message)
         self.bell.ring()
 
-    def start(self, name: str = "stage-loop") -> None:
-        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called last on the loop thread, if it dies."""
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self.run, name="stage-loop", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -126,7 +128,7 @@ class Loop:
             # The boundary of the stage's world: whoever started the loop must learn of it.
             self.failure, self._stopping = e, True
             log.exception("the stage loop died")
-            self.on_failure()
+            self._on_failure()
             raise
 
     def round(self) -> bool:

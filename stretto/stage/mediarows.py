@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stretto.stage.request import BlockId
 from stretto.stage.scheduler.batch import Published, RowJoin
 from stretto.stage.scheduler.blocks import PayloadHandle
 
@@ -51,7 +52,7 @@ class PayloadStore:
         blocks: Sequence[Published],
         handed: Sequence[MediaOutput],
         join: Join,
-        attach: Callable[[Published, PayloadHandle], bool],
+        attach: Callable[[BlockId, bytes, PayloadHandle], bool],
     ) -> None:
         """Blocks became findable: keep what was handed out of their rows, unless `attach` refuses it."""
         for block in blocks:
@@ -60,7 +61,7 @@ class PayloadStore:
                 handle = PayloadHandle(self._next)
                 self._next += 1
                 self._kept[handle] = kept
-                if not attach(block, handle):
+                if not attach(block.block, block.key, handle):
                     self.drop(handle)
 
     def found(self, joined: RowJoin, join: Join) -> MediaOutput | None:

@@ -17,16 +17,16 @@ MARGIN_S = 0.03
 many streams, behind another one."""
 STALLED_S = 1.0
 """A request that waits for text makes no frame, and nothing else may happen here meanwhile: what it has goes, unless
-the listener has so much in hand."""
+the listener has this much in hand."""
 LOOK_S = 0.01
 SMOOTH = 0.25
 LATELY_S = 0.15
 SLACK_S = 0.003
-"""The next frame may take longer than the longest one lately by so much."""
+"""By this much the next frame may take longer than the longest one lately."""
 ROOM = 2.5
-"""A first packet plays at least so many times as long as the quickest frame takes: disturbances grow with that."""
+"""How many times the time of the quickest frame a first packet should play: disturbances grow with that time."""
 FORGET_S = 60.0
-"""After so many seconds of frames none of which was as quick, the quickest one counts as about three times as long."""
+"""After this time of frames none of which was as quick, the quickest one counts as about three times as long."""
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class Rhythm:
     _last: float = 0.0
 
     def took(self, seconds: float, now: float) -> None:
-        aged_s = self.quick_s * (1 + min(seconds, now - self._last) / FORGET_S)
-        self.quick_s, self._last = min(seconds, aged_s or seconds), now
         if seconds > 2 * self.frame_s:
             return  # not the device: it waited for text, or for a listener who has enough
+        aged_s = self.quick_s * (1 + min(seconds, now - self._last) / FORGET_S)
+        self.quick_s, self._last = min(seconds, aged_s or seconds), now
         if seconds >= self.worst_s or now - self.at > LATELY_S:
             self.worst_s, self.at = seconds, now
 
     def hold(self, sound_s: float, now: float) -> float:
-        """Seconds that a first packet with so much sound should wait, so that the next one comes in time."""
+        """Seconds that a first packet with `sound_s` of sound should wait, so that the next one comes in time."""
         lately_s = self.worst_s + SLACK_S if now - self.at <= LATELY_S else 0.0
         return max(0.0, ROOM * self.quick_s - sound_s, lately_s - sound_s)
 

@@ -113,7 +113,7 @@ def share_out(
 
 
 def room_for_pools(device: torch.device, hosts: int = 1, share: float = 1.0) -> int:
-    """Bytes on a GPU that weights and pools of so many hosts may take together: those that are still to load there."""
+    """Bytes on a GPU that weights and pools may take of all `hosts` that are still to load there."""
     _, total = torch.cuda.mem_get_info(device)
     return free_memory(device, share) - hosts * RESERVE["cuda"] - int(share * total) // SPARE
 

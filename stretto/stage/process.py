@@ -51,9 +51,8 @@ def serve(sock: socket.socket) -> int:
         host.context.memory["allocated"] = torch.cuda.memory_allocated(host.device)
     settle_down()
     channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))
-    # Wakes the reader below, so that the orchestrator learns of it now and not with its next message.
-    host.loop.on_failure = lambda: sock.shutdown(socket.SHUT_RD)
-    host.loop.start()
+    # Its failure wakes the reader below, so that the orchestrator learns of it now and not with its next message.
+    host.loop.start(lambda: sock.shutdown(socket.SHUT_RD))
     try:
         take_messages(host, channel)
     except Busy as e:

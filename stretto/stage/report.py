@@ -38,7 +38,7 @@ class Journal:
             self.marks.append(now)
 
     def deadline(self, each_s: float) -> float | None:
-        """When a listener runs out, of whose time each output fills so much, from the first on."""
+        """When a listener has played all outputs, who began with the first and plays each for `each_s`."""
         return self.marks[0] + each_s * len(self.marks) if self.marks else None
 
     def ended(self, id: RequestId, stage: str, reason: Reason) -> Ended:

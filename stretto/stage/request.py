@@ -144,7 +144,7 @@ class RequestSpec:
     needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
     cache_output: bool = True  # generated rows are told by their token ids (not so where a row is a frame of codes)
     guide: Guide | None = None  # picks what this allows; each step waits for the one before to be certain
-    logprobs: int | None = None  # its tokens come with how likely they were, and so many of the likeliest
+    logprobs: int | None = None  # its tokens come with how likely they were, and this many of the likeliest
     cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
 
     def __post_init__(self) -> None:
@@ -202,11 +202,6 @@ class StageRequest:
     @property
     def id(self) -> RequestId:
         return self.spec.id
-
-    @property
-    def answer(self) -> list[int]:
-        """Its confirmed tokens."""
-        return self.ids[self.cursor.prompt :]
 
     @property
     def starved(self) -> bool:

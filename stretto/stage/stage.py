@@ -117,14 +117,6 @@ class Stage:
 
     # -- steps
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._steps)
-
-    @property
-    def idle(self) -> bool:
-        return not self._steps and not self._seats
-
     def turn(self) -> bool:
         """Do what can be done now. True: something was."""
         did = self._retire_done()
@@ -140,11 +132,6 @@ class Stage:
             self._retire(*self._steps.popleft())
             did = True
         return did
-
-    def wait(self) -> None:
-        """Until the oldest step is back. For callers without a loop."""
-        if self._steps:
-            self._steps[0][0].wait_tokens()
 
     def _find(self, id: RequestId) -> StageRequest:
         return self._seats[id].request
@@ -199,9 +186,8 @@ class Stage:
             begun, ended = launching, launched
         self.stats.kinds[kind].device.observe((ended - begun) / 1e9)
         self.recorder.span(self.name, f"{kind} of {len(step.batch.spans)}", begun, ended)
-        result = self.runner.retire(step)
+        result, columns = self.runner.retire(step)
         rows = {i: at for at, i in enumerate(step.sampling)}
-        columns: list[list[int]] = [] if step.error is not None else step.host.tolist()
         captured, confirm = step.captured.rows, self.runner.lane.confirm
         self.stats.failed += step.error is not None
         for outcome in self.scheduler.retire(step.batch, result):
@@ -219,8 +205,8 @@ class Stage:
                 if step.logprobs is not None:
                     told = step.logprobs.of(at)
             if outcome.published:
-                handed, attach = self._seats[request.id].media, self.scheduler.attach_payload
-                self.store.keep(outcome.published, handed, self.runner.joined, attach)
+                handed = self._seats[request.id].media
+                self.store.keep(outcome.published, handed, self.runner.joined, self.scheduler.pool.attach)
             self._emit(Output(request, outcome.confirmed, token, row, media, outcome.reason, told))
         for span in step.batch.spans:
             seat = self._seats.get(span.request)

@@ -69,6 +69,7 @@ def record_codec(recorder: Recorder, stage: CodecStage) -> None:
     s = stage.stats
     labels = {"stage": stage.name, "kind": "decode"}
     recorder.number("stretto_stage_steps_total", lambda: s.steps, **labels)
+    recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=stage.name)
     recorder.histogram("stretto_stage_launch_seconds", s.launch, **labels)
     recorder.histogram("stretto_stage_device_seconds", s.device, **labels)
     for name, read in {
@@ -86,10 +87,13 @@ def record_link(recorder: Recorder, name: str, end: str, link: Incoming | Outgoi
     for number, read in {
         "stretto_link_chunks_total": lambda: m.chunks,
         "stretto_link_bytes_total": lambda: m.bytes,
+        "stretto_link_queued": lambda: m.queued,
         "stretto_link_stalls_total": lambda: m.stalls,
+        "stretto_link_purged_total": lambda: m.purged,
         "stretto_link_errors_total": lambda: m.errors.total(),
         "stretto_link_credits": ring.credits,
     }.items():
         recorder.number(number, read, **labels)
-    for number, histogram in {"put": m.put, "take": m.take, "queue": m.queue, "copy": m.copy}.items():
+    moved = {"put": m.put} if end == "out" else {"take": m.take}
+    for number, histogram in {**moved, "queue": m.queue, "copy": m.copy}.items():
         recorder.histogram(f"stretto_link_{number}_seconds", histogram, **labels)

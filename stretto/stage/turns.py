@@ -36,7 +36,7 @@ class Fresh:
 
 
 def in_order(nodes: Sequence[Node], fresh: Fresh | None, push: Callable[[], None], links: Turns) -> list[Turns]:
-    """In the order of the data's way (the loop goes through them from the end): what is ready leaves before anything
+    """In data-flow order (the loop goes through them from the end): what is ready leaves before anything
     else is done, and a stage goes before the one that feeds it, whose launches may be long. The last one, if its turns
     are short, comes once more behind each stage but the first, so that what these sent is launched behind their own
     steps at once. Only a new prompt goes to the first stage before the others: their part of it can be done while the

@@ -1,4 +1,4 @@
-"""What a stage that makes samples needs of its model: see `codec.py`."""
+"""What a stage that makes samples (`codec/`) needs of its model."""
 
 from __future__ import annotations
 
@@ -19,22 +19,39 @@ class VocoderConfig(Protocol):
     def samples_per_frame(self) -> int: ...
 
 
+class VocoderState(Protocol):
+    """What a vocoder remembers of the streams in its slots, on its device."""
+
+    frames: torch.Tensor  # int64 [slots]: that each has heard
+
+    def head(self, slots: int) -> VocoderState:
+        """The first `slots` of them, as views."""
+        ...
+
+    def reset(self, slot: int) -> None:
+        """A new stream takes the slot."""
+        ...
+
+
 class Vocoder(Protocol):
-    """A model that makes samples of frames, stream by stream."""
+    """A model that makes samples of frames, stream by stream. If its streams have primers (`codec/primers.py`), its
+    state has `save` and `load` too."""
 
     @property
     def config(self) -> VocoderConfig: ...
 
-    def state(self, slots: int, max_frames: int) -> Any: ...
+    def state(self, slots: int, max_frames: int) -> Any:
+        """A `VocoderState` for `slots` streams, and steps of at most `max_frames`."""
+        ...
 
     def step(self, state: Any, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Push `lengths` frames to each slot; the samples they give."""
         ...
 
     def valid(self, before: int, length: int) -> Span:
-        """Which of a step's samples are a stream's, that had so many frames before and was given so many."""
+        """Which of a step's samples are a stream's that had `before` frames and was given `length` more."""
         ...
 
     def num_samples(self, frames: int) -> int:
-        """That so many frames have given."""
+        """That a stream has given after `frames`."""
         ...

@@ -175,7 +175,6 @@ def test_a_full_queue_is_told_and_ends() -> None:
 
     eventually(stalled)
     assert sent <= 7, "2 there, 1 in that courier's hands, 1 in the slot, 1 in this courier's hands, 2 here"
-    assert out.metrics.refused_offers >= 1
     rest: list[int] = []
 
     def pump() -> bool:

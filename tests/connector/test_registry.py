@@ -8,6 +8,7 @@ import pytest
 
 from stretto.connector.registry import ENTRY_POINTS, Registry, connectors
 from stretto.connector.shm import ShmConnector
+from stretto.control.settings import EngineConfig, check_model
 from stretto.errors import Invalid
 
 
@@ -50,3 +51,13 @@ def test_others_may_register() -> None:
 @pytest.mark.usefixtures("installed")
 def test_an_entry_point_brings_a_connector() -> None:
     assert type(Registry().get("dove")) is ShmConnector
+    with pytest.raises(Invalid, match="there are dove, mooncake, shm, tcp"):
+        Registry().get("owl")
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_engine_takes_the_connectors_that_there_are() -> None:
+    """Before anything is loaded. Settings of a connector of another package are its own to check."""
+    check_model(EngineConfig(connector="dove", link_details={"colour": "white"}), ["a"], 8192)
+    with pytest.raises(Invalid, match="there is no connector 'owl'; there are dove, mooncake, shm, tcp"):
+        check_model(EngineConfig(connector="owl"), ["a"], 8192)

@@ -14,10 +14,11 @@ import pytest
 from stretto import registry
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, Placement
-from stretto.errors import CheckpointError, Invalid
+from stretto.errors import Bug, CheckpointError, Invalid, StageDead
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.pool import PoolSettings
+from stretto.prompt.jobs import Conversation
+from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.prompt.template import Tokenizer
 from tests.families.toys import CHANGES, SAMPLES
 
@@ -75,6 +76,48 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
         assert isinstance(end, Finished)
         assert (end.text, end.audio, end.usage.frames) == ("stop", "stop", 7)
         assert {s.lane for s in end.timeline} == {*stages, "packets"}
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize(
+    ("opener", "message"),
+    [
+        ("open_wrong", r"the node of voice has inlets \['writer>horn'\]; the pipeline's links are \['writer>voice'\]"),
+        ("open_too_few", r"build_too_few made nodes of .*; the stages of this host are"),
+    ],
+)
+@pytest.mark.parametrize("toy", ["toy_two"], indirect=True)
+def test_nodes_that_do_not_fit_the_pipeline_are_refused_at_the_start(
+    toy: Path, opener: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.FAMILIES, toy.name, f"tests.families.toys:{opener}")
+
+    async def work() -> None:
+        async with PipelineEngine.open(toy, EngineConfig(restart=False)):
+            raise AssertionError("it came up")
+
+    with pytest.raises(StageDead, match=message):
+        asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize("toy", ["toy_two"], indirect=True)
+def test_a_builder_that_breaks_on_a_request_fails_it_alone(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The prompt worker lives on, whether it was doing the job itself or a child of it; the log says what broke."""
+
+    async def work() -> None:
+        pool = PromptPool(toy, "tests.families.toys:ToyBuilder", PoolSettings())
+        await pool.start()
+        try:
+            for content in (7, [{"type": "image_url", "image_url": {"url": "data:"}}]):  # the toy expects words
+                with pytest.raises(Bug, match="the prompt cannot be built"):
+                    await pool.build(Conversation.of(json.dumps([{"role": "user", "content": content}]).encode()))
+                assert "TypeError" in capfd.readouterr().err
+            built = await pool.build(Conversation.of(json.dumps([{"role": "user", "content": WORDS}]).encode()))
+            assert list(built.packed.ids) == Tokenizer.open(toy).encode(WORDS)
+            assert pool.worker.restarts == 0
+        finally:
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(work(), 60))
 

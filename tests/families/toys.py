@@ -166,6 +166,16 @@ def build_two(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
     return build("toy_two", stages, c)
 
 
+def build_wrong(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
+    """As a mistake in a family would: the last stage listens on a link that nobody has declared."""
+    nodes = build("toy_two", stages, c)
+    return nodes | {n: ToyNode(n, "writer>horn", None, int, c) for n in stages if n == "voice"}
+
+
+def build_too_few(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
+    return build("toy_two", stages[:-1], c)
+
+
 def build_four(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
     return build("toy_four", stages, c)
 
@@ -215,6 +225,14 @@ def open_toy(directory: Path, family: str, function: str) -> ToyModel:
 
 def open_two(directory: Path) -> ToyModel:
     return open_toy(directory, "toy_two", "build_two")
+
+
+def open_wrong(directory: Path) -> ToyModel:
+    return open_toy(directory, "toy_two", "build_wrong")
+
+
+def open_too_few(directory: Path) -> ToyModel:
+    return open_toy(directory, "toy_two", "build_too_few")
 
 
 def open_four(directory: Path) -> ToyModel:

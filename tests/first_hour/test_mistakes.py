@@ -19,7 +19,7 @@ from stretto.device import cards
 from stretto.errors import Invalid
 from stretto.stage.devices import check_device
 
-STRETTO = [sys.executable, "-m", "stretto.cli"]
+STRETTO = [sys.executable, "-m", "stretto"]
 SMALL = ["--max-text-tokens", "4", "--max-frames", "4", "--device", "cpu"]
 
 

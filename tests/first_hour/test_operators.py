@@ -76,7 +76,7 @@ def test_the_dashboard_asks_for_numbers_that_exist(real: Running) -> None:
 
 def test_serve_without_the_gpu_it_names_ends_with_one_sentence_and_json_in_every_line(tiny_dir: Path) -> None:
     """Server and host, log lines and banners alike."""
-    command = [sys.executable, "-m", "stretto.cli", "serve", str(tiny_dir), "--port", "0", "--log-format", "json"]
+    command = [sys.executable, "-m", "stretto", "serve", str(tiny_dir), "--port", "0", "--log-format", "json"]
     env = {**os.environ, "STRETTO_LOG": "INFO"}
     done = subprocess.run([*command, "--device", "cuda:77"], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 2

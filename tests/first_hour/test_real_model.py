@@ -63,7 +63,7 @@ def test_a_name_that_is_nowhere_says_what_to_run(cache: Path, capsys: pytest.Cap
 
 def test_serve_by_name_without_a_network(tmp_path: Path) -> None:
     env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "stretto.cli", "serve", "Qwen/Qwen3-Omni-30B-A3B-Instruct"]
+    command = [sys.executable, "-m", "stretto", "serve", "Qwen/Qwen3-Omni-30B-A3B-Instruct"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     assert "run: hf download Qwen/Qwen3-Omni-30B-A3B-Instruct --local-dir" in done.stderr

@@ -19,7 +19,7 @@ import pytest
 
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.life import Connect, Listen, Listening, Unlink
-from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, FromHost, Sampling, Text, ToHost
+from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, FromHost, Text, ToHost
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast import dtypes
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -31,6 +31,8 @@ from stretto.types import GREEDY, SECRET_BYTES, RequestId
 from tests.pipeline import LINKS, STAGES, announcement, configure
 from tests.prompts import Maker
 from tests.stage.invariants import check_scheduler
+from tests.stage.pools import clear_cache
+from tests.stage.stepping import in_flight
 
 TOKENS, FRAMES = 6, 4
 SETTINGS = HostSettings(
@@ -148,7 +150,7 @@ class Listener:
 
     def settle(self) -> None:
         """Until steps that ran ahead are back; then nothing may be left of any request."""
-        while self.step() or any(len(n) or n.stage.num_in_flight for n in self.nodes.values()):
+        while self.step() or any(len(n) or in_flight(n.stage) for n in self.nodes.values()):
             pass
         for name in ("thinker", "talker"):
             check_scheduler(self.nodes[name].stage.scheduler)
@@ -157,7 +159,7 @@ class Listener:
     def forget(self) -> None:
         """Nothing that was computed so far will be found."""
         for name in ("thinker", "talker"):
-            self.nodes[name].stage.scheduler.pool.clear_cache()
+            clear_cache(self.nodes[name].stage.scheduler.pool)
         self.nodes["thinker"].encoders.kept = Kept()
 
 
@@ -173,7 +175,7 @@ def kernels(mode: str) -> Iterator[None]:
 
 def question(name: str, prompt: Prompt) -> tuple[Admit, bytes]:
     packed = pack(prompt)
-    greedy = Sampling.of(GREEDY)
+    greedy = GREEDY
     admit = announcement(
         request=RequestId(name), prompt=packed.meta, speak=True, voice=None, text=greedy, code0=greedy, residual=greedy,
         max_text_tokens=TOKENS, max_frames=FRAMES, min_text_tokens=TOKENS, min_frames=FRAMES, first_frames=1,

@@ -15,6 +15,7 @@ from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
 from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
+from tests.stage.stepping import idle, in_flight, wait
 from tests.stage.test_codec import Ears, codes
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +91,7 @@ def test_steps_do_not_wait(kind: str, graphs: bool, gpu_models: Models) -> None:
     runner.launch = watched
     for _ in range(12):
         stage.turn()
-        stage.wait()
+        wait(stage)
     assert not desk.errors
     assert stage.stats.failed == 0
     assert stage.stats.tokens >= 12
@@ -117,9 +118,9 @@ def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
                 if not len(left[i]):
                     del left[i]
             stage.turn()
-        while stage.turn() or stage.num_in_flight:
-            stage.wait()
-        assert stage.idle
+        while stage.turn() or in_flight(stage):
+            wait(stage)
+        assert idle(stage)
         heard.append([ears.heard(str(i)) for i in range(6)])
         for i in range(6):
             want = gpu_models.code2wav.decode(codes(gpu_models, 9, i).cuda()).cpu().numpy()

@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from stretto.kernels import moe
-from stretto.kernels.quantized import dequantize
 from stretto.layers.mlp import Experts
+from tests.kernels.wide import dequantize
 
 EXPERTS, HIDDEN, SIZE, TOP = 8, 16, 24, 3  # rows of 16 bytes, for the grouped product
 

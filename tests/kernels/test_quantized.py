@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from stretto.kernels import quantized
-from stretto.kernels.quantized import FLOAT8, LARGEST, LEAST_SCALE, dequantize, finite, quantize
+from stretto.kernels.quantized import FLOAT8, LARGEST, LEAST_SCALE, finite, quantize
+from tests.kernels.wide import dequantize
 
 
 def narrow(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.errors import Bug, Invalid
+from stretto.errors import Bug
 from stretto.layers.capture import capture_graphs
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
@@ -402,18 +402,13 @@ def test_nothing_in_nothing_out(pair: Pair) -> None:
     assert pair.model.decode(pair.codes(0, 0)).shape == (0,)
 
 
-def test_codes_out_of_range_are_clamped_on_the_device_and_refused_on_the_host(small: Pair) -> None:
+def test_codes_out_of_range_are_clamped(small: Pair) -> None:
     codes = small.codes(6, 1)
     wrong = codes.clone()
     wrong[2, 1], wrong[4, 0] = 10**9, -7
     nearest = codes.clone()
     nearest[2, 1], nearest[4, 0] = small.model.config.codebook_size - 1, 0
     assert torch.equal(small.model.decode(wrong), small.model.decode(nearest))
-    small.model.check_codes(codes)
-    small.model.check_codes(codes[:0])
-    for bad in (wrong[2:3], wrong[4:5]):
-        with pytest.raises(Invalid, match=r"outside 0\.\.63"):
-            small.model.check_codes(bad)
 
 
 def test_misuse_is_told(small: Pair) -> None:

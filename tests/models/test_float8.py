@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stretto.errors import CheckpointError
-from stretto.kernels.quantized import FLOAT8, dequantize
+from stretto.kernels.quantized import FLOAT8
 from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, targets
 from stretto.models.qwen3_omni.config import OmniConfig, parse
@@ -23,8 +23,10 @@ from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config
-from stretto.models.weights import CheckpointFiles, build, estimate, fill_dummy, load
+from stretto.models.weights import CheckpointFiles, build, fill_dummy, load
 from stretto.types import SamplingParams
+from tests.kernels.wide import dequantize
+from tests.models.sizes import estimate
 from tests.models.test_solo import LIMITS, check_greedy, codes, done, texts
 from tests.models.test_weights import fill_on_gpu
 from tests.oracle import load_oracle

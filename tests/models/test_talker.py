@@ -12,6 +12,7 @@ from stretto.models.speech.code_predictor import FrameCache
 from stretto.types import SamplingParams
 from tests.oracle import OracleRun, generate
 from tests.prompts import KINDS, make
+from tests.solo import media_places
 
 TEXT, FRAMES = 8, 12
 
@@ -24,7 +25,7 @@ def runs(oracle: Any, tiny_config: Any) -> dict[str, OracleRun]:
 def prompt_rows(models: Models, kind: str, run: OracleRun) -> tuple[torch.Tensor, torch.Tensor, float]:
     talker, prompt = models.talker, make(kind, models.config)
     plan = talker_prompt(prompt, models.config)
-    media = run.accept_rows[plan.media_places].to(talker.device)
+    media = run.accept_rows[media_places(plan)].to(talker.device)
     rows = torch.cat(
         [
             user_rows(talker, plan.ids, plan.is_media, media),

@@ -108,7 +108,7 @@ def test_images_together_equal_alone(encoder: VisionEncoder) -> None:
 def test_video_frames_one_by_one_equal_the_whole(encoder: VisionEncoder) -> None:
     grid = (5, 6, 8)
     patches = random_patches([grid], seed=4)
-    singly = join([encoder.encode_frame(frame, 6, 8) for frame in torch.split(patches, 48)])
+    singly = join([encoder.encode(frame, [(1, 6, 8)]) for frame in torch.split(patches, 48)])
     assert_rows(encoder.encode(patches, [grid]), singly)
 
 

@@ -29,6 +29,10 @@ FRAMES = [(2, 2), (2, 4), (4, 4), (2, 10), (10, 2), (6, 6), (6, 8), (2, 24), (14
 """One group of patches, odd numbers of groups, and sizes on and next to the edges of the graphs."""
 
 
+def encode_frame(encoder: VisionEncoder, patches: torch.Tensor, height: int, width: int) -> VisionRows:
+    return encoder.encode(patches, [(1, height, width)])
+
+
 class Recorded:
     """A captured pass on the CPU: as a graph does, each replay writes where the first one did."""
 
@@ -107,9 +111,9 @@ def test_a_frame_must_fit(encoder: VisionEncoder) -> None:
 def test_frames_equal_the_plain_way_and_transformers(encoder: VisionEncoder, oracle: Any) -> None:
     """Large and small in turns; each result outlives the replays after it."""
     frames = [f for pair in zip(FRAMES, FRAMES[::-1], strict=True) for f in pair]
-    plain = [encoder.encode_frame(random_patches([(1, h, w)], i), h, w) for i, (h, w) in enumerate(frames)]
+    plain = [encode_frame(encoder, random_patches([(1, h, w)], i), h, w) for i, (h, w) in enumerate(frames)]
     encoder.graphs, passes = recorded(encoder)
-    found = [encoder.encode_frame(random_patches([(1, h, w)], i), h, w) for i, (h, w) in enumerate(frames)]
+    found = [encode_frame(encoder, random_patches([(1, h, w)], i), h, w) for i, (h, w) in enumerate(frames)]
     for i, (h, w) in enumerate(frames):
         assert_rows(found[i], plain[i])
         assert_rows(found[i], reference(oracle.thinker.visual, random_patches([(1, h, w)], i), [(1, h, w)]))
@@ -117,11 +121,11 @@ def test_frames_equal_the_plain_way_and_transformers(encoder: VisionEncoder, ora
 
 
 def test_an_image_of_no_numbers_spoils_only_itself(encoder: VisionEncoder) -> None:
-    expected = encoder.encode_frame(random_patches([(1, 2, 10)]), 2, 10)
+    expected = encode_frame(encoder, random_patches([(1, 2, 10)]), 2, 10)
     encoder.graphs, passes = recorded(encoder)
-    bad = encoder.encode_frame(torch.full_like(random_patches([(1, 6, 8)]), math.nan), 6, 8)
+    bad = encode_frame(encoder, torch.full_like(random_patches([(1, 6, 8)]), math.nan), 6, 8)
     assert all(x.isnan().all() for x in (bad.main, *bad.deep))
-    assert_rows(encoder.encode_frame(random_patches([(1, 2, 10)]), 2, 10), expected)
+    assert_rows(encode_frame(encoder, random_patches([(1, 2, 10)]), 2, 10), expected)
     assert replays(passes) == [0, 2, 0]
 
 
@@ -218,15 +222,15 @@ def test_replays_equal_the_plain_way(dtype: torch.dtype, tolerance: float) -> No
     frames = [(28, 28), (2, 2), (16, 16), (30, 40), (10, 26), (40, 46), (50, 50)]
     inputs = [random_patches([(1, h, w)], i).to("cuda", dtype) for i, (h, w) in enumerate(frames)]
     stream = torch.cuda.Stream()
-    want = [encoder.encode_frame(p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)]
+    want = [encode_frame(encoder, p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)]
     encoder.graphs = FrameGraphs(encoder)
     encoder.graphs.capture(stream)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        encoder.encode_frame(torch.full_like(inputs[5], math.nan), *frames[5])
+        encode_frame(encoder, torch.full_like(inputs[5], math.nan), *frames[5])
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = [encoder.encode_frame(p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)]
+            found = [encode_frame(encoder, p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert encoder.graphs.run(*encoder.embed(inputs[-1], frames[-1:])) is None

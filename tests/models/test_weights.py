@@ -29,7 +29,8 @@ from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.qwen3_omni.tiny import tiny_config as tiny_json
 from stretto.models.shapes import spread
-from stretto.models.weights import CheckpointFiles, build, estimate, fill_dummy, load, read_header
+from stretto.models.weights import CheckpointFiles, build, fill_dummy, load, read_header
+from tests.models.sizes import estimate
 from tests.prompts import make
 from tests.solo import Audio, Options, Solo
 

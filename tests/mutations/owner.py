@@ -89,8 +89,8 @@ OWNERS = [
     (
         "shared by default",
         "stretto/control/settings.py",
-        '        False, "memory", "prompts of one API key',
-        '        True, "memory", "prompts of one API key',
+        '        False, "memory", "one prefix cache for all API keys',
+        '        True, "memory", "one prefix cache for all API keys',
         [FLAG],
     ),
 ]

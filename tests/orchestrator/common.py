@@ -20,7 +20,7 @@ from stretto.control.messages import Admit, Ended, Failed, FromHost
 from stretto.control.request import Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
@@ -28,7 +28,7 @@ from stretto.orchestrator.process import HostProcess
 from stretto.stage.host import Host
 from stretto.types import SECRET_BYTES, SamplingParams
 from tests.pipeline import STAGES, configure
-from tests.solo import Audio, Done, Frame, Options, Solo, TextToken
+from tests.solo import CODE0, Audio, Done, Frame, Options, Solo, TextToken
 
 T = TypeVar("T")
 SECRET = bytes(SECRET_BYTES)

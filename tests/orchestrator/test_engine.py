@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stretto.control.request import ChunkSizes, Params
@@ -36,14 +37,14 @@ def builder(tiny_dir: Path) -> PromptBuilder:
 
 
 @pytest.mark.parametrize(
-    ("placement", "connector"), [(ONE_HOST, None), (PROCESSES, "shm"), (TWO_HOSTS, "tcp")], ids=["one", "shm", "tcp"]
+    ("placement", "connector"), [(ONE_HOST, "shm"), (PROCESSES, "shm"), (TWO_HOSTS, "tcp")], ids=["one", "shm", "tcp"]
 )
 def test_exact_in_every_placement(placement, connector, tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
     """All kinds of prompt, all kinds of packet, greedy and seeded; one by one, then eight at once."""
     cases = []
     for i, (kind, messages) in enumerate(CHATS.items()):
         for j, packets in enumerate(PACKETS.values()):
-            if connector is not None and (i + j) % 2:
+            if placement is not ONE_HOST and (i + j) % 2:
                 continue  # half of the product in the slower placements
             params = replace(
                 PARAMS, packets=packets, seed=i, max_frames=[10, 9, 8, 11][j], temperature=[0.0, 0.8][j % 2]
@@ -94,9 +95,11 @@ def test_exact_with_float8_experts(tiny_dir: Path, builder: PromptBuilder) -> No
 
 
 def check_packets(samples: list[int], frames: int, sizes: ChunkSizes) -> None:
-    """Sizes follow the policy wherever the vocoder did not cut or join further: never more than one chunk in one."""
+    """Packets hold whole frames; the first lacks what the vocoder does not sound. How many frames are in one is not
+    certain: a vocoder that is behind joins those that wait."""
     if sizes.each == 1:
-        assert samples[0] + 555 in (1920, 2 * 1920, 3 * 1920), "more than a frame only where frames are slow"
+        ends = np.cumsum(samples) + 555
+        assert not (ends % 1920).any()
     assert sum(samples) == 1920 * frames - 555
 
 

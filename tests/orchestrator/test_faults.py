@@ -14,14 +14,14 @@ import pytest
 
 from stretto.connector.contract import PutFailed
 from stretto.control.life import LinkDown, Loading, Unlink
-from stretto.control.messages import Ended, Failed, Sampling, encode
+from stretto.control.messages import Ended, Failed, encode
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.pipeline import Pipeline
@@ -32,6 +32,7 @@ from stretto.stage.ends import LinkEnd
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
 from tests.pipeline import PROCESSES, STAGES, announcement, configure
+from tests.solo import CODE0
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
 LONG = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=30, max_frames=30)
@@ -310,7 +311,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
     """A failed put is a fault of the link that names its request: told at once, freed everywhere; the link lives."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     packed = pack(builder.build(CHATS["text"]))
-    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
     try:
         for name in ("doomed", "other"):

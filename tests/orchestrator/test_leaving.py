@@ -12,21 +12,23 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from stretto.control.messages import Cancel, Ended, Sampling, Throttle
+from stretto.control.messages import Cancel, Ended, Throttle
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.speech.vocoder_node import VocoderNode
 from stretto.orchestrator.api import AudioChunk, Event, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.packed import pack
-from stretto.types import GREEDY, RequestId
+from stretto.types import GREEDY, RequestId, SamplingParams
 from tests.orchestrator.common import CHATS, HandDriven, come_to, freed, held
 from tests.pipeline import ONE_HOST, PROCESSES, announcement
+from tests.solo import CODE0
+from tests.stage.pools import num_held
 
 ENDLESS = Params(max_text_tokens=8000, ignore_eos=True, min_frames=8000, max_frames=8000, seed=3)
 """Thousands of tokens and frames beside any prompt, of several milliseconds each."""
@@ -214,8 +216,8 @@ def test_last_packets(running: Running) -> None:
 # -- one host in this process, round by round
 
 
-def greedy() -> list[Sampling]:
-    return [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+def greedy() -> list[SamplingParams]:
+    return [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
 
 
 def kept(driven: HandDriven) -> dict[str, Any]:
@@ -228,7 +230,7 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left["slots"] = stage.config.slots - stage.num_free
             left["journals"] = len(node.journals)
         else:
-            left[f"{name}: blocks"] = stage.scheduler.pool.num_held
+            left[f"{name}: blocks"] = num_held(stage.scheduler.pool)
             left[f"{name}: rows"] = len(stage.scheduler._ledger.holdings.seated)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.lane.inputs)

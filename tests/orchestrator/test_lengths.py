@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.control.messages import Ended, Pcm, Sampling, Text
+from stretto.control.messages import Ended, Pcm, Text
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven
 from tests.pipeline import announcement
+from tests.solo import CODE0
 
 SURELY = 1e6  # a logit
 
@@ -44,7 +45,7 @@ def hurry(driven: HandDriven, config: OmniConfig) -> None:
 def test_the_end_comes_right_after_what_must_come(tiny_dir: Path, tokens: int, frames: int) -> None:
     config = OmniConfig.read(tiny_dir)
     packed = pack(PromptBuilder.open(tiny_dir, config).build(CHATS["text"]))
-    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
     try:
         hurry(driven, config)

@@ -48,7 +48,8 @@ def test_numbers_after_real_requests(tiny_dir: Path, tmp_path: Path, placement: 
                 'stretto_stage_tokens_total{stage="talker"}': (9.0 + 1) * ANSWERS,  # and the end of each
             }
             values = await told(engine, expected)
-        assert values['stretto_stage_queue_seconds_count{stage="thinker"}'] == ANSWERS
+        for stage in STAGES:
+            assert values[f'stretto_stage_queue_seconds_count{{stage="{stage}"}}'] == ANSWERS
         assert 0 < values['stretto_stage_encoding{stage="thinker"}'] + 1 <= 1
         for stage in STAGES:
             for kind in ("decode", "prefill"):
@@ -69,6 +70,9 @@ def test_numbers_after_real_requests(tiny_dir: Path, tmp_path: Path, placement: 
             assert values[f"stretto_link_bytes_total{out}"] == values[f"stretto_link_bytes_total{into}"] > 0
             assert values[f"stretto_link_put_seconds_count{out}"] == chunks
             assert values[f"stretto_link_take_seconds_count{into}"] == chunks
+            for end in (out, into):
+                assert values[f"stretto_link_queue_seconds_count{end}"] == chunks
+                assert values[f"stretto_link_queued{end}"] == values[f"stretto_link_purged_total{end}"] == 0
             assert values[f"stretto_link_errors_total{out}"] == values[f"stretto_link_errors_total{into}"] == 0
         lanes = {e["cat"] for e in json.loads(next(tmp_path.glob("*.json")).read_text()) if e.get("ph") == "X"}
         hops = set() if placement == "one" else {f"{link} {end}" for link in LINKS for end in ("put", "take")}

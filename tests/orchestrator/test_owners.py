@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import Admit, Sampling, encode
+from stretto.control.messages import Admit, encode
 from stretto.control.request import Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL, stage_params
+from stretto.models.qwen3_omni.params import RESIDUAL, stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.admission import Ask, announce
 from stretto.orchestrator.ticket import Ticket
@@ -25,13 +25,14 @@ from stretto.prompt.prompt import Prompt
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven, picture, say
 from tests.pipeline import STAGES, announcement
+from tests.solo import CODE0
 
 WORDS = "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few more than that."
 CHATS: dict[str, list[dict[str, Any]]] = {
     "text": [{"role": "user", "content": WORDS}],
     "image": [{"role": "user", "content": [say("Look at this:"), picture(), say(WORDS)]}],
 }
-GREEDILY = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+GREEDILY = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
 NUMBERS = count()
 
 

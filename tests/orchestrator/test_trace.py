@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from stretto.control.life import Ping, Stats
-from stretto.control.messages import Cancel, Ended, Pcm, Sampling, Text, Working
+from stretto.control.messages import Cancel, Ended, Pcm, Text, Working
 from stretto.control.request import ChunkSizes, Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.observe.trace import TraceEvents
 from stretto.orchestrator.api import TimelineSpan
@@ -22,6 +22,7 @@ from stretto.prompt.packed import pack
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
 from tests.pipeline import STAGES, announcement
+from tests.solo import CODE0
 
 
 def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
@@ -48,7 +49,7 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
     heard = [t for t in lanes["packets"] if t < lanes["thinker"][-1]]
     assert len(heard) > 10
 
-    events = TraceEvents().of("request", [s.in_nanoseconds for s in spans])
+    events = TraceEvents().of("request", [(s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in spans])
     drawn = {e["cat"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
     assert set(drawn) == {*STAGES, "packets"}
     assert drawn["packets"] < 1e6 * lanes["thinker"][-1]
@@ -64,7 +65,7 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
     users = np.flatnonzero(plan.is_media)
     assert len(prompt.ids) > 4 * chunk
     params = Params(max_text_tokens=6, max_frames=7, greedy_speech=True)
-    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings(lone_prefill_chunk=chunk))
     try:
@@ -105,7 +106,7 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     """While no time passes only their number decides; the talker gets the same text as one by one."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     prompt = builder.build(CHATS["text"])
-    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings())
     driven.host.nodes["thinker"].clock = lambda: 1000.0
@@ -133,7 +134,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
     film = {"type": "video", "data": np.zeros((20, 320, 320, 3), np.uint8), "fps": 2.0}
     messages = [{"role": "user", "content": [film, say("What is it?")]}]
     seen, heard = builder.build(messages), builder.build(CHATS["text"])
-    greedy = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+    greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
     host, parts = (
         driven.host,

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.plan import replay_closed
 from stretto.cli import main
 from stretto.errors import Invalid
 from stretto.planner import plan
 from stretto.planner.command import seconds
 from stretto.planner.plan import Goal, Load, look, make_plan
-from stretto.planner.replay import Asked, Card, Heard, replay, replay_closed
+from stretto.planner.replay import Asked, Card, Heard, replay
 from stretto.planner.table import (
     StageTimes,
     Table,

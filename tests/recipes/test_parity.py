@@ -11,12 +11,11 @@ import torch
 
 from stretto import embedded
 from stretto.models.qwen3_omni.load import Models, Source
-from stretto.models.qwen3_omni.params import CODE0
 from stretto.types import SamplingParams
 from tests.models.test_solo import FRAMES, LIMITS, TEXT, LibraryNoise, check_greedy, codes, done, texts, wave
 from tests.oracle import PromptMaker, generate, load_oracle
 from tests.prompts import KINDS, make
-from tests.solo import Options, Solo
+from tests.solo import CODE0, Options, Solo
 
 CHECKPOINT = embedded.find()
 pytestmark = [

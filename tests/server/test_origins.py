@@ -362,7 +362,7 @@ def test_who_is_warned(settings: dict[str, Any], warned: bool) -> None:
 
 
 def test_the_command_warns_in_one_line() -> None:
-    command = [sys.executable, "-m", "stretto.cli", "serve", "/nonexistent-checkpoint"]
+    command = [sys.executable, "-m", "stretto", "serve", "/nonexistent-checkpoint"]
     for more, lines in ((["--host", "0.0.0.0"], 1), ([], 0)):
         ended = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, check=False)
         assert sum("without an API key" in line for line in ended.stderr.splitlines()) == lines

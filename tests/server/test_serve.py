@@ -20,7 +20,7 @@ import pytest
 
 from tests.server.conftest import HEAD, read_until
 
-STRETTO = [sys.executable, "-m", "stretto.cli", "serve"]
+STRETTO = [sys.executable, "-m", "stretto", "serve"]
 
 
 def number(metrics: str, name: str) -> float:

@@ -25,9 +25,10 @@ from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Output, Stage
 from stretto.types import RequestId, Span
-from tests.solo import Options
+from tests.solo import Options, media_places
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
+from tests.stage.stepping import in_flight, wait
 
 CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
 
@@ -91,13 +92,13 @@ class Desk:
         """Until nothing more can be done without new input."""
         for _ in range(turns):
             if not self.stage.turn():
-                if not self.stage.num_in_flight:
+                if not in_flight(self.stage):
                     return
                 due = self.stage.due_ns
                 if due is not None and self.rng.random() < 0.7:
                     self.clock.move_to(due - self.rng.randrange(MS))
                 else:
-                    self.stage.wait()
+                    wait(self.stage)
             check_scheduler(self.stage.scheduler)
         raise AssertionError("no end in sight")
 
@@ -112,7 +113,7 @@ class Desk:
             prompt.audio_in_video,
         )  # fmt: skip
         plan = talker_prompt(prompt, c) if options.speak else None
-        capture = np.array(plan.media_places, dtype=np.int64) if plan else None
+        capture = np.array(media_places(plan), dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
             media = self.models.thinker.encode(prompt)
         given = ThinkerInput(positions, first, options.text, [media] if media else [], capture, tuple(bias))

@@ -25,6 +25,7 @@ from stretto.stage.scheduler import (
 )
 from stretto.types import RequestId, Span
 from tests.stage.invariants import check_scheduler
+from tests.stage.pools import clear_cache, num_held
 
 VOCAB = 7  # small, so that prefixes meet and stops come soon
 STOP = 0
@@ -99,13 +100,10 @@ class FakeRunner:
     def launch(self, batch: Batch) -> FakeStep:
         busy = {span.row for step in self._flying for span in step.batch.spans}
         used = {block for step in self._flying for block in step.blocks}
-        for leave in batch.left:
-            assert self._owners.pop(leave.row) == leave.request
-            assert leave.row not in busy, "a row left under a step in flight"
-            self._tokens.pop(leave.row, None)
+        assert len({join.row for join in batch.joined}) == len(batch.joined), "a row joined twice"
         for join in batch.joined:
-            assert join.row not in self._owners, "a row joined twice"
-            assert join.row not in busy
+            assert join.row not in busy, "a row joined under a step in flight"
+            self._tokens.pop(join.row, None)
             self._owners[join.row], self._tables[join.row] = join.request, list(join.blocks)
         assert len({span.row for span in batch.spans}) == len(batch.spans) > 0
         assert batch.num_tokens == sum(span.stop - span.start for span in batch.spans)
@@ -162,7 +160,8 @@ class OrderCheck:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        self._ready = {r.id: (r, scheduler._ledger.step - r.since) for r in scheduler.requests() if self._is_ready(r)}
+        ledger = scheduler._ledger
+        self._ready = {r.id: (r, ledger.step - r.since) for r in ledger.requests.values() if self._is_ready(r)}
 
     def _is_ready(self, request: StageRequest) -> bool:
         """Ready without a new block: only the budget can keep it out."""
@@ -334,16 +333,16 @@ class Driver:
     def _take(self, outcome: Outcome, step: FakeStep) -> None:
         request = outcome.request
         story = self.stories[request.id]
-        assert len(story.values) == outcome.start, "rows lost or published twice"
-        payload = step.payload[outcome.at]
-        assert all(position >= outcome.start for position in payload), "rows offered a second time"
-        story.values.extend(payload[p] for p in range(outcome.start, outcome.confirmed))
+        start, payload = len(story.values), step.payload[outcome.at]
+        assert all(position >= start for position in payload), "rows offered a second time"
+        assert set(payload) >= set(range(start, outcome.confirmed)), "rows lost"
+        story.values.extend(payload[p] for p in range(start, outcome.confirmed))
         if outcome.token is not None:
             story.answer.append(outcome.token)
         for block in outcome.published:
             handle = PayloadHandle(next(self._handles))
             self.payloads[handle] = story.values[block.start : block.stop]
-            if not self.scheduler.attach_payload(block, handle):
+            if not self.scheduler.pool.attach(block.block, block.key, handle):
                 del self.payloads[handle]
         if outcome.reason in (Reason.STOP, Reason.LENGTH):
             self._compare(request, whole=True)
@@ -376,9 +375,9 @@ class Driver:
         assert not self.flying
         assert not self.live
         pool = self.scheduler.pool
-        assert pool.num_held == 0
+        assert num_held(pool) == 0
         assert not self.scheduler._ledger.holdings.seated
         assert self.scheduler.num_waiting == 0
-        pool.clear_cache()
+        clear_cache(pool)
         assert pool.num_available == pool.num_blocks
         assert not self.payloads, "payload kept for blocks that are gone"

@@ -13,7 +13,8 @@ from stretto.stage.scheduler.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    ledger, requests = scheduler._ledger, scheduler.requests()
+    ledger = scheduler._ledger
+    requests = list(ledger.requests.values())
     check_holdings(ledger.holdings, requests)
     for r in requests:
         check_cursor(r.cursor)
@@ -21,7 +22,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert state is not State.DONE, r.id
         assert seated or state is not State.RUNNING, r.id
         assert not (seated and state is State.WAITING), r.id
-        assert (state is State.WAITING) == (r in ledger.waiting), f"{r.id} is {state.name}"
+        assert (state is State.WAITING) == (r.arrival in ledger.waiting._requests), f"{r.id} is {state.name}"
         assert r.starved == (state is State.STARVED), f"{r.id} is {state.name}, starved={r.starved}"
         assert r.in_flight == sum(r in placed for _, placed in scheduler._in_flight), r.id
 
@@ -39,7 +40,7 @@ def check_holdings(holdings: Holdings, requests: Sequence[StageRequest]) -> None
     refs.update(block for blocks, _ in limbo for block in blocks)
     check_pool(holdings.pool, [refs[BlockId(b)] for b in range(holdings.pool.num_blocks)])
     assert holdings.num_limbo == sum(len(blocks) for blocks, _ in limbo)
-    rows = holdings._free_rows + list(holdings.seated) + [leave.row for _, leave in limbo if leave is not None]
+    rows = holdings._free_rows + list(holdings.seated) + [row for _, row in limbo if row is not None]
     assert sorted(rows) == list(range(holdings.max_rows)), "rows lost or shared"
     assert {r.arrival for r in requests if r.row is not None} == {r.arrival for r in holdings.seated.values()}
     for r in requests:

@@ -12,6 +12,7 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.stage.codec import AudioOutput, CodecConfig, CodecStage
 from stretto.stage.request import Reason
 from stretto.types import RequestId
+from tests.stage.stepping import idle, in_flight, wait
 
 SMALL = CodecConfig(slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), slot_sizes=(1, 2, 4))
 
@@ -43,8 +44,8 @@ def codes(models: Models, n: int, seed: int) -> torch.Tensor:
 
 
 def run(stage: CodecStage) -> None:
-    while stage.turn() or stage.num_in_flight:
-        stage.wait()
+    while stage.turn() or in_flight(stage):
+        wait(stage)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -74,7 +75,7 @@ def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Model
         want = models.code2wav.decode(frames[id].to(stage.device)).cpu().numpy()
         np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)
     assert set(ears.ended) == set(frames)
-    assert stage.idle
+    assert idle(stage)
 
 
 def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
@@ -98,7 +99,7 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
         for i in (1, 3, 4):
             want = models.code2wav.decode(codes(models, 5, i).to(stage.device)).cpu().numpy()
             np.testing.assert_allclose(ears.heard(f"{round}.{i}"), want, atol=1e-5)
-        assert stage.idle
+        assert idle(stage)
     with pytest.raises(Gone):
         stage.push(RequestId("0.0"), codes(models, 1, 0))
 
@@ -113,7 +114,7 @@ def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models) -> None:
     stage.push(RequestId("r"), codes(models, 2, 0))
     assert stage.turn()
     assert len(ears.heard("r"))
-    assert stage.num_in_flight == 0
+    assert in_flight(stage) == 0
 
 
 def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
     # two frames at a time.
     assert taken[:2] == [{"near": 1, "also near": 1, "new": 1}, {"near": 1}]
     assert [t["far"] for t in taken[2:]] == [2, 2, 2, 1]
-    assert stage.idle
+    assert idle(stage)
     taken.clear()
     for i in range(4):
         stage.open(RequestId(str(i)))
@@ -173,7 +174,7 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
         stage.set_deadline(RequestId(str(i)), 99.0)
     run(stage)
     assert taken == [dict.fromkeys("0123", 2)] * 2
-    assert stage.idle
+    assert idle(stage)
 
 
 def test_limits_are_errors_not_losses(models: Models) -> None:
@@ -195,7 +196,7 @@ def test_an_empty_stream_ends(models: Models) -> None:
     stage.push(RequestId("e"), codes(models, 0, 0), Reason.STOP)
     assert ears.ended == {"e": Reason.STOP}
     assert len(ears.heard("e")) == 0
-    assert stage.idle
+    assert idle(stage)
 
 
 def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Models) -> None:
@@ -218,7 +219,7 @@ def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Mode
     np.testing.assert_allclose(
         ears.heard("b"), models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(), atol=1e-5
     )
-    assert stage.idle
+    assert idle(stage)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 32, 64, 100, 128, 200])

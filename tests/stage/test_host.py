@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.control.life import Broken, Quit, Ready
-from stretto.control.messages import Admit, Cancel, Failed, Sampling, ToHost, encode
+from stretto.control.messages import Admit, Cancel, Failed, ToHost, encode
 from stretto.control.settings import HostSettings
 from stretto.orchestrator.process import HostProcess
 from stretto.prompt.packed import PromptMeta
@@ -49,7 +49,7 @@ class Host:
 
 
 def admit(name: str) -> Admit:
-    s = Sampling.of(GREEDY)
+    s = GREEDY
     return announcement(RequestId(name), PromptMeta((1,)), True, None, s, s, s, 4, 4)
 
 

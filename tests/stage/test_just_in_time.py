@@ -19,6 +19,7 @@ from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device, SimulatedBell
+from tests.stage.stepping import idle, in_flight, wait
 
 STEP, PROMPT = 16 * MS, 25 * MS
 LEAD = 2 * MS
@@ -52,7 +53,7 @@ class Timed(Desk):
     def until_held(self) -> int:
         """Go on until a launch is held back; when it is due."""
         while self.round() or self.stage.due_ns is None:
-            if self.stage.num_in_flight == CONFIG.overlap_depth:
+            if in_flight(self.stage) == CONFIG.overlap_depth:
                 self.loop.sleep()
         return self.stage.due_ns
 
@@ -63,12 +64,12 @@ class Timed(Desk):
 
     def rest(self) -> None:
         """Until nothing more can be done without new input."""
-        while (did := self.round()) or self.stage.num_in_flight:
+        while (did := self.round()) or in_flight(self.stage):
             if not did:
                 self.loop.sleep()
 
     def finish(self) -> None:
-        while not self.stage.idle:
+        while not idle(self.stage):
             self.go()
 
     def text(self, id: str, seed: int, tokens: int) -> None:
@@ -89,7 +90,7 @@ def desk(models: Models) -> Iterator[Timed]:
     desk.until_held()
     yield desk
     desk.finish()
-    assert desk.stage.idle
+    assert idle(desk.stage)
     assert desk.stage.due_ns is None
     desk.bell.close()
 
@@ -163,11 +164,11 @@ def test_after_a_prompt_nothing_is_waited_for_until_it_is_done(models: Models) -
     assert {len(x.batch.spans) for x in desk.device.launches[-12:]} == {1, 2}
     desk.text("new", 1, 3)
     assert desk.round()
-    assert desk.stage.num_in_flight == 2
+    assert in_flight(desk.stage) == 2
     assert desk.stage.due_ns is None
     desk.clock.move_to(desk.device.next_end())
     assert desk.round(), "the step before the prompt is back, and the next is launched behind the prompt"
-    assert desk.stage.num_in_flight == 2
+    assert in_flight(desk.stage) == 2
     desk.finish()
 
 
@@ -207,9 +208,9 @@ def test_no_wake_up_at_all_still_ends_well(models: Models) -> None:
     """The end of the running step launches what nobody came to launch."""
     desk = Timed(models)
     desk.text("a", 0, 20)
-    while not desk.stage.idle:
+    while not idle(desk.stage):
         if not desk.round():
-            desk.stage.wait()
+            wait(desk.stage)
     assert len(desk.tokens["a"]) == 20
     assert desk.stage.stats.late == desk.stage.stats.held > 10
 
@@ -250,7 +251,7 @@ def test_a_loop_that_stops_while_a_step_is_held_back_stops(desk: Timed) -> None:
     desk.loop.post(desk.loop.stop)
     desk.loop.run()
     assert len(desk.device.launches) == before
-    assert desk.stage.num_in_flight == 1
+    assert in_flight(desk.stage) == 1
 
 
 def test_the_waiter_notes_the_end_before_it_wakes_the_loop() -> None:
@@ -283,7 +284,7 @@ def test_waiting_for_text_is_not_holding_back(models: Models) -> None:
         desk.feed("a", token)
         assert desk.round()
         assert not desk.round()
-        assert desk.stage.num_in_flight == 1
+        assert in_flight(desk.stage) == 1
         assert desk.stage.due_ns is None
         desk.clock.move_to(desk.device.free_ns)
     desk.rest()

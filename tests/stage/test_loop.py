@@ -57,7 +57,7 @@ def test_an_idle_loop_sleeps_and_a_ring_wakes_it() -> None:
     """No turns while nothing happens, and no processor time; a message is taken at once."""
     stage = Scripted("stage", [])
     loop = Loop([stage])
-    loop.start()
+    loop.start(lambda: None)
     seen = threading.Event()
     loop.post(seen.set)
     assert seen.wait(10)
@@ -181,7 +181,7 @@ def test_stopping_wakes_a_loop_that_waits_for_a_due_time() -> None:
     stage = Scripted("stage", [])
     loop = Loop([stage])
     stage.due_ns = loop.clock() + 3_600_000 * TICK_NS
-    loop.start()
+    loop.start(lambda: None)
     seen = threading.Event()
     loop.post(seen.set)
     assert seen.wait(10), "a message does not wait for it either"
@@ -212,6 +212,20 @@ def test_a_failure_is_kept_for_whoever_started_the_loop() -> None:
     loop = Loop([Broken()])
     with pytest.raises(RuntimeError, match="broken stage"):
         loop.run()
+    assert isinstance(loop.failure, RuntimeError)
+
+
+def test_a_failure_wakes_whoever_started_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the thread dies of it, as it should
+    told, loop = threading.Event(), Loop([])
+    loop.start(told.set)
+
+    def fail() -> None:
+        raise RuntimeError("broken message")
+
+    loop.post(fail)
+    assert told.wait(60)
+    loop.stop()
     assert isinstance(loop.failure, RuntimeError)
     with pytest.raises(Gone):
         loop.post(lambda: None)

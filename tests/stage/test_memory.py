@@ -11,7 +11,7 @@ import pytest
 
 from stretto.connector import wire
 from stretto.connector.contract import Fences
-from stretto.control.messages import Admit, Cancel, Ended, Failed, Sampling
+from stretto.control.messages import Admit, Cancel, Ended, Failed
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.prompt.packed import PromptMeta
@@ -25,7 +25,7 @@ SETTINGS = HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "tal
 
 
 def admit(number: int, ids: tuple[int, ...]) -> Admit:
-    s = Sampling.of(GREEDY)
+    s = GREEDY
     return announcement(RequestId(f"r{number}"), PromptMeta(ids), True, None, s, s, s, 2, 1, want_codes=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stretto.control.life import Connect, Listen, Ping, Stats
-from stretto.control.messages import Admit, Cancel, Ended, Failed, Sampling
+from stretto.control.messages import Admit, Cancel, Ended, Failed
 from stretto.control.settings import HostSettings
 from stretto.errors import WireError
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -46,18 +46,18 @@ def middle(tiny_dir: Path) -> Host:
 
 @pytest.fixture(scope="module")
 def plain(tiny_config: OmniConfig) -> Admit:
-    t, s = tiny_config.tokens, Sampling.of(GREEDY)
+    t, s = tiny_config.tokens, GREEDY
     ids = (t.im_start, t.user, 11, 12, 13, t.im_end, t.im_start, t.assistant, 10)
     return announcement(BAD, PromptMeta(ids), True, None, s, s, s, 2, 1)
 
 
 def changed(speak: bool = True, **fields: Any) -> Callable[[Admit, Any], Admit]:
-    s = Sampling.of(GREEDY)
+    s = GREEDY
     return lambda a, _: announcement(BAD, a.prompt, speak, None, s, s, s, 2, 1, **fields)
 
 
 def with_ids(edit: Callable[[tuple[int, ...], Any], tuple[int, ...]], speak: bool) -> Callable[[Admit, Any], Admit]:
-    s = Sampling.of(GREEDY)
+    s = GREEDY
     return lambda a, t: announcement(BAD, PromptMeta(edit(a.prompt.ids, t)), speak, None, s, s, s, 2, 1)
 
 

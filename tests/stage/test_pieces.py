@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.control.messages import Ended, Failed, Lacking, Sampling, Supply, Working
+from stretto.control.messages import Ended, Failed, Lacking, Supply, Working
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.nodes.encoders import Kept
 from stretto.models.qwen3_omni.nodes.prefix import thinker_salts
-from stretto.models.qwen3_omni.params import CODE0, RESIDUAL
+from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import Packed, PieceMeta, pack, unpack_prompt
@@ -21,8 +21,9 @@ from stretto.prompt.prompt import AudioClip, Piece, Prompt
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven, picture, say, sound
 from tests.pipeline import STAGES, announcement
+from tests.solo import CODE0
 
-GREEDILY = [Sampling.of(replace(s, temperature=0.0)) for s in (GREEDY, CODE0, RESIDUAL)]
+GREEDILY = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,7 @@ def test_a_request_ends_by_id_or_length() -> None:
     assert [made.add_token(t) for t in (5, 9)] == [None, Reason.STOP]
     made = request([1])
     assert [made.add_token(t) for t in (5, 5, 5, 5)] == [None, None, None, Reason.LENGTH]
-    assert made.answer == [5, 5, 5, 5]
+    assert made.ids[made.cursor.prompt :] == [5, 5, 5, 5]
 
 
 def test_rows_without_ids_end_what_can_be_keyed() -> None:

@@ -15,6 +15,8 @@ from tests.prompts import KINDS, make
 from tests.solo import Frame, Options, Solo, TextToken
 from tests.stage.desk import CONFIG, Desk
 from tests.stage.invariants import check_scheduler
+from tests.stage.pools import clear_cache
+from tests.stage.stepping import idle, in_flight
 
 SIZE = 8
 
@@ -83,7 +85,7 @@ def test_thinker_stage_equals_alone(name: str, models: Models, prompts, alone, a
         assert sorted(desk.media[str(i)]) == sorted(accept[i])
         for place, row in desk.media[str(i)].items():
             np.testing.assert_allclose(row, accept[i][place], atol=3e-5)
-    assert desk.stage.idle
+    assert idle(desk.stage)
 
 
 def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models, prompts) -> None:
@@ -95,7 +97,7 @@ def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models, prompts) -> 
     for count in range(1, 4):
         while len(desk.tokens["0"]) < count:
             assert desk.stage.turn()
-            assert desk.stage.num_in_flight == 0
+            assert in_flight(desk.stage) == 0
     desk.run()
 
 
@@ -138,7 +140,7 @@ def test_talker_stage_equals_alone(name: str, late: int, models: Models, prompts
         # The last pick is the codec's end or the one beyond the limit; neither is a frame.
         assert frames[:-1] == alone[i][1], i
         assert (frames[-1][0] == eos) == (desk.ended[str(i)] is Reason.STOP)
-    assert desk.stage.idle
+    assert idle(desk.stage)
 
 
 SCARCE = replace(CONFIG, num_blocks=24, prefix_cache=False)
@@ -158,7 +160,7 @@ def test_preempted_thinker_requests_equal_undisturbed_ones(depth: int, models: M
     assert runs[1].tokens == runs[0].tokens
     assert all(len(t) == 40 for t in runs[1].tokens.values())
     assert runs[1].stage.stats.rows > runs[0].stage.stats.rows + 50
-    assert runs[1].stage.idle
+    assert idle(runs[1].stage)
 
 
 @pytest.mark.parametrize("hold", [False], indirect=True, ids=["at once"])  # slow, and the thinker's do the same
@@ -180,7 +182,7 @@ def test_preempted_talker_requests_equal_undisturbed_ones(depth: int, models: Mo
     assert runs[1].rows == runs[0].rows
     assert all(len(r) == 35 for r in runs[1].rows.values())
     assert runs[1].stage.stats.rows > runs[0].stage.stats.rows + 50
-    assert runs[1].stage.idle
+    assert idle(runs[1].stage)
 
 
 def test_cancelling_at_any_moment_leaves_the_others_alone(models: Models, prompts, alone) -> None:
@@ -201,7 +203,7 @@ def test_cancelling_at_any_moment_leaves_the_others_alone(models: Models, prompt
                 assert desk.tokens[str(i)] == alone[i][0][: gone[i]]
             else:
                 assert desk.tokens[str(i)] == alone[i][0]
-        assert desk.stage.idle
+        assert idle(desk.stage)
 
 
 def test_prefix_cached_equals_cold(models: Models, prompts, alone, accept) -> None:
@@ -232,7 +234,7 @@ def test_media_rows_are_kept_as_long_as_their_blocks_can_be_found(models: Models
         desk.run()
         assert 0 < len(desk.stage.store) <= few.num_blocks
         assert len(desk.stage.store) == len(desk.stage.scheduler.pool._payloads)
-    desk.stage.scheduler.pool.clear_cache()
+    clear_cache(desk.stage.scheduler.pool)
     assert not len(desk.stage.store)
 
 
@@ -294,7 +296,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_stage_goes_on(models: Mod
     desk.think("2", prompts[2], options(2))
     desk.run()
     assert desk.tokens["2"] == alone[2][0]
-    assert desk.stage.idle
+    assert idle(desk.stage)
 
 
 def test_numbers_that_went_bad_fail_one_request(models: Models, prompts, alone) -> None:
@@ -305,4 +307,4 @@ def test_numbers_that_went_bad_fail_one_request(models: Models, prompts, alone) 
     assert isinstance(desk.errors["bad"], StageDead)
     assert not desk.tokens.get("bad")
     assert desk.tokens["good"] == alone[1][0]
-    assert desk.stage.idle
+    assert idle(desk.stage)

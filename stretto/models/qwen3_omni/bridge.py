@@ -40,11 +40,6 @@ class TalkerPrompt:
     def __len__(self) -> int:
         return len(self.ids) + NUM_OPENING
 
-    @property
-    def media_places(self) -> list[int]:
-        """Thinker positions whose accept-layer rows the talker needs, in order."""
-        return [p for p, m in zip(self.places, self.is_media, strict=True) if m]
-
 
 def user_places(ids: Sequence[int], tokens: TokenIds) -> list[int]:
     """Positions inside user turns: from a turn's <|im_start|> up to the next one."""

@@ -16,7 +16,6 @@ from stretto.layers.config import DecoderConfig
 from stretto.models.section import Section, decoder_config
 from stretto.models.speech.config import FrameConfig, VocoderConfig, vocoder_config
 
-SAMPLE_RATE_IN = 16_000
 SAMPLE_RATE_OUT = 24_000
 OPENING_S = 0.024  # of the first frame that code2wav does not sound
 

@@ -15,8 +15,8 @@ from stretto.family import Ear, LinkSpec, MediaTokens, ModelInfo, PipelineSpec, 
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.generation import read_defaults
-from stretto.models.qwen3_omni.listening import LISTENING
 from stretto.models.qwen3_omni.params import stage_params
+from stretto.models.qwen3_omni.transcription import TRANSCRIPTION
 
 PIPELINE = PipelineSpec(
     build="stretto.models.qwen3_omni.host:build",
@@ -63,9 +63,10 @@ def open_model(directory: Path) -> Qwen3Omni:
             default_voice=config.talker.default_voice,
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
+            input_modalities=("text", "audio", "image", "video"),
             ear=Ear(config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames),
             ideas=read_ideas(directory),
-            listening=LISTENING,
+            transcription=TRANSCRIPTION,
             defaults=read_defaults(directory),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),

@@ -7,21 +7,19 @@ from typing import Annotated
 
 import msgspec
 
-from stretto.control.messages import Positive, Sampling, TokenId
+from stretto.control.messages import Positive, TokenId
 from stretto.control.request import MAX_GRAMMAR, MAX_LOGPROBS
 from stretto.errors import Bug
 from stretto.family import Wanted
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
-CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the released talker picks code 0 of a frame. What a checkpoint or a request says comes first."""
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """How the code predictor was made to pick the other codes."""
 
 
 class ThinkerParams(StageParams, frozen=True):
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: Positive
     min_tokens: int = 0
     logit_bias: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=1024)] = ()
@@ -47,7 +45,7 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
     if p.greedy_speech:
         code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
     thinker = ThinkerParams(
-        Sampling.of(text),
+        text,
         p.max_text_tokens,
         p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
         tuple(p.logit_bias.items()),
@@ -59,8 +57,8 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         logprobs=p.logprobs,
     )
     talker = TalkerParams(
-        Sampling.of(code0),
-        Sampling.of(residual),
+        code0,
+        residual,
         p.max_frames,
         w.voice,
         p.min_frames,

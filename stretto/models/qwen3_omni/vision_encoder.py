@@ -199,10 +199,6 @@ class VisionEncoder(nn.Module):
         deep = tuple(torch.cat(level) for level in zip(*(p.deep for p in parts), strict=True))
         return VisionRows(torch.cat([p.main for p in parts]), deep)
 
-    def encode_frame(self, patches: torch.Tensor, height: int, width: int) -> VisionRows:
-        """One temporal patch of a video (or one image), as soon as it is there: [height * width, patch values]."""
-        return self.encode(patches, [(1, height, width)])
-
     def _upload(self, patches: torch.Tensor | Array) -> torch.Tensor:
         weight = self.patch_embed.proj.weight
         if isinstance(patches, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The enroller: a stage of its own that makes a voice of a clip. It is not on the way of speech.
+"""The enroller: a stage of its own that makes a voice of a clip. It is not on the path of speech.
 
 Two encoders, in float32 whatever the others are, and a node that runs them in parts, so that the host's other stages
 have their turns. On a GPU they have a stream of their own, behind those of speech, and what they make is copied to the

@@ -1,7 +1,7 @@
 """Qwen3-TTS as the engine knows it: text in, speech out. Imports no torch.
 
 The talker makes a frame of sixteen codes per 80 ms, code2wav makes samples of the frames. Models that clone voices have
-a third stage, which makes a voice of a clip and is not on the way of speech."""
+a third stage, which makes a voice of a clip and is not on the path of speech."""
 
 from __future__ import annotations
 

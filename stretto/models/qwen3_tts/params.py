@@ -8,7 +8,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from stretto.control.messages import Sampling, TokenId
+from stretto.control.messages import TokenId
 from stretto.errors import Bug, Invalid
 from stretto.family import Wanted
 from stretto.models.qwen3_tts.config import TtsConfig
@@ -83,8 +83,8 @@ def stage_params(config: TtsConfig, w: Wanted, residual: SamplingParams) -> dict
     if voice is None and cloned is None and config.talker.speakers:
         voice = default_voice(config)
     talker = TalkerParams(
-        Sampling.of(code0),
-        Sampling.of(residual),
+        code0,
+        residual,
         p.max_frames,
         voice,
         max(p.min_frames, min(MIN_FRAMES, p.max_frames)),

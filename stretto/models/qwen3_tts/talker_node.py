@@ -33,7 +33,7 @@ class TalkerNode(FrameNode):
             raise Invalid("there is no text to be spoken", "input")
         cloned = reference(config, p.cloned) if p.cloned is not None else None
         rows = speech_prompt(config, prompt.ids, p.voice, p.language, cloned, p.whole)
-        given = TalkerInput(rows, p.code0.params(), p.residual.params(), min_frames=p.min_frames)
+        given = TalkerInput(rows, p.code0, p.residual, min_frames=p.min_frames)
         root = (cloned.digest if cloned is not None else b"") + a.cache_root
         return Known(given, rows.told(0, rows.num_known), root, length=rows.length(len(p.spoken)))
 

@@ -159,16 +159,6 @@ def write_tiny(directory: str | Path, seed: int = 0, kind: Kind = "custom_voice"
     write_json(folder / "config.json", {**config, RANDOM: True})  # last: a directory with a config.json is complete
 
 
-def write_configs(directory: str | Path, kind: Kind, size: str) -> None:
-    """A released configuration without weights, for random ones (`load_format="dummy"`). Its text is the tiny one's."""
-    folder, tiny = Path(directory), tiny_config(kind, size)
-    (folder / CODEC).mkdir(parents=True, exist_ok=True)
-    tokens = {key: value for key, value in tiny.items() if key.endswith("_token_id")}
-    write_text_files(folder)
-    write_json(folder / CODEC / "config.json", released_codec())
-    write_json(folder / "config.json", {**released_config(kind, size), **tokens})
-
-
 def write_text_files(folder: Path) -> None:
     """The tokenizer, in the three files that the released models have."""
     vocab, merges = vocabulary()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.control.messages import Positive, Sampling, TokenId
+from stretto.control.messages import Positive, TokenId
+from stretto.types import SamplingParams
 
 
 class StageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -12,8 +13,8 @@ class StageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FrameParams(StageParams, frozen=True):
-    code0: Sampling
-    residual: Sampling
+    code0: SamplingParams
+    residual: SamplingParams
     max_frames: Positive
     voice: str | None = None
     min_frames: int = 0

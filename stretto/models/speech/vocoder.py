@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stretto.errors import Bug, Invalid
+from stretto.errors import Bug
 from stretto.kernels.fast import usable
 from stretto.kernels.norm import rms_norm
 from stretto.kernels.rope import rotate
@@ -369,8 +369,7 @@ class Vocoder(nn.Module):
 
         codes [slots, quantizers, frames] integers, lengths [slots] integers -> float32 [slots, frames *
         samples_per_frame] in [-1, 1]. `valid` says which samples of a row are the stream's; the others mean
-        nothing. Codes out of range are read as the nearest code, since an index error on a GPU ends the process;
-        `check_codes` is the place to refuse them."""
+        nothing. Codes out of range are read as the nearest code, since an index error on a GPU ends the process."""
         slots, quantizers, frames = codes.shape
         assert (slots, quantizers) == (state.num_slots, self.config.num_quantizers), f"codes {tuple(codes.shape)}"
         assert 1 <= frames <= state.max_frames, f"{frames} frames in a step of at most {state.max_frames}"
@@ -394,11 +393,6 @@ class Vocoder(nn.Module):
     def num_samples(self, frames: int) -> int:
         """Samples that a stream of so many frames makes in all."""
         return max(0, frames * self.config.samples_per_frame - self.config.samples_dropped)
-
-    def check_codes(self, codes: torch.Tensor) -> None:
-        """Refuse codes that are not in the codebooks. Reads their values: for tensors on the host."""
-        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
-            raise Invalid(f"a codec frame holds codes outside 0..{self.config.codebook_size - 1}", "codes")
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """All samples of a whole stream: codes [frames, quantizers] -> float32 [num_samples(frames)]."""

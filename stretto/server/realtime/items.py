@@ -148,7 +148,7 @@ class Conversation:
         return {i.id for i in self.session.items}
 
     async def truncate(self, entry: Entry, played: float) -> None:
-        """Forget of a spoken answer what was not heard after so many seconds."""
+        """Forget what comes after this time of a spoken answer: it was not heard."""
         assert entry.speech is not None
         words = heard(entry.speech.text, played, entry.speech.seconds, entry.speech.complete)
         entry.item.content = [Part("output_audio", transcript=words)]

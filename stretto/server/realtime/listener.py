@@ -171,7 +171,7 @@ class Listener:
         self._kept_size += len(sound)
 
     def _trim(self, most: int) -> None:
-        """Forget the oldest of what is kept, but for so many samples."""
+        """Keep only the newest samples, this many."""
         while self._kept_size > most:
             over, first = self._kept_size - most, self._kept[0]
             if over < len(first):

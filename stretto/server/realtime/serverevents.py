@@ -94,7 +94,7 @@ class Timings(Struct):
     audio_s: float = 0.0
     vad_wait_s: float | None = None  # from the end of speech to the end of the turn
     speech_to_audio_s: float | None = None  # from the end of speech to the first sound
-    speculative: bool = False  # begun before the turn was surely over
+    speculative: bool = False  # begun before the turn had certainly ended
     timeline: list[dict[str, Any]] | UnsetType = UNSET
 
 

@@ -25,7 +25,7 @@ MAX_BESIDE = 4  # responses beside the conversation, at once
 
 @dataclass(slots=True)
 class Guess:
-    """An answer that was begun at a pause, before the turn is surely over."""
+    """An answer that was begun at a pause, before the turn has certainly ended."""
 
     response: Response
     item: EngineItem

@@ -12,7 +12,7 @@ from enum import Enum
 WINDOW = 512
 RATE = 16_000
 START_WINDOWS = 2  # of speech in a row: a click is not speech
-HYSTERESIS = 0.15  # speech goes on down to so much below the threshold
+HYSTERESIS = 0.15  # speech goes on until it is this far below the threshold
 SHORT_PAUSE_MS = 200
 
 

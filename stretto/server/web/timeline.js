@@ -21,7 +21,7 @@ export class Timeline {
   constructor({ canvas, lanes, source }) {
     Object.assign(this, { canvas, list: lanes, source });
     this.turn = null;
-    this.stages = []; // names, in the order of the data's way
+    this.stages = []; // names, in data-flow order
     this.zoom = "making";
     this.shown = []; // lane names, top to bottom
     this.boxes = []; // {x, y, w, h, words}: what the pointer can ask about

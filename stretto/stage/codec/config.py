@@ -14,12 +14,12 @@ class CodecConfig:
     slot_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     overlap_depth: int = 2
     max_cells: int = 256  # slots x frames of a step (unless it is of one frame): larger ones save nothing more
-    urgent_s: float = 0.1  # a stream that runs dry within so long goes before those that do not
+    urgent_s: float = 0.1  # a stream that runs dry within this time goes before others
     primers: int = 32  # states behind primers that are kept
-    spare_cells: int = 0  # a step may be padded by so many slots x frames to be of a size that there is already
+    spare_cells: int = 0  # slots x frames by which a step may be padded to a size that there is already
 
     def sizes_for(self, slots: int) -> tuple[int, ...]:
-        """Frames per step that steps of so many slots come in, smallest first. The smallest is never padded: it is a
+        """Frames per step that steps of `slots` slots come in, smallest first. The smallest is never padded: it is a
         stream's first packet."""
         first, *more = sorted(self.frame_sizes)
         kept: list[int] = []

@@ -69,11 +69,6 @@ class CodecStep:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
-def on_host(codes: torch.Tensor) -> npt.NDArray[Any]:
-    host: npt.NDArray[Any] = (codes.cpu() if codes.is_cuda else codes).numpy()
-    return host
-
-
 class CodecStage:
     def __init__(
         self,
@@ -117,8 +112,7 @@ class CodecStage:
             raise Busy(f"{self.config.max_waiting} streams are waiting for the vocoder already")
         self._streams[id] = stream = Stream(id, self._arrivals, primer=primer)
         if primer is not None and primer not in self.primers:
-            stream.pending.append(primer.codes)
-            stream.num_pending = len(primer.codes)
+            stream.add(primer.codes)
         self._arrivals += 1
         self._slots.waiting.append(stream)
 
@@ -135,8 +129,7 @@ class CodecStage:
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            stream.pending.append(on_host(codes).astype(np.int64))  # a copy: the sender's memory goes back
-            stream.num_pending += len(codes)
+            stream.add(codes.cpu().numpy().astype(np.int64))  # a copy: the sender's memory goes back
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
             self._pass_on(stream, NOTHING, stream.done, last)
@@ -160,17 +153,9 @@ class CodecStage:
         return len(self._streams)
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._steps)
-
-    @property
     def num_free(self) -> int:
         """Slots that no stream holds."""
         return len(self._slots.free)
-
-    @property
-    def idle(self) -> bool:
-        return not self._steps and not self._streams and len(self._slots.free) == self.config.slots
 
     # -- steps
 
@@ -208,13 +193,10 @@ class CodecStage:
         self.stats.device.observe((step.ended_ns - begun) / 1e9)
         self.recorder.span(self.name, f"{len(step.parts)} streams", begun, step.ended_ns)
 
-    def wait(self) -> None:
-        if self._steps and self._steps[0].copied is not None:
-            self._steps[0].copied.synchronize()
-
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""
         for stream, slot in self._slots.seat():
+            self.stats.queue.observe((time.perf_counter_ns() - stream.since_ns) / 1e9)
             with self.on_stream():
                 self.primers.begin(stream, slot)
         ready = [s for s in self._slots.seated.values() if s.num_pending]
@@ -264,7 +246,6 @@ class CodecStage:
                 step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
         self._steps.append(step)
         self.stats.steps += 1
-        self.stats.slots += slots
         self.stats.frames += sum(n for _, n in parts)
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied, step.end)
@@ -321,7 +302,7 @@ class CodecStage:
         reason: Reason | None,
         error: StrettoError | None = None,
     ) -> None:
-        """Samples that begin behind so many frames; with a reason, the last of the stream."""
+        """Samples that begin behind the first `before` frames; with a reason, the last of the stream."""
         if reason is not None:
             del self._streams[stream.request]
             stream.gone = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Stream:
     slot: int | None = None
     pending: deque[npt.NDArray[np.int64]] = field(default_factory=deque)  # codes [n, 16] each
     num_pending: int = 0
+    since_ns: int = 0  # its first frames came
     launched: int = 0  # frames
     done: int = 0  # frames whose samples are out
     ended: Reason | None = None  # no more frames will come
@@ -44,6 +46,11 @@ class Stream:
     @property
     def order(self) -> tuple[float, int]:
         return float("-inf") if self.deadline is None else self.deadline, self.arrival
+
+    def add(self, codes: npt.NDArray[np.int64]) -> None:
+        self.since_ns = self.since_ns or time.perf_counter_ns()
+        self.pending.append(codes)
+        self.num_pending += len(codes)
 
     def take(self, n: int, into: npt.NDArray[np.int64]) -> None:
         """The first n waiting frames, as columns of `into`."""

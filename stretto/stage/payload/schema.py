@@ -49,8 +49,8 @@ def unpack(kind: type[P], chunk: Chunk) -> P | None:
         return None
     try:
         return kind.read(span, chunk.tensors)
-    except ValueError as error:
-        raise Corrupt(str(error), request=request) from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise Corrupt(f"not a {kind.__name__}: {error}", request=request) from error
 
 
 def within(whole: Span, span: Span) -> tuple[int, int]:

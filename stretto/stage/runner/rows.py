@@ -56,7 +56,18 @@ class SamplingColumns:
 class DeviceRows:
     """Block tables, positions and sampling state by row. What a model keeps beside them is its lane's."""
 
-    def __init__(self, num_rows: int, max_blocks: int, vocab_size: int, cache: KVCache) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_blocks: int,
+        vocab_size: int,
+        cache: KVCache,
+        masks: MaskColumns | None = None,
+        bias: BiasColumns | None = None,
+        head: Head | None = None,
+    ) -> None:
+        """`masks` and `bias` of a lane that takes guided requests, `head` of one that tells how likely its tokens
+        were."""
         self.device, self.cache = cache.data.device, cache
         self.num_rows, self.sink = num_rows, num_rows
         total = num_rows + 1
@@ -65,9 +76,7 @@ class DeviceRows:
         self.seen = torch.zeros(total, vocab_size, dtype=torch.bool, device=self.device)
         # Index of the first token of the answer that may be the end.
         self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
-        self.masks: MaskColumns | None = None  # of a lane that takes guided requests
-        self.bias: BiasColumns | None = None
-        self.head: Head | None = None  # of a lane that tells how likely its tokens were
+        self.masks, self.bias, self.head = masks, bias, head
 
     def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
         """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty, and

@@ -78,20 +78,18 @@ class Runner:
             except RuntimeError as e:
                 return self._failed(batch, StageDead(f"a step failed to launch: {e}"))
 
-    def retire(self, step: Step) -> StepResult:
-        """The step's tokens, once. Waits for them if they are not there yet."""
-        if step.retired:
-            raise Bug(f"step {step.batch.step} retired twice")
-        step.retired = True
+    def retire(self, step: Step) -> tuple[StepResult, list[list[int]]]:
+        """The tokens of a step that is done, once; and what its sampling spans picked, all columns of it."""
         if step.error is not None:
-            return StepResult.failed(step.batch, step.error)
+            return StepResult.failed(step.batch, step.error), []
         tokens, errors = [0] * len(step.batch.spans), {}
-        for i, row in zip(step.sampling, step.wait_tokens(), strict=True):
+        rows: list[list[int]] = step.host.tolist()
+        for i, row in zip(step.sampling, rows, strict=True):
             if row[0] < 0:
                 id = step.batch.spans[i].request
                 errors[id] = StageDead(f"{id}: the model's output is not a number")
             tokens[i] = row[0]
-        return StepResult(tokens, errors)
+        return StepResult(tokens, errors), rows
 
     def _failed(self, batch: Batch, error: StrettoError) -> Step:
         none = torch.empty(0, self.lane.columns, dtype=torch.int64)

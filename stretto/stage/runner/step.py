@@ -1,7 +1,7 @@
 """A launched batch on its way back.
 
 Three things come out of a step, each at its own time: the next token (already on the device, ordered by the stream;
-the next launch needs nothing else), the host's copy of the tokens (`wait_tokens`), and rows for the next stage
+the next launch needs nothing else), the host's copy of the tokens (`host`), and rows for the next stage
 (`captured`, with an event of their own). A step keeps alive whatever its kernels and copies still read."""
 
 from __future__ import annotations
@@ -27,15 +27,8 @@ class Step:
     captured_at: torch.cuda.Event | None  # the captured rows are complete
     logprobs: StepLogprobs | None = None  # on the host once `copied` has fired
     error: StrettoError | None = None  # the launch failed; nothing ran
-    retired: bool = False
 
     @property
     def done(self) -> bool:
         """The host copy of the tokens is there."""
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
-
-    def wait_tokens(self) -> list[list[int]]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        rows: list[list[int]] = self.host.tolist()
-        return rows

@@ -2,14 +2,13 @@
 back. The field comments are the protocol. Made and read on the stage's loop thread; imports no torch.
 
 The runner keeps, per row id, a block table and the last sampled token on the device. For each batch, in this order,
-it drops the rows in `left`, sets up those in `joined`, then runs `spans`. Batches are launched and retired in
+it sets up the rows in `joined`, then runs `spans`. Batches are launched and retired in
 order; one whose launch fails is retired like any other, with `StepResult.failed`, once those before it are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 from stretto.errors import StrettoError
@@ -47,7 +46,6 @@ class RowJoin(NamedTuple):
 
     request: RequestId
     row: RowId
-    resumed: bool  # False: never had a row before
     blocks: tuple[BlockId, ...]  # the whole table so far; `new_blocks` of the same batch come on top
     filled: int  # rows whose KV is in those blocks
     # Rows [reused_from, filled) came from the prefix cache and were never launched for this request: their output
@@ -55,18 +53,6 @@ class RowJoin(NamedTuple):
     # index, handle). The handles stay good as long as the request holds its blocks. Often an empty range.
     reused_from: int
     payloads: tuple[tuple[int, PayloadHandle], ...]
-
-
-class Leave(Enum):
-    ENDED = "ended"
-    PREEMPTED = "preempted"  # its blocks are gone too; it will join again and compute its rows again
-    PARKED = "parked"  # it keeps its blocks, and waits for input without a row
-
-
-class RowLeave(NamedTuple):
-    request: RequestId
-    row: RowId
-    why: Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +63,7 @@ class Batch:
     spans: tuple[RowSpan, ...]  # at most one per row; decodes first, then prefill chunks; most urgent first in each
     num_decodes: int  # spans[:num_decodes] each compute one row and sample
     num_tokens: int  # rows computed by all spans
-    joined: tuple[RowJoin, ...]  # since the batch before
-    # Rows given up since the batch before. No step in flight uses them; they may be in `joined` again.
-    left: tuple[RowLeave, ...]
+    joined: tuple[RowJoin, ...]  # since the batch before; no step in flight uses these rows
 
     @property
     def decode_only(self) -> bool:
@@ -101,7 +85,7 @@ class StepResult:
 
 
 class Published(NamedTuple):
-    """A block that became findable, has media rows, and awaits `Scheduler.attach_payload`."""
+    """A block that became findable, has media rows, and awaits `BlockPool.attach`."""
 
     block: BlockId
     key: bytes
@@ -114,8 +98,7 @@ class Outcome(NamedTuple):
 
     request: StageRequest
     at: int  # index of its span in the batch
-    start: int  # rows [start, confirmed) are newly certain; empty if the span only computed rows again
-    confirmed: Confirmed
+    confirmed: Confirmed  # rows; as many as before if the span only computed rows again
     token: int | None  # newly certain token `confirmed`; None if the span did not sample
     reason: Reason | None  # why the request ended with this step
     published: tuple[Published, ...]

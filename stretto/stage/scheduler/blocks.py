@@ -95,10 +95,6 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_held(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._cached)
-
     def take(self, count: int) -> list[BlockId]:
         """`count` blocks to write, free ones first, then the least recently used cached ones."""
         if count > self.num_available:
@@ -169,11 +165,6 @@ class BlockPool:
 
     def payload(self, block: BlockId) -> PayloadHandle | None:
         return self._payloads.get(block)
-
-    def clear_cache(self) -> None:
-        """Forgets everything findable (weights changed, or a benchmark wants cold runs)."""
-        for block in list(self._index.values()):
-            self._forget(block)
 
     def _forget(self, block: BlockId) -> None:
         key = self._keys[block]

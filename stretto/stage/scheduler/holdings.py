@@ -7,7 +7,7 @@ uses it, and comes free when that step retires."""
 from __future__ import annotations
 
 from stretto.stage.request import BlockId, RowId, StageRequest
-from stretto.stage.scheduler.batch import Leave, RowJoin, RowLeave
+from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.scheduler.blocks import BlockPool
 
 
@@ -18,10 +18,9 @@ class Holdings:
         self.max_rows = max_rows
         self.seated: dict[RowId, StageRequest] = {}
         self.joined: list[RowJoin] = []  # since the last batch
-        self.left: list[RowLeave] = []
         self.num_limbo = 0  # blocks in limbo
         self._free_rows = [RowId(i) for i in reversed(range(max_rows))]
-        self._limbo: dict[int, list[tuple[list[BlockId], RowLeave | None]]] = {}
+        self._limbo: dict[int, list[tuple[list[BlockId], RowId | None]]] = {}
 
     @property
     def num_free_rows(self) -> int:
@@ -47,7 +46,6 @@ class Holdings:
             RowJoin(
                 request=request.id,
                 row=row,
-                resumed=request.was_admitted,
                 blocks=tuple(request.blocks),
                 filled=cursor.filled,
                 reused_from=min(reused_from, cursor.filled),
@@ -58,7 +56,7 @@ class Holdings:
         request.refresh_limit()
         self.seated[row] = request
 
-    def unseat(self, request: StageRequest, why: Leave) -> None:
+    def unseat(self, request: StageRequest) -> None:
         row = request.row
         if row is None:
             return
@@ -66,14 +64,10 @@ class Holdings:
         request.row, request.device_at = None, -1
         if self._unjoin(request, row):
             return
-        leave = RowLeave(request.id, row, why)
         if request.in_flight:
-            self._limbo.setdefault(request.last_step, []).append(([], leave))
+            self._limbo.setdefault(request.last_step, []).append(([], row))
         else:
-            self._free_row(leave)
-
-    def grow(self, request: StageRequest, count: int) -> None:
-        request.blocks.extend(self.pool.take(count))
+            self._free_rows.append(row)
 
     def trim(self, request: StageRequest) -> None:
         """Gives up the blocks beyond `filled`. (One that is partly filled is never one that others may read.)"""
@@ -90,11 +84,11 @@ class Holdings:
 
     def retire(self, step: int) -> None:
         """Step `step` and all before it have retired: what they alone still used is free."""
-        for blocks, leave in self._limbo.pop(step, ()):
+        for blocks, row in self._limbo.pop(step, ()):
             self.num_limbo -= len(blocks)
             self.pool.release(blocks)
-            if leave is not None:
-                self._free_row(leave)
+            if row is not None:
+                self._free_rows.append(row)
 
     def _release(self, request: StageRequest, blocks: list[BlockId]) -> None:
         if not blocks:
@@ -104,10 +98,6 @@ class Holdings:
             self.num_limbo += len(blocks)
         else:
             self.pool.release(blocks)
-
-    def _free_row(self, leave: RowLeave) -> None:
-        self._free_rows.append(leave.row)
-        self.left.append(leave)
 
     def _unjoin(self, request: StageRequest, row: RowId) -> bool:
         """Takes back a join that no batch has told the runner of. What it reused from the cache goes too, or the

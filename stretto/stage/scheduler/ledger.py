@@ -5,7 +5,6 @@ the only caller, on the stage's loop thread. Each public method leaves states, q
 from __future__ import annotations
 
 from stretto.stage.request import Reason, StageRequest, State
-from stretto.stage.scheduler.batch import Leave
 from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.holdings import Holdings
@@ -46,7 +45,7 @@ class Ledger:
     def end(self, request: StageRequest, reason: Reason) -> None:
         request.epoch += 1
         request.reason = reason
-        self.holdings.unseat(request, Leave.ENDED)
+        self.holdings.unseat(request)
         self.holdings.drop(request)
         self._move(request, State.DONE)
         del self.requests[request.id]
@@ -83,11 +82,11 @@ class Ledger:
         """Blocks for rows up to `stop`, or for as many as there are; others are preempted only if not even one more
         row fits. Returns where the rows with blocks end. `idle`: the batch is empty so far, and nothing is in
         flight."""
-        holdings, size = self.holdings, self.config.block_size
-        want = holdings.num_blocks(stop) - len(request.blocks)
+        size = self.config.block_size
+        want = self.holdings.num_blocks(stop) - len(request.blocks)
         if not self.pool.num_available and request.cursor.filled == len(request.blocks) * size:
             self._room.for_a_row(request, self.step, idle)
-        holdings.grow(request, min(want, self.pool.num_available))
+        request.blocks.extend(self.pool.take(min(want, self.pool.num_available)))
         return min(stop, len(request.blocks) * size)
 
     def _has_row(self) -> bool:
@@ -101,5 +100,5 @@ class Ledger:
                 if r.state is State.STARVED and not r.in_flight and r.id not in new
             ]
             if starved:
-                self.holdings.unseat(min(starved, key=by_age), Leave.PARKED)
+                self.holdings.unseat(min(starved, key=by_age))
         return self.holdings.num_free_rows > 0

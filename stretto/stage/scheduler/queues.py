@@ -6,12 +6,12 @@ been left out for more than `patience` steps goes before all that have not, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from stretto.stage.request import StageRequest
 
-by_order = attrgetter("order")
+by_order = attrgetter("order")  # the most urgent first
 by_age = attrgetter("since")
 
 
@@ -24,9 +24,6 @@ class Waiting:
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def __contains__(self, request: StageRequest) -> bool:
-        return request.arrival in self._requests
 
     def push(self, request: StageRequest) -> None:
         self._requests[request.arrival] = request
@@ -67,7 +64,3 @@ def split(budget: int, wants: Sequence[int], least: int) -> list[int]:
         shares[i] += more
         left -= more
     return shares
-
-
-def most_urgent_first(requests: Iterable[StageRequest]) -> list[StageRequest]:
-    return sorted(requests, key=by_order)

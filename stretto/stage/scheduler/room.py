@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from stretto.stage.request import BlockId, StageRequest, State
-from stretto.stage.scheduler.batch import Leave
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.holdings import Holdings
 from stretto.stage.scheduler.queues import by_order
@@ -94,7 +93,7 @@ class Room:
         """Takes a request's row and blocks. Its steps in flight stand: they still have the blocks (in limbo) and
         their tokens count. All confirmed tokens become input to be computed again when it is admitted again, which
         is only when nothing of it is in flight, so that the host knows them all."""
-        self._holdings.unseat(victim, Leave.PREEMPTED)
+        self._holdings.unseat(victim)
         self._holdings.drop(victim)
         if victim.state is State.RUNNING:
             victim.num_preemptions += 1

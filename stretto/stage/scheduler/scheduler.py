@@ -15,7 +15,7 @@ from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.ledger import Ledger
 from stretto.stage.scheduler.prefix import publish, search
-from stretto.stage.scheduler.queues import aged_first, most_urgent_first, split
+from stretto.stage.scheduler.queues import aged_first, by_order, split
 from stretto.types import RequestId, Span
 
 Rows = int | Sequence[int]
@@ -35,10 +35,6 @@ class Scheduler:
         self._prefilled = False  # the last batch held prefills
 
     # -- what others may ask
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -63,10 +59,6 @@ class Scheduler:
                 return False
         return found
 
-    def requests(self) -> list[StageRequest]:
-        """All that are not DONE."""
-        return list(self._ledger.requests.values())
-
     def request(self, id: RequestId) -> StageRequest:
         try:
             return self._ledger.requests[id]
@@ -86,15 +78,14 @@ class Scheduler:
         closed: bool = True,
         salts: Sequence[Salt] = (),
         missing: Sequence[Span] = (),
-        deadline: float | None = None,
     ) -> StageRequest:
-        """A new request. With `closed=False` its prompt grows by `append_rows` until `close_prompt`; it may start
-        empty (an announced request, whose first input is still to come). `missing`: see `set_missing`."""
+        """A new request. With `closed=False` its prompt grows by `append_rows`; it may start empty (an announced
+        request, whose first input is still to come). `missing`: see `set_missing`."""
         if spec.id in self._ledger.requests:
             raise Bug(f"request {spec.id} submitted twice")
         if sum(not r.was_admitted for r in self._ledger.requests.values()) >= self.config.max_waiting:
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
-        request = StageRequest(spec, self._arrivals, since=self._ledger.step, deadline=deadline)
+        request = StageRequest(spec, self._arrivals, since=self._ledger.step)
         request.refresh_order(self.config.max_preemptions)
         ids = self._fitting(request, prompt, closed)
         request.cursor.append(request.add_input(ids, salts))
@@ -118,10 +109,6 @@ class Scheduler:
             self._close_prompt(request)
         request.refresh_limit()
         self._ledger.settle(request)
-
-    def close_prompt(self, id: RequestId) -> None:
-        """The prompt is complete; the answer may begin."""
-        self.append_rows(id, 0, last=True)
 
     def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
         """The prompt rows whose input is not here yet, in order; all others' is. They are not computed until it comes,
@@ -163,11 +150,6 @@ class Scheduler:
         self._ledger.end(self._ledger.requests[id], Reason.CANCELLED)
         return True
 
-    def fail(self, id: RequestId, error: StrettoError) -> None:
-        request = self.request(id)
-        request.error = error
-        self._ledger.end(request, Reason.FAILED)
-
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
         """When the output that has left runs out at the listener, on any clock that all requests share. None:
         nothing has left yet, which goes before every deadline."""
@@ -181,11 +163,6 @@ class Scheduler:
         request = self.request(id)
         request.blocked_downstream = blocked
         self._ledger.settle(request)
-
-    def attach_payload(self, block: Published, payload: PayloadHandle) -> bool:
-        """Keeps the payload of a published block, so that requests that need it can reuse the block. False if the
-        block is gone or served: the handle stays the caller's."""
-        return self.pool.attach(block.block, block.key, payload)
 
     # -- steps
 
@@ -230,9 +207,8 @@ class Scheduler:
             num_decodes=num_decodes,
             num_tokens=num_tokens,
             joined=tuple(holdings.joined),
-            left=tuple(holdings.left),
         )
-        holdings.joined, holdings.left = [], []
+        holdings.joined = []
         self._in_flight.append((batch, placed))
         self._ledger.step += 1
         return batch
@@ -272,11 +248,14 @@ class Scheduler:
         each most urgent first; and whether any request is in the middle of its answer."""
         decodes, prefills, answering = [], [], False
         running = State.RUNNING
-        for request in most_urgent_first(self._ledger.holdings.seated.values()):
+        for request in sorted(self._ledger.holdings.seated.values(), key=by_order):
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
-            if request.state is not running or (request.spec.guide is not None and self._guessing(request)):
+            # A guided request waits until the host knows what its next step goes on from.
+            if request.spec.guide is not None and request.in_flight and cursor.known > cursor.prompt:
+                continue
+            if request.state is not running:
                 continue
             start, known = cursor.filled, cursor.known
             rows = min(known, request.limit) - start
@@ -287,11 +266,6 @@ class Scheduler:
             elif rows > 0:
                 prefills.append(request)
         return decodes, prefills, answering or bool(decodes)
-
-    @staticmethod
-    def _guessing(request: StageRequest) -> bool:
-        """Whether the host does not know yet what the next step would go on from."""
-        return request.in_flight > 0 and request.cursor.known > request.cursor.prompt
 
     @staticmethod
     def _num_rows(request: StageRequest) -> int:
@@ -354,9 +328,7 @@ class Scheduler:
     # -- the ends of things
 
     def _confirm(self, request: StageRequest, index: int, span: RowSpan, token: int) -> Outcome:
-        cursor = request.cursor
-        start = cursor.confirmed
-        confirmed = cursor.confirm(span.stop)
+        confirmed = request.cursor.confirm(span.stop)
         reason = None
         if span.samples:
             reason = request.add_token(token)
@@ -367,12 +339,13 @@ class Scheduler:
             published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
             self._ledger.end(request, reason)
-        return Outcome(request, index, start, confirmed, token if span.samples else None, reason, published)
+        return Outcome(request, index, confirmed, token if span.samples else None, reason, published)
 
     def _fail_span(self, request: StageRequest, index: int, error: StrettoError) -> Outcome:
         confirmed = request.cursor.confirm(0)  # nothing new
-        self.fail(request.id, error)
-        return Outcome(request, index, confirmed, confirmed, None, Reason.FAILED, ())
+        request.error = error
+        self._ledger.end(request, Reason.FAILED)
+        return Outcome(request, index, confirmed, None, Reason.FAILED, ())
 
     # -- input, checked before anything changes
 

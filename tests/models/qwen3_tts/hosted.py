@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from stretto.control.life import Configure
-from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Sampling, Say
+from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Say
 from stretto.control.settings import HostSettings
-from stretto.models.qwen3_tts.family import BUILD
+from stretto.models.qwen3_tts.family import BUILD, LINKS
 from stretto.models.qwen3_tts.params import MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
 from stretto.prompt.packed import PromptMeta
 from stretto.stage.host import Host
@@ -40,7 +40,8 @@ class Answer:
 class Hosted:
     def __init__(self, model: Path, stages: tuple[str, ...] = ("talker", "code2wav"), **settings: Any) -> None:
         self.answers: dict[str, Answer] = {}
-        self.host = Host(Configure(str(model), BUILD, stages, {}), HostSettings(**settings), self.report)
+        links = tuple((link.sender, link.receiver) for link in LINKS)
+        self.host = Host(Configure(str(model), BUILD, stages, {}, links), HostSettings(**settings), self.report)
         self.host.load()
 
     def report(self, message: Any, blob: bytes) -> None:
@@ -68,7 +69,7 @@ class Hosted:
             vector = np.array(case["vector"], np.float32).tobytes()
             cloned = ClonedVoice(vector, codes, tuple(case.get("ref_text", ())))
         talker = TalkerParams(
-            *(Sampling.of(s) for s in sampling), case["max_new"] - 1, case.get("speaker"), min_frames, want_codes=True,
+            *sampling, case["max_new"] - 1, case.get("speaker"), min_frames, want_codes=True,
             spoken=() if live else tuple(case["text"]), live=live, language=case.get("language"), cloned=cloned,
             whole=case["whole"],
         )  # fmt: skip

@@ -15,6 +15,7 @@ from stretto.models.qwen3_tts.load import Source
 from tests.models.qwen3_tts.cases import cases
 from tests.models.qwen3_tts.conftest import Checkpoint
 from tests.models.qwen3_tts.hosted import Hosted
+from tests.stage.stepping import idle
 
 
 @pytest.mark.parametrize("kind", ["custom_voice", "base"])
@@ -49,7 +50,7 @@ def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
             np.testing.assert_allclose(got.wave, whole[1920 * len(case["ref_codes"]) :], rtol=0, atol=1e-5)
     stage = host.host.nodes["code2wav"].stage
     assert len(stage.primers) == 2
-    assert stage.idle
+    assert idle(stage)
 
 
 def test_more_voices_than_are_kept(tts: Checkpoint) -> None:

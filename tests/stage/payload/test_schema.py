@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -108,3 +109,15 @@ def test_an_empty_span_carries_no_tensors() -> None:
     assert unpack(CodecFrames, wire.chunk(R, Span(4, 4), Mark.REQUEST_END, {})) is None
     with pytest.raises(Corrupt):
         unpack(CodecFrames, wire.chunk(R, Span(4, 4), Mark.REQUEST_END, {"codes": torch.zeros(0, 4, dtype=I32)}))
+
+
+@pytest.mark.parametrize("error", [KeyError("codes"), IndexError("row"), TypeError("None"), ValueError("shape")])
+def test_a_type_that_breaks_on_a_payload_fails_its_request_alone(error: Exception) -> None:
+    class Careless(CodecFrames):
+        @classmethod
+        def read(cls, span: Span, tensors: Mapping[str, torch.Tensor]) -> Careless:
+            raise error
+
+    with pytest.raises(Corrupt, match="not a Careless") as caught:
+        unpack(Careless, wire.chunk(R, Span(0, 1), Mark.MORE, {"codes": torch.zeros(1, 4, dtype=I32)}))
+    assert caught.value.request == R

@@ -11,6 +11,7 @@ from stretto.stage.request import OPAQUE, BlockId, RequestSpec, Salt, StageReque
 from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, chain_keys, prefix_keys
 from stretto.types import RequestId, Span
 from tests.stage.invariants import check_pool
+from tests.stage.pools import clear_cache, num_held
 
 
 def keys_of(ids: list[int], *salts: Salt, root: bytes = b"", size: int = 4, rows: int = 1000) -> list[bytes]:
@@ -180,11 +181,11 @@ def test_blocks_are_conserved(total: int, commands: list[tuple[str, int]]) -> No
                 if not pool.attach(block, key, PayloadHandle(i)):
                     handles.remove(i)
             case "clear" if n < 10:
-                pool.clear_cache()
+                clear_cache(pool)
         refs = Counter(held)
         check_pool(pool, [refs[BlockId(b)] for b in range(total)])
-        assert pool.num_held == len(refs)
+        assert num_held(pool) == len(refs)
     pool.release(held)
-    pool.clear_cache()
+    clear_cache(pool)
     assert pool.num_available == total
     assert not handles

@@ -203,7 +203,7 @@ class Lives(RuleBasedStateMachine):
             self.driver.provide(request.id)
         if not request.closed:
             if request.cursor.prompt:
-                scheduler.close_prompt(request.id)
+                scheduler.append_rows(request.id, 0, last=True)
             else:
                 self.driver.cancel(request.id)
                 return

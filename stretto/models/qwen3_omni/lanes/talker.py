@@ -24,13 +24,9 @@ class TalkerInput(FrameInput[TalkerPrompt]):
     media: list[torch.Tensor] = field(default_factory=list)  # accept-layer rows on the device, in order
 
     @property
-    def num_media(self) -> int:
-        return sum(len(m) for m in self.media)
-
-    @property
     def missing(self) -> list[Span]:
         """Media rows of the prompt that have not come."""
-        return runs_of(np.flatnonzero(self.prompt.is_media)[self.num_media :])
+        return runs_of(np.flatnonzero(self.prompt.is_media)[sum(map(len, self.media)) :])
 
 
 class TalkerLane(FrameLane[Talker, TalkerInput]):

@@ -51,18 +51,15 @@ class ThinkerLane:
 
     def __init__(self, model: Thinker, cache: KVCache, num_rows: int, max_context: int) -> None:
         self.model, self.cache = model, cache
-        blocks = -(-max_context // cache.block_size)
-        self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
+        vocab, blocks = model.config.thinker.text.vocab_size, -(-max_context // cache.block_size)
+        self.fused = model.model.fused is not None
         self.params = SamplingColumns(num_rows + 1, model.device)
-        self.rows.bias = self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
-        self.rows.head = model.logits
-        self.floors = FloorColumns(num_rows + 1, model.device, model.model.fused is not None)
-        self.rows.masks = self.masks = MaskColumns(
-            num_rows + 1, model.config.thinker.text.vocab_size, model.device, model.model.fused is not None
-        )
+        self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.floors = FloorColumns(num_rows + 1, model.device, self.fused)
+        self.masks = MaskColumns(num_rows + 1, vocab, model.device, self.fused)
+        self.rows = DeviceRows(num_rows, blocks, vocab, cache, self.masks, self.bias, model.logits)
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
-        self.fused = model.model.fused is not None
         self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
         self.inputs: dict[RequestId, ThinkerInput] = {}
 

@@ -46,7 +46,7 @@ class TalkerNode(FrameNode):
 
     def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> Known:
         plan = talker_prompt(prompt, self.config, params.voice, ahead=params.ahead)
-        given = TalkerInput(plan, params.code0.params(), params.residual.params(), min_frames=params.min_frames)
+        given = TalkerInput(plan, params.code0, params.residual, min_frames=params.min_frames)
         salts = talker_salts(prompt.ids, thinker_salts(media_pieces(prompt, self.config)), plan)
         rows = row_ids(given, 0, len(plan.ids) if params.ahead else len(plan) - 1)
         return Known(given, rows, a.cache_root, salts, given.missing)

@@ -86,10 +86,7 @@ class ThinkerNode:
 
     @property
     def due_ns(self) -> int | None:
-        own, encoding = self.stage.due_ns, self.encoders.due_ns
-        if own is None or encoding is None:
-            return own if encoding is None else encoding
-        return min(own, encoding)
+        return min((at for at in (self.stage.due_ns, self.encoders.due_ns) if at is not None), default=None)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -115,7 +112,7 @@ class ThinkerNode:
 
     def _submit(self, known: Admitted, grammar: GrammarGuide | None = None) -> None:
         a, params, prompt, c = known.admit, known.params, known.prompt, self.config
-        pieces, sampling = media_pieces(prompt, c), params.sampling.params()
+        pieces, sampling = media_pieces(prompt, c), params.sampling
         capture = np.sort(np.concatenate([p.places for p in pieces])) if params.speak and pieces else None
         given = ThinkerInput(
             known.positions, known.first, sampling, [], capture, params.logit_bias, params.min_tokens, params.min_p
@@ -234,12 +231,10 @@ class ThinkerNode:
         rows = None
         if ready > start:
             ids = torch.from_numpy(np.array(request.ids[start:ready], dtype=np.int32))
-            runs, hidden = self._media(media, start, ready)
-            rows = ThinkerRows(Span(start, ready), ids, runs, hidden)
+            runs: list[Span] = []
+            hidden = self._none
+            if media is not None:
+                runs, hidden = runs_of([p for p in media.places if start <= p < ready]), media.rows
+            rows = ThinkerRows(Span(start, ready), ids, tuple(runs), hidden)
         if not self.outlet.send(id, rows, mark, media.event if media else None) and mark is Mark.MORE:
             self.outlet.tell(id, self.stage.scheduler)
-
-    def _media(self, media: MediaOutput | None, start: int, stop: int) -> tuple[tuple[Span, ...], torch.Tensor]:
-        if media is None:
-            return (), self._none
-        return tuple(runs_of([p for p in media.places if start <= p < stop])), media.rows

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stretto.family import Listening
+from stretto.family import Transcription
 
-LISTENING = Listening(
+TRANSCRIPTION = Transcription(
     transcribe="Transcribe the audio into text.",
     transcribe_language="Transcribe the {language} audio into text.",
     translate="Listen to the provided speech and produce a translation in English text.",

@@ -1,0 +1,9 @@
+"""`python -m stretto` is the command `stretto`."""
+
+from __future__ import annotations
+
+import sys
+
+from stretto.cli import main
+
+sys.exit(main())

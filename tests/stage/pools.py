@@ -1,0 +1,15 @@
+"""A stage's KV blocks: how many are held, and a prefix cache that forgets."""
+
+from __future__ import annotations
+
+from stretto.stage.scheduler.blocks import BlockPool
+
+
+def num_held(pool: BlockPool) -> int:
+    return pool.num_blocks - pool.num_available
+
+
+def clear_cache(pool: BlockPool) -> None:
+    """Forget everything findable."""
+    for block in list(pool._index.values()):
+        pool._forget(block)

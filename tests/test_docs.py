@@ -1,0 +1,56 @@
+"""Documents name what is there: files, and words of the code in backticks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("stretto", "tests", "bench", "examples", "recipes", "scripts", "deploy", "packages", "docs")
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+CODE = (".py", ".toml", ".yaml", ".sh", ".js", ".html", ".service")
+GENERATED = re.compile(r"STRETTO_\w+|\w*_(total|seconds|bytes)|__\w+__")  # names that code puts together
+OTHERS = {"url_param", "KillMode", "rate_limits"}  # of other programs
+ELSEWHERE = {"stretto.yaml", "serve.yaml", "openapi.json"}  # files that readers write, or ask a server for
+NOT_RUN = {"copies_h200.json"}  # results of benchmarks that were not run yet
+
+
+def files() -> list[Path]:
+    found = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.is_file()]
+    return [*found, *(p for p in ROOT.iterdir() if p.is_file())]
+
+
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    """All words of the code, and names of files without their endings."""
+    paths = files()
+    code = (p.read_text(encoding="utf-8") for p in paths if p.suffix in CODE or p.name == "Makefile")
+    return {w for text in code for w in re.findall(r"\w+", text)} | {p.stem for p in paths}
+
+
+def named(page: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_words_of_the_code_are_in_the_code(page: Path, words: set[str]) -> None:
+    tests = {w for w in words if w.startswith("test_")}
+
+    def known(word: str) -> bool:
+        if word in words or word in OTHERS or GENERATED.fullmatch(word):
+            return True
+        return any(word.strip("_") in test for test in tests)  # a test may be named by its beginning
+
+    of_code = re.compile(r"\w*[a-z0-9]_\w+|(?:[A-Z][a-z0-9]+){2,}")  # snake_case, CamelCase
+    said = {w for span in named(page) for w in re.findall(r"[A-Za-z_]\w*", span) if of_code.fullmatch(w)}
+    assert {w for w in said if not known(w)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_files_are_there(page: Path) -> None:
+    there = {p.name for p in files()} | ELSEWHERE | NOT_RUN
+    said = {Path(p).name for span in named(page) for p in re.findall(r"[\w./-]+\.(?:py|md|yaml|toml|json)\b", span)}
+    assert said - there == set()
