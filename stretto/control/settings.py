@@ -28,6 +28,7 @@ class HostPlace:
         return "+".join(self.stages)
 
 
+MOST_REPLICAS = 1024
 CONTEXT = 8192
 """Tokens of the longest context where nothing is said."""
 
@@ -229,8 +230,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         least, most = self.replica_range
-        if not 1 <= least <= most or self.max_requests < 1 or self.stall_s <= 0:
-            raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
+        if not 1 <= least <= most <= MOST_REPLICAS:
+            raise Invalid(
+                f"replicas must be from 1 to {MOST_REPLICAS}, or from:to such as 1:8, the smaller number first, got "
+                + (f"{least}:{most}" if isinstance(self.replicas, tuple) else f"{least}"), "replicas",
+            )  # fmt: skip
+        if self.max_requests < 1 or self.stall_s <= 0:
+            raise Invalid("max_requests must be at least 1, stall_s positive", "config")
         if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
             raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
         details = {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"}

@@ -61,8 +61,8 @@ def test_replicas_may_come_and_go_on_a_cluster_alone() -> None:
     assert EngineConfig(replicas=(2, 8)).replica(0).num_pipelines == 1
     with pytest.raises(Invalid, match="need --backend ray"):
         _ = EngineConfig(replicas=(2, 8)).num_pipelines
-    for wrong in ((0, 4), (3, 2)):
-        with pytest.raises(Invalid, match="replicas"):
+    for wrong, told in (((0, 4), "0:4"), ((3, 2), "3:2"), (0, "0"), (1025, "1025"), ((1, 10**9), "1:1000000000")):
+        with pytest.raises(Invalid, match=f"replicas must be from 1 to 1024.* got {told}$"):
             EngineConfig(replicas=wrong)
     for text in ("a", "1:", ":8", "1:8:9", "-1", ""):
         with pytest.raises(Invalid, match="replicas"):

@@ -3,10 +3,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stretto.connector.registry import ENTRY_POINTS, Registry, connectors
+from stretto.cli import main
+from stretto.connector import known
+from stretto.connector.known import ENTRY_POINTS, check_connector
+from stretto.connector.registry import Registry, connectors
 from stretto.connector.shm import ShmConnector
 from stretto.errors import Invalid
 
@@ -47,6 +51,19 @@ def test_others_may_register() -> None:
         registry.get("dove")
 
 
+def test_names_are_checked_before_anything_is_started(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for name in ("shm", "tcp"):
+        check_connector(name)
+    monkeypatch.setattr(known, "find_spec", lambda name: None)
+    with pytest.raises(Invalid, match=r"needs the package mooncake: pip install 'stretto\[mooncake\]'"):
+        check_connector("mooncake")
+    monkeypatch.setattr(known, "find_spec", lambda name: object())
+    check_connector("mooncake")
+    assert main(["serve", "/nowhere", "--connector", "dove"]) == 2
+    assert "no connector 'dove'; there are mooncake, shm, tcp" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("installed")
 def test_an_entry_point_brings_a_connector() -> None:
+    check_connector("dove")
     assert type(Registry().get("dove")) is ShmConnector
