@@ -16,13 +16,15 @@ Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRE
 
 class Configure(Wire, frozen=True, tag="configure"):
     """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
-    `HostSettings`, `beside` the stages of each host that will load on the same card after this one."""
+    `HostSettings`, `beside` the stages of each host that will load on the same card after this one, `others` whether
+    the pipeline has stages in other hosts."""
 
     model: str
     build: str
     stages: tuple[str, ...]
     settings: dict[str, Any]
     beside: tuple[tuple[str, ...], ...] = ()
+    others: bool = False
 
 
 class Listen(Wire, frozen=True, tag="listen"):

@@ -157,8 +157,9 @@ class Upkeep:
         await host.start()
         if self._closing:  # while it was being started
             host.kill()
-        settings = replace(self.config.host, device=host.device, trace=self._traced)
-        host.send(Configure(self.model, self.spec.build, self.places[index].stages, settings.as_dict(), beside))
+        settings = replace(self.config.host, device=host.device, trace=self._traced).as_dict()
+        stages, others = self.places[index].stages, len(self.places) > 1
+        host.send(Configure(self.model, self.spec.build, stages, settings, beside, others))
 
     def died(self, host: Host, index: int) -> None:
         if self._closing:
