@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from stretto.cli import parser
-from stretto.connector.registry import Registry
 from stretto.connector import known
+from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.cluster import ClusterConfig
 from stretto.control.request import ChunkSizes
