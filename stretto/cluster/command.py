@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 APP = "stretto"
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+ALERT = "[ALERT]"  # how HAProxy begins what it ends with
 REACH_S = 5.0
 POLL_S = 0.2
 
@@ -144,11 +145,11 @@ def _serve(app: Any, server: ServerConfig) -> int:
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
-    serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=server.host, port=server.port))
     failed: list[Exception] = []
 
     def deploy() -> None:
         try:
+            serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=server.host, port=server.port))
             serve.run(app, name=APP, route_prefix=server.root_path or "/", blocking=False)
         except Exception as e:  # noqa: BLE001 - told by the thread that waits
             failed.append(e)
@@ -160,7 +161,7 @@ def _serve(app: Any, server: ServerConfig) -> int:
         while work.is_alive() and not over.wait(POLL_S):
             pass
         if failed:
-            raise StageDead(why(serve.status(), first_line(failed[0])))
+            raise StageDead(why(serve.status(), failed[0]))
         if not over.is_set():
             _say(f"stretto: serves at port {server.port} of every node with a replica; Ctrl-C drains and ends it")
             over.wait()
@@ -171,12 +172,13 @@ def _serve(app: Any, server: ServerConfig) -> int:
     return 0
 
 
-def why(status: Any, otherwise: str) -> str:
-    """What a replica said of its failure: Serve tells it as a traceback."""
+def why(status: Any, error: Exception) -> str:
+    """What a replica said of its failure, or HAProxy of its settings: Serve tells both as tracebacks."""
     app = status.applications.get(APP)
     lines = [line for d in app.deployments.values() for line in d.message.splitlines()] if app else []
     said = [line.partition(": ")[2] for line in lines if line.startswith(f"{StrettoError.__module__}.")]
-    return said[-1] if said else otherwise
+    said = said or [line for line in str(error).splitlines() if line.startswith(ALERT)][:1]
+    return said[-1] if said else first_line(error)
 
 
 def _say(line: str) -> None:

