@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -293,8 +294,11 @@ def test_numbers_get_the_names_that_the_dashboard_knows(service: RayService) -> 
     [scraped] = monitor.spec.pod_metrics_endpoints
     assert scraped.port in {p.name for p in template.spec.containers[0].ports}
     [rule] = scraped.metric_relabelings
-    renamed = re.sub(f"^{rule.regex}$", rule.replacement.replace("$", "\\"), "ray_stretto_engine_running")
-    assert renamed == "stretto_engine_running"
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    asked = {n for p in panels for t in p["targets"] for n in re.findall(r"(?:stretto|process)_\w+", t["expr"])}
+    assert {"stretto_stage_waiting", "process_resident_memory_bytes"} <= asked
+    for name in asked:  # as Ray calls them
+        assert re.sub(f"^{rule.regex}$", rule.replacement.replace("$", "\\"), f"ray_{name}") == name
 
 
 def test_the_ingress_streams_and_keeps_sessions() -> None:
