@@ -66,8 +66,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def spec_of(model: str, engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> Spec:
-    """Checked as far as this machine can; the model may be on the others alone."""
+    """Checked as far as this machine can: it must have the model, and the others are asked when they start a host."""
     check_cluster(cluster, engine)
+    if not Path(model).is_dir():
+        raise Invalid(f"{model}: on a cluster the model is a directory that every machine has, this one too", "model")
     if server.ssl_certfile:
         raise Invalid("TLS ends before Ray's ingress, not in it: leave ssl_certfile out", "ssl_certfile")
     device = "cuda" if cluster.host_gpus else "cpu"
@@ -141,8 +143,9 @@ def replica_app(spec: Spec) -> Starlette:
         async with inner(app) as state:
             service: Service = app.state.service
             await service.opened.wait()
-            if service.failure is not None:
-                raise StageDead(service.failure)
+            if service.failure is not None:  # `check_health` tells: Serve shows its words, and not a lifespan's
+                yield state
+                return
             export = Export(serve.get_replica_context().replica_tag, lambda: metrics_of(service))
             beside = [asyncio.create_task(w) for w in (export.run(), say_goodbye(service, shutdown_flag()))]
             try:
@@ -167,7 +170,8 @@ class Replica:
         return service
 
     def check_health(self) -> None:
-        """Raises when the engine will not come back, so that Serve replaces this replica."""
+        """Raises when the engine did not come up, or will not come back, so that Serve replaces this replica. Serve
+        asks a first time before it lets anybody in."""
         progress = self.service.progress
         if progress.state != "dead":
             self._dead_since = None

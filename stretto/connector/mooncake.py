@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from stretto.connector import wire
@@ -32,6 +33,7 @@ from stretto.errors import Invalid
 if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
 
+DEVICES = Path("/sys/class/infiniband")
 _HANDSHAKE = "P2PHANDSHAKE"  # the engine's name for: no metadata server, peers exchange metadata directly
 
 
@@ -92,6 +94,17 @@ def _import_engine() -> Callable[[], TransferEngine]:
     return cast(Callable[[], TransferEngine], TransferEngine)
 
 
+def _check_devices(wanted: _Wanted) -> None:
+    """The engine itself takes tcp, with a line in its log, where it finds no RDMA device."""
+    there = sorted(p.name for p in DEVICES.glob("*"))
+    if wanted.protocol == "rdma" and (not there or wanted.device not in ("", *there)):
+        what = f"no RDMA device {wanted.device!r}" if there and wanted.device else "no RDMA device"
+        raise Invalid(
+            f"connector 'mooncake' with protocol=rdma: this machine has {what} (found: {', '.join(there) or 'none'})",
+            param="link_details",
+        )
+
+
 @dataclass(slots=True)
 class _Engines:
     """The process's engines, each kept as long as a link uses it. An engine owns threads and a port."""
@@ -105,6 +118,7 @@ class _Engines:
             if engine is None:
                 # Read by the engine when it starts. Its own default lets a write to a frozen peer wait for 30 s.
                 os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+                _check_devices(wanted)
                 engine = _import_engine()()
                 if engine.initialize(wanted.host, _HANDSHAKE, wanted.protocol, wanted.device) != 0:
                     raise Invalid(f"Mooncake's transfer engine does not start: {wanted}", param="connector")

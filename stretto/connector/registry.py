@@ -1,7 +1,8 @@
 """The connectors by name. Used by the ends of links in a host (`stage.ends`), whose configuration names one.
 
 Links inside a host need none. A package adds a connector by an entry point in the group `stretto.connectors`, whose
-object makes it; code that runs in the host process may call `register` instead."""
+object makes it; a family that runs in the host process may call `register` instead, where the engine is started from
+Python (`stretto serve` takes names that it can check before it starts anything)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import cast
 
 from stretto.connector.contract import Connector
-from stretto.control.settings import CONNECTORS as ENTRY_POINTS
+from stretto.connector.known import ENTRY_POINTS, OURS, unknown
 from stretto.errors import Invalid
 
 Factory = Callable[[], Connector]
@@ -34,11 +35,7 @@ class Registry:
     """Names to connectors; each is made once, on first use."""
 
     def __init__(self) -> None:
-        self._factories: dict[str, Factory] = {
-            "shm": _lazily("stretto.connector.shm", "ShmConnector"),
-            "tcp": _lazily("stretto.connector.tcp", "TcpConnector"),
-            "mooncake": _lazily("stretto.connector.mooncake", "MooncakeConnector"),
-        }
+        self._factories: dict[str, Factory] = {name: _lazily(*where) for name, where in OURS.items()}
         self._made: dict[str, Connector] = {}
 
     def register(self, name: str, factory: Factory) -> None:
@@ -60,7 +57,7 @@ class Registry:
             return self._factories[name]
         for entry in entry_points(group=ENTRY_POINTS, name=name):
             return cast(Factory, entry.load())
-        raise Invalid(f"no connector {name!r}; there are {', '.join(self.names())}", param="connector")
+        raise unknown(name, self._factories)
 
 
 connectors = Registry()

@@ -26,6 +26,11 @@ class Configure(Wire, frozen=True, tag="configure"):
     links: tuple[tuple[str, str], ...]
     beside: tuple[tuple[str, ...], ...] = ()
 
+    @property
+    def others(self) -> bool:
+        """Whether the pipeline has stages in other hosts."""
+        return any(stage not in self.stages for link in self.links for stage in link)
+
 
 class Listen(Wire, frozen=True, tag="listen"):
     link: str

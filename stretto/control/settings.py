@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
@@ -29,6 +28,7 @@ class HostPlace:
         return "+".join(self.stages)
 
 
+MOST_REPLICAS = 1024
 CONTEXT = 8192
 """Tokens of the longest context where nothing is said."""
 
@@ -197,8 +197,6 @@ DETAILS: Mapping[str, Mapping[str, str]] = {
     "shm": {}, "tcp": {}, "mooncake": {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"},
 }  # fmt: skip
 """The connectors of the package, and what their `link_details` may be."""
-CONNECTORS = "stretto.connectors"
-"""The group of entry points by which other packages add theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +240,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         least, most = self.replica_range
-        if not 1 <= least <= most or self.max_requests < 1 or self.stall_s <= 0:
-            raise Invalid("replicas and max_requests must be at least 1, stall_s positive", "config")
+        if not 1 <= least <= most <= MOST_REPLICAS:
+            raise Invalid(
+                f"replicas must be from 1 to {MOST_REPLICAS}, or from:to such as 1:8, the smaller number first, got "
+                + (f"{least}:{most}" if isinstance(self.replicas, tuple) else f"{least}"), "replicas",
+            )  # fmt: skip
+        if self.max_requests < 1 or self.stall_s <= 0:
+            raise Invalid("max_requests must be at least 1, stall_s positive", "config")
         if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
             raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
         for name, value in self.link_details.items():
@@ -291,9 +294,6 @@ def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int,
     """Refuse settings that a model with these stages and `max_positions` cannot have. Called as soon as it is known
     which model it is. `stated`: names of settings that somebody gave; the default context is shortened silently."""
     places(config.placement, stages)
-    if config.connector not in DETAILS and not entry_points(group=CONNECTORS, name=config.connector):
-        known = ", ".join(sorted({*DETAILS, *(entry.name for entry in entry_points(group=CONNECTORS))}))
-        raise Invalid(f"there is no connector {config.connector!r}; there are {known}", "connector")
     asked = config.host.max_context
     if asked > max_positions and (asked != CONTEXT or "max_model_len" in stated):
         raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")

@@ -51,7 +51,7 @@ class HostProcess(Host):
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                process_group=0,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
+                start_new_session=True,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
                 env={**ENVIRONMENT, **os.environ, **self._environment},
             )
         loop = asyncio.get_running_loop()

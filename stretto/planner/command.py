@@ -45,14 +45,15 @@ def run_plan(args: argparse.Namespace) -> int:
     from stretto.planner.table import find_table, read_table
 
     table = read_table(args.table or find_table(args.gpu))
-    if args.model is not None and args.model.rstrip("/").rpartition("/")[2] != table.model:
+    if args.model is not None and not is_of(args.model, table.model):
         raise Invalid(f"the step times are of {table.model}, not of {args.model}", "model")
-    frames = max(1, round(seconds(args.speech, "speech") / table.frame_s))
+    frames = round(_between(seconds(args.speech, "speech"), table.frame_s, 86400, "speech") / table.frame_s)
     asked = Asked(_at_least(args.prompt_tokens, "prompt_tokens"), max(1, round(TOKENS_PER_FRAME * frames)), frames)
     load = Load(_at_least(args.sessions, "sessions"), asked, seconds(args.pause, "pause"))
     goal = Goal(seconds(args.first_audio_p99, "first_audio_p99"), _between(args.stutters, 0, 1, "stutters"))
+    price = _between(args.price, 0, 1_000_000, "price")
     plan = make_plan(table, load, goal)
-    cost = plan.cost(args.price)
+    cost = plan.cost(price)
     if args.json:
         told = {**asdict(plan), "cost_per_speech_hour": cost, "error": table.error, "worst": table.worst}
         sys.stdout.write(json.dumps(told) + "\n")
@@ -64,16 +65,23 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     sys.stdout.write(
         f"{plan.cards} x {table.gpu} for {load.sessions} sessions of {table.model}: {s.sessions} on each, which would "
-        f"carry {plan.most}\n"
+        f"carry {plan.most}{' or more' if plan.or_more else ''}\n"
         f"  first audio  p50 {1e3 * s.first_audio_p50_s:.0f} ms, p99 {1e3 * s.first_audio_p99_s:.0f} ms\n"
         f"  speech       p99 made in {100 * s.rtf_p99:.0f} % of its length; {100 * s.stutters:.1f} % of answers ever "
         "wait\n"
-        f"  on a card    {s.streams:.1f} answers at a time; weights {table.weights_gib:.0f} of {table.memory_gib:.0f} "
-        "GiB\n"
-        f"  cost         {cost:.2f} for an hour of speech, at {args.price:g} an hour for a card\n"
+        f"  on a card    {s.streams:.1f} answers at a time\n"
+        f"  memory       weights {table.weights_gib:.0f} of {table.memory_gib:.0f} GiB; the KV caches hold "
+        f"{min(table.text.tokens, table.frames.tokens):,} tokens each, at most {100 * s.cache:.0f} % of them in use\n"
+        f"  cost         {cost:.3g} for an hour of speech, at {args.price:g} an hour for a card\n"
         f"  error        of the replay against measured runs: {errors or 'not known'}\n"
     )
     return 0
+
+
+def is_of(name: str, model: str) -> bool:
+    """Whether this name or path is of the model: `org/Model-Instruct` is one of `Model`."""
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    return last == model.lower() or last.startswith(f"{model.lower()}-")
 
 
 def seconds(text: str, name: str) -> float:

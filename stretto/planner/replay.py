@@ -80,6 +80,7 @@ class _Stage:
     scheduler: Scheduler
     running: deque[_Step] = field(default_factory=deque)
     known: dict[int, float] = field(default_factory=dict)  # what decodes take, by rows
+    most_held: int = 0  # blocks of its KV cache that requests had at once
 
     def launch(self) -> None:
         """The next step when the one before has ended; behind one that holds prompts, or for prompts that have come,
@@ -89,6 +90,8 @@ class _Stage:
             if batch is None:
                 return
             self.running.append(_Step(batch, self._takes(batch)))
+            pool = self.scheduler.pool
+            self.most_held = max(self.most_held, pool.num_blocks - pool.num_available)
 
     def _held(self) -> bool:
         return self.running[-1].batch.decode_only and self.scheduler.only_decodes_wait
@@ -170,6 +173,11 @@ class Card:
     def running(self) -> int:
         """Requests that are not answered yet."""
         return len(self._arriving) + len(self._coming) + len(self._voices)
+
+    @property
+    def cache(self) -> float:
+        """The largest part of a stage's KV cache that was ever in use."""
+        return max(s.most_held / s.scheduler.pool.num_blocks for s in (self._text, self._frames))
 
     def arrive(self, asked: Asked) -> None:
         """A request reaches the server now. The server does a little of each of those that are there by turns,

@@ -42,6 +42,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep(), name="prompt worker")
+        self._keeper.add_done_callback(self._kept)
         await self.wait_until_ready(self._settings.start_timeout_s)
 
     async def close(self) -> None:
@@ -72,6 +73,13 @@ class WorkerProcess:
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
+
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """Whoever waits for a worker that nobody will start is told so at once."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            log.error("no prompt worker can be started: %s", error)
+            self._broken = StageDead(f"the prompt worker cannot be started: {error}")
+            self._ready.set()
 
     async def _keep(self) -> None:
         """Keep one worker running."""
@@ -104,7 +112,7 @@ class WorkerProcess:
                 *("--builder", self._builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                process_group=0,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
+                start_new_session=True,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
                 env={**os.environ, **ENVIRONMENT},
             )
         self._control = ours

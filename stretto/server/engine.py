@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stretto.connector.known import check_connector
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.devices import spread
 from stretto.control.settings import EngineConfig, HostSettings
@@ -43,6 +44,7 @@ def engine_config(
     switches = stated(OverlapSwitches, flags, environ, file)
     host = read(HostSettings, flags, environ, file, switches=switches)
     config = read(EngineConfig, flags, environ, file, **fixed)
+    check_connector(config.connector)
     device = config.devices[0] if config.devices else find_device()
     config = replace(config, host=replace(host, device=device))
     return spread(config, len(cards())) if here else config

@@ -20,7 +20,7 @@ from stretto.stage.ahead import Ahead
 from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
 from stretto.stage.mediarows import PayloadStore
 from stretto.stage.node import Node
-from stretto.stage.plan import RESERVE, StagePlan, check, free_memory
+from stretto.stage.plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.report import Report
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs
 from stretto.stage.runner.lane import Lane
@@ -47,7 +47,12 @@ class StageContext:
     recorder: Recorder = field(default_factory=Recorder)
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
-    beside: tuple[tuple[str, ...], ...] = ()  # stages of each host that will load on this card after us
+    configure: Configure | None = None  # what the host was told that it is
+
+    @property
+    def beside(self) -> tuple[tuple[str, ...], ...]:
+        """Stages of each host that will load on this card after us."""
+        return self.configure.beside if self.configure is not None else ()
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -65,8 +70,9 @@ class StageContext:
 
     def fit(self, plans: Sequence[StagePlan]) -> int:
         """Refuse stages that do not fit; else the bytes that are free for them."""
-        free, reserve = free_memory(self.device, self.settings.memory_share), RESERVE[self.device.type]
-        check(plans, free, reserve, str(self.device))
+        share, others = self.settings.memory_share, self.configure is not None and self.configure.others
+        free, reserve = free_memory(self.device, share), RESERVE[self.device.type]
+        check(plans, free, reserve, str(self.device), card_memory(self.device, share), others)
         self.memory.update({p.stage: p.kept for p in plans})
         return free - reserve
 

@@ -62,7 +62,7 @@ class Host:
             push,
             self.num_requests,
             recorder=self.recorder,
-            beside=configure.beside,
+            configure=configure,
         )
         self.nodes: dict[str, Node] = {}
 

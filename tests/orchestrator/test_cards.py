@@ -141,6 +141,7 @@ def test_hosts_on_one_card_load_in_turn_and_know_who_comes_after() -> None:
             assert len(begun) == turn + 1, "one at a time"
             [told] = [m for m in begun[-1].heard() if isinstance(m, Configure)] if begun[-1].state == "starting" else []
             assert len(told.beside) == 3 - turn
+            assert told.others, "the pipeline has a host more"
             loaded.append(told.stages)
             assert sorted([*loaded, *told.beside]) == sorted([STAGES[:1], STAGES[1:]] * 2)
             begun[-1].say(Ready(told.stages, 0.0))

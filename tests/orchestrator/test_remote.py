@@ -332,3 +332,21 @@ def test_a_peer_whose_coming_is_told_after_its_hello_stays() -> None:
         wire.close()
 
     run(work())
+
+
+def test_nothing_goes_before_its_agent_has_said_hello() -> None:
+    """What is asked of a host that is being started must not come before `Configure`, nor count as unanswered."""
+
+    async def work() -> None:
+        host = RemoteHost("p0.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL)
+        host._wire = wire = remote._Wire(host, "nonce", SECRET, LOCAL)
+        host.ping(1)
+        host.send(Ping(2))
+        assert not wire._out
+        assert host.asked is None
+        host._agent_pid = 1  # as `start` has it when it returns
+        host.send(Ping(3))
+        assert wire._out
+        wire.close()
+
+    run(work())

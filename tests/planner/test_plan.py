@@ -15,7 +15,7 @@ from bench.plan import replay_closed
 from stretto.cli import main
 from stretto.errors import Invalid
 from stretto.planner import plan
-from stretto.planner.command import seconds
+from stretto.planner.command import is_of, seconds
 from stretto.planner.plan import Goal, Load, look, make_plan
 from stretto.planner.replay import Asked, Card, Heard, replay
 from stretto.planner.table import (
@@ -148,18 +148,43 @@ def test_a_listener_who_runs_dry_waits() -> None:
 def test_the_same_seed_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "WARM_S", 0.5)
     monkeypatch.setattr(plan, "LOOKED_S", 1.5)
-    load, goal = Load(60, ASKED, 0.4), Goal(0.060)
+    load, goal = Load(200, ASKED, 0.4), Goal(0.060)
     one, again = make_plan(TABLE, load, goal), make_plan(TABLE, load, goal)
     assert one == again
-    assert one.cards * one.most >= 60 > (one.cards - 1) * one.most
+    assert one.cards * one.most >= 200 > (one.cards - 1) * one.most
     assert look(TABLE, load, one.most).meets(goal)
     assert not look(TABLE, load, 2 * one.most + 2).meets(goal)
     tighter = make_plan(TABLE, load, Goal(0.030))
     assert tighter.cards >= one.cards
-    assert one.speech_hours_per_hour == pytest.approx(60 * 1.6 / 2.0)
-    assert one.cost(2.0) == pytest.approx(one.cards * 2.0 / 48)
-    with pytest.raises(Invalid, match="not even one session"):
+    assert one.speech_hours_per_hour == pytest.approx(200 * 1.6 / 2.0)
+    assert one.cost(2.0) == pytest.approx(one.cards * 2.0 / 160)
+    assert not one.or_more
+    assert 0 < look(TABLE, load, 2).cache < one.seen.cache < 1
+    with pytest.raises(Invalid, match="no number of toy meets the goal: a session alone on one has its first audio"):
         make_plan(TABLE, load, Goal(0.001))
+
+
+def test_what_was_not_tried_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that carries all would carry more: how many more is not looked for."""
+    looked: list[int] = []
+
+    def one(table: Table, load: Load, sessions: int, seed: int = 0) -> plan.Seen:
+        looked.append(sessions)
+        return plan.Seen(sessions, 0.01, 0.02, 0.1, 0.0, 1.0, 0.5)
+
+    monkeypatch.setattr(plan, "look", one)
+    few = make_plan(TABLE, Load(10, ASKED, 0.4), Goal(0.060))
+    assert (few.cards, few.most, few.or_more) == (1, 16, True)
+    assert max(looked) == 16
+    many = make_plan(TABLE, Load(1_000_000, ASKED, 0.4), Goal(0.060))
+    assert (many.most, many.or_more) == (plan.MOST_PER_CARD, True)
+
+
+def test_a_model_has_names() -> None:
+    assert is_of("org/Model-7B-Instruct/", "Model-7B")
+    assert is_of("model-7b", "Model-7B")
+    assert not is_of("org/Model-7Bx", "Model-7B")
+    assert not is_of("Model", "Model-7B")
 
 
 # ---- the command, and the table that comes with it
@@ -180,6 +205,11 @@ def test_times_are_parsed() -> None:
         (["--model", "other"], "not of other"),
         (["--first-audio-p99", "soon"], "such as 200ms"),
         (["--speech", "0.5h"], "such as 200ms"),
+        (["--speech", "0s"], "speech must be from 0.08"),
+        (["--price", "nan"], "price must be from 0"),
+        (["--price", "-1"], "price must be from 0"),
+        (["--stutters", "2"], "stutters must be from 0 to 1"),
+        (["--sessions", "0"], "sessions must be from 1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str], said: str, capsys: Any) -> None:
@@ -201,6 +231,7 @@ def test_the_command_answers(tmp_path: Path, capsys: Any, monkeypatch: pytest.Mo
     text = capsys.readouterr().out
     assert text.startswith(f"{told['cards']} x toy for 30 sessions of toy")
     assert "rtf 5 % (worst 9 %)" in text
+    assert "the KV caches hold 100,000 tokens each, at most" in text
 
 
 def test_the_shipped_table_says_how_far_it_is_off() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stretto.cli import parser
+from stretto.connector import known
 from stretto.connector.registry import Registry
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.cluster import ClusterConfig
@@ -46,6 +47,7 @@ ELSEWHERE = {
 """Fields that are set under another record's name."""
 
 SAMPLES = {
+    "connector": "tcp",
     "link_details": "protocol=rdma", "memory_share": "0.5", "host_gpus": "0.5",
     "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6", "dtype": "float16",
     "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3", "first_frames": "2",
@@ -103,7 +105,10 @@ def found(
 
 
 @pytest.mark.parametrize(("record", "f"), every(), ids=lambda x: name_of(x) if isinstance(x, Field) else "")
-def test_each_can_be_set_in_all_places(record: type[Any], f: Field[Any], tmp_path: Path) -> None:
+def test_each_can_be_set_in_all_places(
+    record: type[Any], f: Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "find_spec", lambda package: object())  # whatever is installed here
     name, value = name_of(f), sample(record, f)
     given = {**BESIDE.get(name, {}), name: value}
     before, _ = found(record, f, {}, {})
@@ -207,7 +212,7 @@ def test_sizes_are_checked_before_anything_starts(wrong: dict[str, int]) -> None
 def test_a_refusal_for_lack_of_memory_recommends_flags(stages: tuple[str, ...], tiny_config: OmniConfig) -> None:
     plans = plan(tiny_config, stages, HostSettings(), POOLS, torch.float32)
     with pytest.raises(DoesNotFit) as caught:
-        check(plans, 1 << 10, 0, "cuda:0")
+        check(plans, 1 << 10, 0, "cuda:0", 1 << 10)
     advice = str(caught.value).partition("; ")[2]
     named = set(re.findall(r"--[a-z0-9-]+", advice))
     assert {"--placement"} < named <= options("serve") & options("generate")

@@ -7,13 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.control.life import Loading
+from stretto.connector.switches import OverlapSwitches
+from stretto.control.life import Configure, Loading
 from stretto.control.settings import HostSettings
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.plan import POOLS, plan, shared
+from stretto.stage import context as context_module
 from stretto.stage.codec import CodecConfig, CodecStage
+from stretto.stage.context import StageContext
 from stretto.stage.host import Host
 from stretto.stage.plan import (
     GIB,
@@ -107,24 +110,45 @@ def test_it_fits_exactly_if_the_highest_water_does(parts: list[tuple[int, int, i
 
 def test_a_refusal_names_every_number_and_what_to_lower() -> None:
     with pytest.raises(StageDead) as e:
-        check(PLANS, 79 * GIB, 2 * GIB, "cuda:0")
+        check(PLANS, 79 * GIB, 2 * GIB, "cuda:0", 80 * GIB)
     assert str(e.value) == (
         "thinker 70.0 GiB (weights 60.0 GiB, state 10.0 GiB), talker 12.0 GiB (weights 6.0 GiB, state 4.0 GiB, while "
         "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower --kv-blocks "
-        'thinker=N (now 10.0 GiB), or use 2 such cards: --placement "thinker@0, talker@1"'
+        'thinker=N (now 10.0 GiB), or use 2 such cards: --placement "thinker@0, talker@1" (with --backend '
+        "ray without @)"
     )
     assert [size(n) for n in (1024, 5 << 20, 3 * GIB)] == ["1 KiB", "5.0 MiB", "3.0 GiB"]
 
 
 def test_a_refusal_names_the_split_that_fits() -> None:
-    def advice(free: int, *sizes: int) -> str:
+    def advice(free: int, *sizes: int, card: int | None = 40, others: bool = False) -> str:
+        plans = [StagePlan(f"s{i}", n, 0) for i, n in enumerate(sizes)]
         with pytest.raises(DoesNotFit) as e:
-            check([StagePlan(f"s{i}", n, 0) for i, n in enumerate(sizes)], free, 5, "cuda:0")
-        return str(e.value).rpartition("; ")[2]
+            check(plans, free, 5, "there", card, others)
+        return str(e.value).partition(" free")[2].removeprefix("; ").removesuffix(" (with --backend ray without @)")
 
     assert advice(40, 3, 30, 6) == 'or use 2 such cards: --placement "s1@0, s0+s2@1"'
     assert advice(40, 30, 20, 25) == 'or use 3 such cards: --placement "s0@0, s2@1, s1@2"'
     assert advice(40, 36, 1, 1) == "and no --placement on several such cards fits"
+    # A card that others use: what it has is more than what is free.
+    assert advice(20, 3, 30, 6) == 'or use 2 such cards: --placement "s1@0, s0+s2@1"'
+    assert advice(20, 3, 20, 6) == "or use a card that nothing else uses: such a one has 0 KiB"
+    # A flag must name all stages, and this host does not know where the others are.
+    assert advice(40, 30, 6, others=True) == "or part s0 and s1 in --placement, each on such a card"
+    assert advice(40, 36, others=True) == "and no --placement on several such cards fits"
+    assert advice(40, 30, 20, card=None) == "", "a machine without cards has no more of them"
+
+
+@pytest.mark.parametrize(("others", "words"), [(True, "or part a and b in --placement"), (False, "use 2 such cards")])
+def test_a_host_knows_its_card_and_whether_it_is_all(others: bool, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_module, "free_memory", lambda device, share: 10 * GIB)
+    monkeypatch.setattr(context_module, "card_memory", lambda device, share: 40 * GIB)
+    told = Configure("", "", ("a", "b"), {}, (("a", "b"), *([("b", "d")] if others else [])), (("c",),))
+    cuda, switches = torch.device("cuda"), OverlapSwitches()
+    it = StageContext("", HostSettings(), cuda, switches, lambda: None, lambda m, b: None, lambda: None, configure=told)
+    assert it.beside == (("c",),)
+    with pytest.raises(DoesNotFit, match=words):
+        it.fit([StagePlan("a", 30 * GIB, 0), StagePlan("b", 20 * GIB, 0)])
 
 
 def test_hosts_on_one_card_leave_room_for_each_other(tiny_config: OmniConfig) -> None:
