@@ -115,7 +115,7 @@ def test_queued(running: Running) -> None:
         await come_to(engine, lambda v: v['stretto_stage_requests{stage="talker"}'] == 1)
         await second.leave()
         assert not second.there.is_set()
-        left = await come_to(engine, lambda v: set(held(v, NARROW.link_slots)) <= set(alone), 100)
+        left = await come_to(engine, lambda v: set(held(v, NARROW.link_slots)) <= set(alone))
         assert left['stretto_stage_requests{stage="thinker"}'] == 1
         await first.leave()
         await freed(engine)
