@@ -535,7 +535,7 @@ def test_leaving_is_told_to_the_request_that_runs() -> None:
 def clients(running: Running, number: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         yield [
-            stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=30))
+            stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=120))
             for _ in range(number)
         ]
 
@@ -558,7 +558,9 @@ def refused(running: Running, reason: str) -> float:
 def test_silent_connections_do_not_stay() -> None:
     with serve(ScriptedEngine(), header_timeout=0.05) as running, clients(running, 50) as some:
         assert [everything(s) for s in some] == [b""] * 50
-        assert refused(running, "header_timeout") == 50
+        # Not asked over HTTP: a busy machine may take longer than that for its headers.
+        counted = running.server.service.metrics._registry.get_sample_value
+        assert counted("stretto_connections_refused_total", {"reason": "header_timeout"}) == 50
 
 
 def test_large_headers_and_garbage() -> None:
@@ -677,7 +679,7 @@ def test_a_client_that_never_speaks_tls(tmp_path: Path) -> None:
         "/CN=x",
     ]
     subprocess.run([*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True)
-    with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key, header_timeout=0.2) as running:
+    with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key, header_timeout=2.0) as running:
         with clients(running, 20) as some:
             for s in some[10:]:
                 s.sendall(b"\x16\x03\x01")  # half a hello
@@ -705,7 +707,7 @@ def test_many_that_come_at_once_leave_others_their_turn(solo_server: Running) ->
     """All of them may wait to be taken, and few are taken in one turn of the event loop."""
 
     async def come() -> list[int]:
-        clients = [socket.create_connection(("127.0.0.1", solo_server.port), timeout=5) for _ in range(100)]
+        clients = [socket.create_connection(("127.0.0.1", solo_server.port), timeout=60) for _ in range(100)]
         try:
             taken = [len(held)]
             while taken[-1] < taken[0] + len(clients):
