@@ -210,6 +210,13 @@ async def slow_bodies(e: Enemy) -> None:
     await asyncio.gather(*(e.send(f"{head}Content-Length: 60000\r\n\r\n{{".encode()) for _ in range(64)))
 
 
+async def pieces(e: Enemy) -> None:
+    """Bodies in chunks of one byte, from four at once."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    chunks = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + b"1\r\n \r\n" * 700_000
+    await asyncio.gather(*(e.send(chunks) for _ in range(4)))
+
+
 async def headers(e: Enemy) -> None:
     """64 MiB of headers."""
     line = b"X-A: " + b"a" * 8000 + b"\r\n"
@@ -235,8 +242,7 @@ async def strangers(e: Enemy) -> None:
 ATTACKS: dict[str, Attack] = {
     f.__name__: f
     for f in (nested, nested_elsewhere, tools, upload, text, videos, media, large_pictures,
-              leavers, slow_bodies, headers, silent,
-              strangers)
+              leavers, slow_bodies, pieces, headers, silent, strangers)
 }  # fmt: skip
 
 
