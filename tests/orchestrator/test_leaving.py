@@ -144,10 +144,10 @@ def test_decode(running: Running, how: How) -> None:
         engine = running.engine
         client = Client(engine, how, AudioChunk)
         await client.there.wait()
-        if how != "task":
-            await come_to(engine, lambda v: not ticket(engine).events.empty())
+        while how != "task" and ticket(engine).events.empty():
+            await asyncio.sleep(0)
         assert ticket(engine).unfinished == {"thinker", "talker", "code2wav"}
-        assert not ticket(engine).throttled
+        assert how != "task" or not ticket(engine).throttled, "unless it has not read for too long, on a busy machine"
         await client.leave()
         await freed(engine)
 
