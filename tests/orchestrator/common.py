@@ -201,15 +201,13 @@ def held(values: dict[str, float], slots: int) -> dict[str, float]:
 async def come_to(
     engine: PipelineEngine,
     fulfilled: Callable[[dict[str, float]], bool],
-    asks: int = 3000,
     hosts: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Until it is so, told by the hosts' numbers, or they were asked so often."""
-    for _ in range(asks):
-        values = await stats(engine, hosts)
-        if fulfilled(values):
-            return values
-    raise AssertionError(f"it did not come to that: {values}")
+    """Until it is so, told by the hosts' numbers."""
+    deadline = time.monotonic() + 60.0
+    while not fulfilled(values := await stats(engine, hosts)):
+        assert time.monotonic() < deadline, f"it did not come to that: {values}"
+    return values
 
 
 async def freed(engine: PipelineEngine) -> None:
