@@ -210,6 +210,30 @@ async def slow_bodies(e: Enemy) -> None:
     await asyncio.gather(*(e.send(f"{head}Content-Length: 60000\r\n\r\n{{".encode()) for _ in range(64)))
 
 
+async def pieces(e: Enemy) -> None:
+    """Bodies in chunks of one byte, from four at once."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    chunks = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + b"1\r\n \r\n" * 700_000
+    await asyncio.gather(*(e.send(chunks) for _ in range(4)))
+
+
+async def frames(e: Enemy) -> None:
+    """Empty fragments of one message on a WebSocket, and pings, as fast as they are taken."""
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    hello = f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\n{upgrade}{key}\r\n".encode()
+    first, fragment, ping = (bytes([head, 0x80]) + bytes(4) for head in (0x01, 0x00, 0x89))
+    for flood in (first + fragment * 300_000, ping * 300_000):
+        with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(max(0.1, e.until - time.monotonic()) + 5.0):
+                reader, writer = await asyncio.open_connection("127.0.0.1", e.port)
+                writer.write(hello)
+                e.statuses[(await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()] += 1
+                writer.write(flood)
+                await writer.drain()
+                writer.close()
+
+
 async def headers(e: Enemy) -> None:
     """64 MiB of headers."""
     line = b"X-A: " + b"a" * 8000 + b"\r\n"
@@ -235,8 +259,7 @@ async def strangers(e: Enemy) -> None:
 ATTACKS: dict[str, Attack] = {
     f.__name__: f
     for f in (nested, nested_elsewhere, tools, upload, text, videos, media, large_pictures,
-              leavers, slow_bodies, headers, silent,
-              strangers)
+              leavers, slow_bodies, pieces, frames, headers, silent, strangers)
 }  # fmt: skip
 
 

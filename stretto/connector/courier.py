@@ -174,7 +174,7 @@ class Outgoing:
         if item is None:
             if not self._queue.closed:
                 self._sender.check()
-            return not self._queue.closed
+            return not self._queue.closed or len(self._queue) > 0  # asked second: what came before the end is sent
         since, chunk = item
         self.metrics.queued = len(self._queue)
         self.metrics.queue.observe(now - since)

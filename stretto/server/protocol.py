@@ -1,9 +1,10 @@
 """One connection from its first byte: what a client may hold before it has asked for anything, and after.
 
 uvicorn's HTTP protocol has no limits of its own. This one bounds the block of headers, the time until it is there,
-the requests sent ahead of their answers, and the number of connections: beyond that the one that has been idle
-longest is closed, so that silent connections cannot keep others out. `run.py` makes one for each connection; they
-share a `Front`. Everything runs on the event loop. Bodies are the exchange's business, answers the app's."""
+the requests sent ahead of their answers, the pieces that a body is cut into, and the number of connections: beyond that
+the one that has been idle longest is closed, so that silent connections cannot keep others out. `run.py` makes one for
+each connection; they share a `Front`. Everything runs on the event loop. All else about bodies is the exchange's
+business, answers are the app's."""
 
 from __future__ import annotations
 
@@ -25,6 +26,9 @@ from stretto.server.failures import Refused, respond
 
 # Requests waiting for the answer before theirs, and bytes of body of each. Browsers and common clients send none ahead.
 MAX_AHEAD, AHEAD_BYTES = 8, HIGH_WATER_LIMIT  # beyond this, uvicorn would stop reading
+# Chunks of a body, and headers behind it, in one read (of at most 256 KiB). Each is a call from the parser, and no
+# other client is served meanwhile: chunks of a byte would be 40,000 calls.
+MAX_PIECES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Refusal:
 EVICTED, AHEAD, SILENT = Refusal("evicted"), Refusal("ahead"), Refusal("header_timeout")
 SLOW = Refusal.of("header_timeout", Refused(408, "the request's headers took too long to arrive", code="timeout"))
 LARGE = Refusal.of("header_size", Refused(431, "the request's headers are too large", code="headers_too_large"))
+PIECES = Refusal.of("pieces", Refused(400, "the request's body comes in too many pieces", code="malformed"))
 GARBAGE = Refusal.of("malformed", Refused(400, "this is not an HTTP request", code="malformed"))
 FULL = Refusal.of(
     "full", Refused(503, "the server has too many connections", kind="server_error", code="too_many_connections")
@@ -94,9 +99,10 @@ class Connection(HttpToolsProtocol):
         self.answering: RequestResponseCycle | None = None  # the last one begun; `cycle` is the last one received
         self.deadline: TimerHandle | None = None  # of what must come while nothing is being answered
         self.heads = 0  # blocks of headers that have come
-        self.head_bytes = 0  # of the block that is coming
+        self.head_bytes = 0  # of the block that is coming, and of a header behind its body
         self.head_next = True  # what comes next is a block of headers, or more of it; else it is a body
         self.head_begun = False
+        self.pieces = 0  # of a body, in what is being read
         self.refusal = GARBAGE  # if the parser gives up
 
     @property
@@ -128,6 +134,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
+        self.pieces = 0
         rest: bytes | memoryview = data
         room = self.front.header_bytes - self.head_bytes
         if self.head_next and len(data) > room:
@@ -142,8 +149,11 @@ class Connection(HttpToolsProtocol):
         before = self.head_next, self.heads
         if not self._feed(rest):
             return
-        if self.head_next and before == (True, self.heads):
+        if before == (self.head_next, self.heads) and not self.pieces:  # part of a header, before or behind a body
             self.head_bytes += len(rest)
+            if self.head_bytes > self.front.header_bytes:
+                self._refuse(LARGE)
+                return
         if not self.busy:
             self._wait()
 
@@ -174,11 +184,17 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.head_begun = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_next:
+            super().on_header(name, value)
+        else:  # behind the body: nobody reads it
+            self._count_piece()
+
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_AHEAD:
             self._stop_parsing(AHEAD)
         self.heads += 1
-        self.head_bytes, self.head_next, self.head_begun = 0, False, False
+        self.head_next, self.head_begun = False, False
         self._unset_deadline()
         super().on_headers_complete()
         if self.busy:
@@ -189,13 +205,20 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if self.cycle is not self.answering and len(self.cycle.body) + len(body) > AHEAD_BYTES:
             self._stop_parsing(AHEAD)
+        self.head_bytes = 0
+        self._count_piece()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self.head_next = True
+        self.head_bytes, self.head_next = 0, True
         if not self.busy:  # the rest of a body whose answer was given before
             self._unset_deadline()
+
+    def _count_piece(self) -> None:
+        self.pieces += 1
+        if self.pieces > MAX_PIECES:
+            self._stop_parsing(PIECES)
 
     def _stop_parsing(self, refusal: Refusal) -> NoReturn:
         self.refusal = refusal
@@ -254,9 +277,14 @@ class Connection(HttpToolsProtocol):
         """End the connection, with words where these would not land in the middle of an answer."""
         self.front.count(refusal.reason)
         self._unset_deadline()
-        if refusal.answer and not self.busy:
+        if refusal.answer and (not self.busy or self._unanswered()):
             self.transport.write(refusal.answer)
         self.transport.close()
+
+    def _unanswered(self) -> bool:
+        """Whether the body that is coming is that of the request being answered, and no answer has begun."""
+        cycle = self.cycle
+        return cycle is self.answering and cycle.more_body and not cycle.response_started
 
     def _forget(self) -> None:
         self.front.idle.pop(self, None)

@@ -1,22 +1,69 @@
-"""uvicorn's WebSocket protocol with two differences: a message of text comes as bytes, so that large ones are not
-decoded on the event loop for nothing; and a connection that is closing and whose client takes nothing is cut, where
-uvicorn would wait for ever. `run.py` gives it to uvicorn."""
+"""uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that large ones are not
+decoded on the event loop for nothing. A connection that is closing and whose client takes nothing is cut, where uvicorn
+would wait for ever. And no client holds up the others by tiny frames, of which one read may bring 40,000: they are
+parsed in short turns of the event loop, a message has so many fragments, and whoever takes no answers to its pings is
+cut. `run.py` gives it to uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from asyncio import TimerHandle
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
 
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
+SLICE_BYTES = 512  # parsed at once: 85 frames at most
+TURN_S = 0.001  # of parsing, then others have their turn
+MAX_FRAGMENTS = 16_384  # of a message
+MAX_UNREAD_BYTES = 4 << 20  # that a client may leave here; the app itself waits at a small part of that
 
 
 class Socket(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cut: TimerHandle | None = None
+        self.rest = b""  # read and not parsed; nothing more is read until it is
+
+    def data_received(self, data: bytes) -> None:
+        if self.rest:  # a transport may have had more in its hands
+            self.rest += data
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        began, at = time.perf_counter(), 0
+        while at < len(data) and not self.transport.is_closing():
+            super().data_received(data[at : at + SLICE_BYTES])
+            at += SLICE_BYTES
+            if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                self.transport.abort()
+            elif at < len(data) and time.perf_counter() - began >= TURN_S:
+                self.rest = data[at:]
+                self.transport.pause_reading()
+                self.loop.call_soon(self._parse_rest)
+                return
+
+    def _parse_rest(self) -> None:
+        rest, self.rest = self.rest, b""
+        self._parse(rest)
+        if not self.rest and not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> Any:
+        message = await super().receive()  # which resumes the reading
+        if self.rest:
+            self.transport.pause_reading()
+        return message
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) < MAX_FRAGMENTS:
+            super().handle_cont(event)
+        elif not self.close_sent:
+            self.conn.send_close(CloseCode.MESSAGE_TOO_BIG, "a message of too many fragments")
+            self.handle_parser_exception()
 
     def send_receive_event_to_app(self) -> None:
         self.curr_msg_data_type = "bytes"

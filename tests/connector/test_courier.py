@@ -22,6 +22,7 @@ from stretto.connector.contract import (
     VersionMismatch,
 )
 from stretto.connector.courier import CourierBug, Incoming, Outgoing
+from stretto.connector.handoff import AutoResetEvent
 from stretto.connector.notesocket import NoteSocket, shut_down
 from stretto.connector.shm import ShmConnector, ShmReceiver, ShmSender, ShmSendTransport
 from stretto.errors import StrettoError
@@ -30,7 +31,7 @@ from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 from tests.contract.links import eventually
 
 R = RequestId("r-1")
-PATIENCE_S = 20.0  # only a hung courier takes this long
+PATIENCE_S = 60.0  # only a hung courier takes this long
 
 
 class Loop:
@@ -275,6 +276,27 @@ def test_a_clean_end() -> None:
     into.close()
     into.close()
     out.close()
+
+
+def test_what_was_offered_just_before_the_end_is_sent() -> None:
+    """The courier has found the queue empty; the offer and the close come before it asks whether that was the end."""
+    sender, loop = Scripted([]), Loop()
+    out = Outgoing(sender, "a-b", loop.wake)
+    chunk, lease = numbered(7)
+
+    class Filled:
+        def wait(self, timeout: float) -> bool:
+            out._queue._filled = AutoResetEvent()
+            assert out.offer(chunk)
+            out._queue.close()
+            return False
+
+    out._queue._filled = Filled()  # type: ignore[assignment]
+    out.start()
+    loop.until(lambda: sender.closed)
+    out.close()
+    assert sender.sent == [7]
+    assert lease.released == 1
 
 
 def test_closing_without_sending_the_rest() -> None:

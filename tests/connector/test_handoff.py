@@ -8,7 +8,7 @@ import pytest
 
 from stretto.connector.handoff import AutoResetEvent, Handoff
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("capacity", [1, 3])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.links import KITS, Footprint, Kit, missing, numbered, take
+from tests.contract.links import KITS, LONG_S, Footprint, Kit, missing, numbered, take
 from tests.contract.peer import Nursery
 
 # The engine keeps a pool of connections that grows with use, up to this; a growing pool looks like a leak.
@@ -36,7 +36,7 @@ def warm() -> Iterator[None]:
         if not missing(kit.name):
             kept.append(kit.connector.listen("kept.0", kit.options))
             sender, receiver = kit.pair(slot_bytes=1 << 20)
-            assert sender.put(numbered(0, 500_000), 5.0)
+            assert sender.put(numbered(0, 500_000), LONG_S)
             take(receiver).release()
             sender.close()
             receiver.close()
@@ -58,7 +58,7 @@ def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
         request.getfixturevalue("nursery")
     before = Footprint.now()
     yield
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + LONG_S
     # Mooncake's engine keeps its connection to a process that died until the engine itself stops. ZeroMQ closes sockets
     # on a thread of its own, and on a busy machine now and then one is still open long after: not a leak as long as it
     # does not add up, which `test_links_one_after_the_other_leave_nothing` looks at.

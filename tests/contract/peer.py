@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -132,7 +133,7 @@ def _play(request: dict[str, Any], lines: Lines) -> None:
 def _audit(kit: Kit, lines: Lines) -> None:
     """Use a link and close it, three times over; tell what is there after the last that was not after the first."""
     first: Footprint | None = None
-    left = ""
+    left, pause = "", threading.Event()
     for _ in range(3):
         sender, receiver = kit.pair(slot_bytes=1 << 20)
         for number in range(8):
@@ -141,9 +142,12 @@ def _audit(kit: Kit, lines: Lines) -> None:
         sender.close()
         receiver.close()
         del sender, receiver
-        threading.Event().wait(0.05)  # a thread that has ended is still listed for a moment
+        # A thread that has ended is still listed for a moment: the first time too, or it would hide one that stays.
+        pause.wait(0.05)
         first = first or Footprint.now()
-        left = Footprint.now().beyond(first)
+        deadline = time.monotonic() + LONG_S
+        while (left := Footprint.now().beyond(first)) and time.monotonic() < deadline:
+            pause.wait(0.01)
     lines.say(left=left)
 
 

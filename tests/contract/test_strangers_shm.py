@@ -190,7 +190,7 @@ def test_who_never_says_hello_is_let_go_after_a_while(
     strangers.extend(Stranger(receiver.endpoint) for _ in range(3))
     sender = shm.ShmConnector().connect(receiver.endpoint, KIT.options)
     assert sender.put(numbered(0), LONG_S)
-    take(receiver, 5.0).release()
+    take(receiver).release()
     assert all(stranger.shut() for stranger in strangers)
     sender.close()
 
@@ -227,7 +227,7 @@ def test_a_crowd_leaves_nothing_behind(receiver: shm.ShmReceiver, strangers: lis
         assert receiver.take(0.0) is None
         assert stranger.shut()
         stranger.sock.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # less, if an earlier test's library closed one late
     check_invited(KIT, receiver)
 
 
@@ -279,7 +279,7 @@ os.setgroups([])
 os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 65534, 65534)
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-sock.settimeout(10)
+sock.settimeout(60)
 if role == "send":
     memory = os.memfd_create("stranger", os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, size)

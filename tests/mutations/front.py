@@ -3,7 +3,7 @@
 (name, file, text that occurs once in it, what to put there, tests)"""
 
 ORIGINS, DOOR = "stretto/server/origins.py", "stretto/server/door.py"
-PROTOCOL, RUN = "stretto/server/protocol.py", "stretto/server/run.py"
+PROTOCOL, RUN, SOCKET = "stretto/server/protocol.py", "stretto/server/run.py", "stretto/server/websocket.py"
 
 
 def pages(*names: str) -> list[str]:
@@ -12,6 +12,10 @@ def pages(*names: str) -> list[str]:
 
 def connections(*names: str) -> list[str]:
     return [f"tests/server/test_connections.py::test_{name}" for name in names]
+
+
+def frames(*names: str) -> list[str]:
+    return [f"tests/server/test_websocket.py::test_{name}" for name in names]
 
 
 MUTATIONS = [
@@ -57,16 +61,26 @@ MUTATIONS = [
      connections("headers_are_bounded_however_they_are_cut")),
     ("pieces of headers do not add up", PROTOCOL, "self.head_bytes += len(rest)", "pass",
      connections("headers_are_bounded_however_they_are_cut")),
+    ("a body in any number of pieces", PROTOCOL, "if self.pieces > MAX_PIECES:", "if False:",
+     connections("pieces_of_a_body_are_bounded_in_one_read")),
+    ("headers behind a body are the request's", PROTOCOL,
+     "        else:  # behind the body: nobody reads it\n            self._count_piece()",
+     "        else:\n            super().on_header(name, value)",
+     connections("headers_behind_a_body_are_not_the_requests_and_are_bounded")),
+    ("a header behind a body of any size", PROTOCOL, "if self.head_bytes > self.front.header_bytes:", "if False:",
+     connections("headers_behind_a_body_are_not_the_requests_and_are_bounded")),
+    ("a body that is refused, without a word", PROTOCOL, " or self._unanswered()", "",
+     connections("pieces_of_a_body_are_bounded_in_one_read")),
     ("bytes of earlier requests add up", PROTOCOL,
-     "self.head_bytes, self.head_next, self.head_begun = 0, False, False",
-     "self.head_next, self.head_begun = False, False",
+     "self.head_bytes, self.head_next = 0, True", "self.head_next = True",
      connections("each_request_of_a_connection_has_its_own_bytes")),
     ("what is cut off is lost", PROTOCOL, "rest = view[room:]", 'rest = b""',
      connections("a_body_does_not_count_as_headers")),
     ("bytes after the end are read", PROTOCOL,
      "        if self.transport.is_closing():\n            return\n        self._unset", "        self._unset",
      connections("what_comes_after_the_end_is_not_read")),
-    ("a refusal within an answer", PROTOCOL, "if refusal.answer and not self.busy:", "if refusal.answer:",
+    ("a refusal within an answer", PROTOCOL,
+     "if refusal.answer and (not self.busy or self._unanswered()):", "if refusal.answer:",
      connections("garbage_is_not_answered_in_the_middle_of_an_answer")),
     # ---- time
     ("silence", PROTOCOL, "        self.front.idle[self] = None\n        self._set_deadline()",
@@ -126,4 +140,17 @@ MUTATIONS = [
     # ---- packets
     ("Nagle's algorithm", RUN, "socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)", "socket.socket(family)",
      connections("small_packets_do_not_wait")),
+    # ---- frames
+    ("frames are parsed at once", SOCKET, "elif at < len(data) and time.perf_counter() - began >= TURN_S:",
+     "elif False:", frames("tiny_frames_leave_others_their_turn")),
+    ("more is read beside a rest", SOCKET, "        if self.rest:\n            self.transport.pause_reading()",
+     "        if False:\n            pass", frames("nothing_more_is_read_while_there_is_a_rest")),
+    ("reading is not resumed", SOCKET, "if not self.rest and not self.read_paused:", "if False:",
+     frames("tiny_frames_leave_others_their_turn")),
+    ("reading is resumed though the app is busy", SOCKET, "if not self.rest and not self.read_paused:",
+     "if not self.rest:", frames("nothing_is_read_before_the_app_has_taken_what_there_is")),
+    ("any number of fragments", SOCKET, "if len(self.frames) < MAX_FRAGMENTS:", "if True:",
+     frames("fragments_of_a_message_are_bounded")),
+    ("any number of pongs", SOCKET, "if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:", "if False:",
+     frames("who_takes_no_answers_to_its_pings_is_cut")),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.orchestrator.api import Finished, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.sync import SyncEngine
-from tests.orchestrator.common import CHATS, collect, expected, run, same, say, sound
+from tests.orchestrator.common import CHATS, collect, expected, run, same, say, sound, stats
 from tests.pipeline import ONE_HOST, PROCESSES, STAGES, TWO_HOSTS
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
@@ -200,7 +200,9 @@ def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder
 
 
 def test_a_slow_listener_is_throttled_and_loses_nothing(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
-    params = replace(PARAMS, max_text_tokens=6, min_frames=40, max_frames=40)
+    frames = 300  # far more than are on their way when it is throttled, however late the hosts hear of it
+    params = replace(PARAMS, max_text_tokens=6, min_frames=frames, max_frames=frames)
+    steps = 'stretto_stage_steps_total{stage="talker",kind="decode"}'
 
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(max_buffered_s=0.5)) as engine:
@@ -209,11 +211,13 @@ def test_a_slow_listener_is_throttled_and_loses_nothing(tiny_dir: Path, models: 
             ticket = next(iter(engine._tickets.values()))
             while not ticket.throttled:  # nobody reads meanwhile
                 await asyncio.sleep(0.01)
-            made = ticket.samples
-            for _ in range(40):
-                await asyncio.sleep(0.01)
             # Steps and chunks that were on their way still arrive; then it stands still.
-            assert ticket.samples <= made + 12 * 1920
+            made = -1.0
+            while made != (made := (await stats(engine))[steps]):
+                await asyncio.sleep(0.2)
+            assert ticket.throttled
+            assert made < frames
+            assert ticket.samples < frames * 1920 - 555
 
             async def rest():
                 yield first
@@ -221,7 +225,7 @@ def test_a_slow_listener_is_throttled_and_loses_nothing(tiny_dir: Path, models: 
                     yield e
 
             got = await collect(rest())
-            assert len(got.codes) == 40
+            assert len(got.codes) == frames
 
     run(work())
 
@@ -232,7 +236,7 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
 ) -> None:
     """Eight requests in flight, one host killed: every caller gets an error or its exact output, text-only requests go
     on if the thinker lives, and after the restart all is as before."""
-    params = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=30, max_frames=30)
+    params = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=100, max_frames=100)
     want = expected(models, builder, CHATS["text"], PARAMS)
 
     async def work() -> None:
@@ -248,7 +252,7 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
             pid = engine.pids[victim]
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            done, late = await asyncio.wait(speaking, timeout=20.0)
+            done, late = await asyncio.wait(speaking, timeout=120.0)
             assert not late
             for task in done:
                 error = task.exception()

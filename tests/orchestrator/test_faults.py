@@ -76,7 +76,7 @@ async def back(engine: PipelineEngine, want: Answer) -> None:
 
 def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, want: Answer) -> None:
     async def work() -> None:
-        async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES, stall_s=2.0)) as engine:
+        async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES, stall_s=5.0)) as engine:
             pid = engine.pids[2]
             assert pid is not None
             # A short rest is nobody's business: the answer is whole.
@@ -104,7 +104,9 @@ def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, 
 def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(tiny_dir: Path, want: Answer) -> None:
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES)) as engine:
-            for task in await speaking(engine, 4, ENDLESS):
+            leaving = await speaking(engine, 4, ENDLESS)
+            await until(lambda: len(engine._tickets) == 4)  # one that is cancelled before is not counted
+            for task in leaving:
                 task.cancel()
             gone = asyncio.create_task(collect(engine.generate(CHATS["audio"], params=ENDLESS)))
             await asyncio.sleep(0)

@@ -117,7 +117,7 @@ def test_queued(running: Running) -> None:
         await come_to(engine, lambda v: v['stretto_stage_requests{stage="talker"}'] == 1)
         await second.leave()
         assert not second.there.is_set()
-        left = await come_to(engine, lambda v: set(held(v, NARROW.link_slots)) <= set(alone), 100)
+        left = await come_to(engine, lambda v: set(held(v, NARROW.link_slots)) <= set(alone))
         assert left['stretto_stage_requests{stage="thinker"}'] == 1
         await first.leave()
         await freed(engine)
@@ -146,10 +146,10 @@ def test_decode(running: Running, how: How) -> None:
         engine = running.engine
         client = Client(engine, how, AudioChunk)
         await client.there.wait()
-        if how != "task":
-            await come_to(engine, lambda v: not ticket(engine).events.empty())
+        while how != "task" and ticket(engine).events.empty():
+            await asyncio.sleep(0)
         assert ticket(engine).unfinished == {"thinker", "talker", "code2wav"}
-        assert not ticket(engine).throttled
+        assert how != "task" or not ticket(engine).throttled, "unless it has not read for too long, on a busy machine"
         await client.leave()
         await freed(engine)
 

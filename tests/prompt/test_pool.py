@@ -46,7 +46,7 @@ def with_pool(directory: Path, test: Callable[[PromptPool], Coroutine[Any, Any, 
             assert not pool.lane.running
             assert not pool.lane.waiting
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 240))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -28,6 +28,7 @@ from stretto.server.run import Server
 from tests.server.solo_engine import SoloEngine
 
 T = TypeVar("T")
+PATIENCE_S = 120.0  # only what hangs takes this long
 HEAD = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # of a request sent by hand
 
 
@@ -79,7 +80,7 @@ class Running:
 
     def __enter__(self) -> Running:
         self.thread.start()
-        assert self.bound.wait(30)
+        assert self.bound.wait(PATIENCE_S)
         self.do(self.server.service.opened.wait())
         return self
 
@@ -87,11 +88,11 @@ class Running:
         self._client.close()
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.server.stop)
-        self.thread.join(30)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
 
     @property
     def url(self) -> str:
@@ -103,7 +104,7 @@ class Running:
 
     @cached_property
     def _client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
     def ask(
         self, path: str, body: Any = None, *, method: str | None = None, headers: Mapping[str, str] | None = None
@@ -111,7 +112,7 @@ class Running:
         """One request on a connection of its own; a body that is not bytes is sent as JSON, and any is called that."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             connection.request(method or ("GET" if body is None else "POST"), path, data, sent)
             answer = connection.getresponse()

@@ -18,6 +18,8 @@ import pytest
 from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.server import chat, exchange
 from stretto.server.body import ON_THE_LOOP, Body, BodyBudget
+from stretto.server.config import ServerConfig
+from stretto.server.exchange import Exchange
 from stretto.server.failures import Refused
 from tests.prompt.test_pool import BUILDER, picture, sound
 from tests.server.conftest import Running
@@ -68,7 +70,7 @@ class Front:
 
     def post(self, body: bytes, length: int | None = None) -> socket.socket:
         """Sends a request, or the beginning of one, on a connection of its own."""
-        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=20)
+        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=120)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         s.sendall(f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
         return s
@@ -190,13 +192,44 @@ def test_all_bodies_together_are_bounded(tiny_dir: Path) -> None:
 
 
 def test_a_body_must_keep_a_rate(tiny_dir: Path) -> None:
-    """What came counts: the deadline moves with it, so the last byte of a fast body is not late."""
     with Front(tiny_dir, body_grace=0.2, min_body_kb_s=1000.0, body_timeout=600.0) as front:
         with front.post(b'{"messages"', 1000) as s:
             assert s.recv(4096).startswith(b"HTTP/1.1 408 ")
-        large = json.dumps(ASK).encode() + b" " * (8 << 20)
-        assert front.running.ask(CHAT, large).status == 200
         front.nothing_is_held()
+
+
+class Turned(asyncio.SelectorEventLoop):
+    """A loop whose clock the test turns on."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+
+@pytest.mark.parametrize(("size", "limit_s", "late"), [(100, 2000, False), (40, 2000, True), (100, 250, True)])
+def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> None:
+    """In pieces of so many KiB, one a minute, at a KiB a second and two minutes of grace: the deadline moves with what
+    came, so that the last byte of a body that is fast enough is not late. But none may take longer than the limit."""
+    loop = Turned()
+
+    async def receive() -> dict[str, Any]:
+        loop.ahead += 60.0
+        await asyncio.sleep(0)  # what is due by now comes first
+        parts.append(b" " * (size << 10))
+        return {"type": "http.request", "body": parts[-1], "more_body": len(parts) < 10}
+
+    parts: list[bytes] = []
+    config = ServerConfig(body_grace=120.0, min_body_kb_s=1.0, body_timeout=limit_s)
+    with Body(BodyBudget(1 << 30)) as body:
+        work = Exchange({"type": "http", "headers": []}, receive, receive, config).read_body(body, 1 << 30)  # type: ignore[arg-type]
+        with contextlib.closing(loop):
+            if late:
+                with pytest.raises(Refused, match="too long to arrive"):
+                    loop.run_until_complete(work)
+            else:
+                loop.run_until_complete(work)
+                assert body.size == 10 * size << 10
 
 
 def test_a_body_gives_back_what_it_held() -> None:

@@ -22,7 +22,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from stretto.server.config import ServerConfig
-from stretto.server.protocol import AHEAD_BYTES, MAX_AHEAD, Connection, Front
+from stretto.server.protocol import AHEAD_BYTES, MAX_AHEAD, MAX_PIECES, Connection, Front
 from stretto.server.run import AT_ONCE, _raise_file_limit, resource
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
@@ -106,7 +106,7 @@ class House:
             self.app, interface="asgi3", log_config=None, timeout_keep_alive=30, date_header=False
         )
         self.seen = list[tuple[str, int]]()  # path and body's length
-        self.left = list[str]()
+        self.left, self.hosts = list[str](), list[bytes]()
         self.gates: dict[str, asyncio.Event] = {}
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -118,6 +118,7 @@ class House:
                 return
             size, more = size + len(message["body"]), message["more_body"]
         self.seen.append((path, size))
+        self.hosts += [value for name, value in scope["headers"] if name == b"host"]
         if "hold" in path:
             gate = asyncio.ensure_future(self.gates.setdefault(path, asyncio.Event()).wait())
             gone = asyncio.ensure_future(receive())
@@ -224,6 +225,46 @@ def test_a_body_does_not_count_as_headers(first: int) -> None:
         for _ in range(2):
             assert (await house.put(wire, data[:first], data[first:])).startswith(b"HTTP/1.1 200")
         assert house.seen == [("/body", 100_000)] * 2
+
+    run(main)
+
+
+CHUNKED = b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("behind", [b"", b"0\r\nX: y\r\n\r\n"], ids=["chunks", "headers behind it"])
+def test_pieces_of_a_body_are_bounded_in_one_read(behind: bytes) -> None:
+    """Each is a call from the parser during which nobody else is served; in reads of their own they may be small."""
+
+    async def main() -> None:
+        house = House(max_header_kb=1)
+        piece = b"X: y\r\n" if behind else b"1\r\nb\r\n"
+        begin, end = (CHUNKED + b"0\r\n", b"\r\n") if behind else (CHUNKED, b"0\r\n\r\n")
+        wire = house.connect()
+        assert (await house.put(wire, begin, piece * MAX_PIECES, piece, end)).startswith(b"HTTP/1.1 200 ")
+        assert not wire.closing
+        assert house.seen == [("/body", 0 if behind else MAX_PIECES + 1)]
+        got = await house.put(wire, begin, piece * (MAX_PIECES + 2))  # a header is told when the next has begun
+        assert got.startswith(b"HTTP/1.1 400 ")
+        assert b"too many pieces" in got
+        assert wire.lost
+        assert house.refused == {"pieces": 1}
+        await settle()
+        assert house.left == ["/body"]
+
+    run(main)
+
+
+def test_headers_behind_a_body_are_not_the_requests_and_are_bounded() -> None:
+    async def main() -> None:
+        house = House(max_header_kb=1)
+        wire = house.connect()
+        assert (await house.put(wire, CHUNKED, b"3\r\nabc\r\n0\r\nHost: y\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert house.hosts == [b"x"]
+        assert (await house.put(wire, CHUNKED + b"0\r\n", b"X: ", b"y" * 1000)) == b""
+        assert (await house.put(wire, b"y" * 1000)).startswith(b"HTTP/1.1 431 ")
+        assert wire.lost
+        assert house.refused == {"header_size": 1}
 
     run(main)
 
@@ -535,7 +576,7 @@ def test_leaving_is_told_to_the_request_that_runs() -> None:
 def clients(running: Running, number: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         yield [
-            stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=30))
+            stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=120))
             for _ in range(number)
         ]
 
@@ -558,7 +599,9 @@ def refused(running: Running, reason: str) -> float:
 def test_silent_connections_do_not_stay() -> None:
     with serve(ScriptedEngine(), header_timeout=0.05) as running, clients(running, 50) as some:
         assert [everything(s) for s in some] == [b""] * 50
-        assert refused(running, "header_timeout") == 50
+        # Not asked over HTTP: a busy machine may take longer than that for its headers.
+        counted = running.server.service.metrics._registry.get_sample_value
+        assert counted("stretto_connections_refused_total", {"reason": "header_timeout"}) == 50
 
 
 def test_large_headers_and_garbage() -> None:
@@ -677,7 +720,7 @@ def test_a_client_that_never_speaks_tls(tmp_path: Path) -> None:
         "/CN=x",
     ]
     subprocess.run([*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True)
-    with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key, header_timeout=0.2) as running:
+    with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key, header_timeout=2.0) as running:
         with clients(running, 20) as some:
             for s in some[10:]:
                 s.sendall(b"\x16\x03\x01")  # half a hello
@@ -705,7 +748,7 @@ def test_many_that_come_at_once_leave_others_their_turn(solo_server: Running) ->
     """All of them may wait to be taken, and few are taken in one turn of the event loop."""
 
     async def come() -> list[int]:
-        clients = [socket.create_connection(("127.0.0.1", solo_server.port), timeout=5) for _ in range(100)]
+        clients = [socket.create_connection(("127.0.0.1", solo_server.port), timeout=60) for _ in range(100)]
         try:
             taken = [len(held)]
             while taken[-1] < taken[0] + len(clients):

@@ -297,4 +297,4 @@ def test_32_parallel_streams_are_exact(solo_server: Running, solo: SoloEngine) -
     want = solo_server.do(alone())
     assert len({pcm for _, pcm in want}) == 8  # different questions, different answers
     assert asyncio.run(together()) == want * 4
-    assert not solo.ledger.running
+    solo_server.do(solo.ledger.idle.wait())

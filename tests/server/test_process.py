@@ -64,7 +64,7 @@ def test_the_greeting_has_lines_to_paste() -> None:
     with started("text") as process:
         greeting = "".join(lines_until(process, "print(m"))  # its last line
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     assert '"Authorization: Bearer $KEY"' in greeting  # a line to paste, without the key itself
     assert "curl" in greeting
 
@@ -96,7 +96,7 @@ def test_sigterm_drains_and_exits_with_0() -> None:
         port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
 
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
             head = f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nX-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
             s.sendall(head.encode() + body)
             got = read_until(s, b"One")
@@ -110,7 +110,7 @@ def test_sigterm_drains_and_exits_with_0() -> None:
                 got += part
         assert b" two." in got
         assert b"data: [DONE]" in got
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         rest = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
     [line] = [r for r in rest if r.get("path") == "/v1/chat/completions"]
     assert (line["client_id"], line["status"], line["ended"], line["key"], line["tokens"]) == (
@@ -120,7 +120,7 @@ def test_sigterm_drains_and_exits_with_0() -> None:
 
 def health(port: int) -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=120) as answer:
             return str(json.load(answer)["status"])
     except urllib.error.HTTPError as e:
         return str(json.load(e)["status"])
@@ -134,7 +134,7 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
          "temperature": 1.0, "seed": 1, "max_tokens": 4000, "max_audio_frames": 4000}
     ).encode()  # fmt: skip
     for wanted in (b'"role"', b'"data"'):
-        with socket.create_connection(("127.0.0.1", solo_server.port), timeout=30) as s:
+        with socket.create_connection(("127.0.0.1", solo_server.port), timeout=120) as s:
             s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             read_until(s, wanted)
         solo_server.do(solo.ledger.idle.wait())
@@ -148,7 +148,11 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
         names = {t.get_coro().__qualname__ for t in asyncio.all_tasks() if t is not asyncio.current_task()}
         return {n for n in names if "Exchange" in n or "GeneratingRoute" in n or "answer" in n}
 
-    assert solo_server.do(tasks()) == set()
+    async def ended() -> None:  # a client has its answer before the last of them
+        while await tasks():
+            await asyncio.sleep(0.01)
+
+    solo_server.do(ended())
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
@@ -160,7 +164,7 @@ def test_tls_and_unix_sockets(tmp_path: Path) -> None:
     with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key) as running:
         assert running.url.startswith("https://")
         trust = ssl.create_default_context(cafile=certificate)
-        with urllib.request.urlopen(f"{running.url}/health", context=trust, timeout=30) as answer:
+        with urllib.request.urlopen(f"{running.url}/health", context=trust, timeout=120) as answer:
             assert answer.status == 200
     path = str(tmp_path / "socket")
     with serve(ScriptedEngine(), uds=path) as running, socket.socket(socket.AF_UNIX) as s:

@@ -71,7 +71,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost) -> tuple[int, Host
         codes: list[int] = []
         thread = threading.Thread(target=lambda: codes.append(process.serve(theirs)), daemon=True)
         thread.start()
-        thread.join(30)
+        thread.join(60)
         assert codes, "it goes on"
         said: list[Any] = []
         HostProcess("h", lambda h, m, b: said.append(m), lambda h: None).take(ours.recv(1 << 20))

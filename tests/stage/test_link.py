@@ -76,7 +76,7 @@ class Link:
     def run(self, requests: list[RequestId]) -> None:
         """Rounds of both loops until all of these have ended: sleep until woken, then take and send what there is."""
         while not all(id in self.ended for id in requests):
-            assert self.woken.acquire(timeout=20), "nothing ever came"
+            assert self.woken.acquire(timeout=60), "nothing ever came"
             self.inlet.turn()
             self.outlet.flush()
             assert not self.out.faults()

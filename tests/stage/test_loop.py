@@ -60,17 +60,18 @@ def test_an_idle_loop_sleeps_and_a_ring_wakes_it() -> None:
     loop.start(lambda: None)
     seen = threading.Event()
     loop.post(seen.set)
-    assert seen.wait(10)
+    assert seen.wait(60)
     done = threading.Barrier(2)
-    loop.post(lambda: done.wait(10))
-    done.wait(10)
+    loop.post(lambda: done.wait(60))
+    done.wait(60)
     for _ in range(20):
         seen.clear()
         loop.post(seen.set)
-        assert seen.wait(10)
+        assert seen.wait(60)
     loop.stop()
-    # Each message costs its own round and at most one empty one: nothing turned by itself.
-    assert stage.turns <= 2 * 22 + 2
+    # Each message costs its own round, an empty one, and one more if it was taken before its ring: nothing turned by
+    # itself.
+    assert stage.turns <= 3 * 22 + 2
 
 
 def test_rings_before_the_sleep_are_not_lost() -> None:
@@ -184,7 +185,7 @@ def test_stopping_wakes_a_loop_that_waits_for_a_due_time() -> None:
     loop.start(lambda: None)
     seen = threading.Event()
     loop.post(seen.set)
-    assert seen.wait(10), "a message does not wait for it either"
+    assert seen.wait(60), "a message does not wait for it either"
     loop.stop()
     assert loop.failure is None
 

@@ -39,7 +39,7 @@ def left_behind(running: Running) -> list[str]:
     async def names() -> list[str]:
         return [t.get_name() for t in asyncio.all_tasks() if t.get_name() in ("response", "transcription")]
 
-    running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 30))
+    running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 100))
     return running.do(names())
 
 
@@ -119,7 +119,7 @@ def test_interruption_at_any_moment(by: str) -> None:
                 later = c.sync()
                 mine = {response}
                 assert not [e for e in later if mine & {e.get("response_id"), e.get("response", {}).get("id")}]
-                running.do(asyncio.wait_for(engine.ledger.idle.wait(), 30))
+                running.do(asyncio.wait_for(engine.ledger.idle.wait(), 100))
                 session = engine.sessions[-1]
                 said = [i.message["content"] for i in session.items if i.message["role"] == "assistant"]
                 told = [o["content"][0]["transcript"] for o in done["output"]]

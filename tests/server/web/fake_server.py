@@ -107,7 +107,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
 
     def wait_for_requests(self, count: int) -> None:
         with self.came:
-            assert self.came.wait_for(lambda: len(self.requests) >= count, 30), f"only {len(self.requests)} came"
+            assert self.came.wait_for(lambda: len(self.requests) >= count, 120), f"only {len(self.requests)} came"
 
     def go_on(self) -> None:
         """Let an answer pass the next place where the script holds it. May be said before it is there."""

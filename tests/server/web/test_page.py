@@ -260,7 +260,7 @@ def test_stop_ends_the_answer_here_and_there(tab: Tab, server: FakeServer, by: s
     else:
         tab.press("Escape")
     tab.until("strettoStats().turns[0].outcome === 'stopped' && !strettoStats().playing && !strettoStats().answering")
-    assert server.left.wait(10), "the server was not told"
+    assert server.left.wait(60), "the server was not told"
     assert tab.text("buffered") == "0 ms"
     assert tab.visible("send")
     assert not tab.visible("stop")

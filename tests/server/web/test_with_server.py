@@ -41,7 +41,7 @@ def test_a_conversation_with_the_tiny_model(browser: Browser, solo_server: Runni
         assert turn["measured"], "the server sent its timeline"
     assert tab.complained() == []
     tab.close()
-    assert not solo.ledger.running
+    solo_server.do(solo.ledger.idle.wait())
 
 
 def test_a_text_is_read_by_a_voice_of_a_clip(browser: Browser, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ async def main(url: str, sound: bytes) -> None:
     session.on("input_audio_transcription_completed", lambda e: words.append(e.transcript) if e.is_final else None)
     errors: list[Any] = []
     session.on("error", errors.append)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await session.update_instructions("Be brief.")
         await session.update_tools([weather])
 

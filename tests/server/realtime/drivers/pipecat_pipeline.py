@@ -79,7 +79,7 @@ async def main(url: str, sound: bytes) -> None:
             await task.queue_frame(InputAudioRawFrame(sound[i : i + PIECE], RATE, 1))
 
     async def talk() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             await task.queue_frame(LLMRunFrame())  # bots speak first
             assert await ear.ends() > 20_000
             await say()

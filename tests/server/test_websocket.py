@@ -1,0 +1,198 @@
+"""A WebSocket connection below its messages: frames of any size, in any number, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from stretto.server import websocket
+from stretto.server.websocket import MAX_FRAGMENTS, MAX_UNREAD_BYTES, SLICE_BYTES, Socket
+from tests.server.test_connections import Wire, settle
+
+TEXT, CONTINUED, PING = 1, 0, 9
+HELLO = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice in each turn of the loop, however fast the machine."""
+    monkeypatch.setattr(websocket, "TURN_S", 0.0)
+
+
+class Line(Wire):
+    paused = False
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+class Talk:
+    """A client's connection to an app that takes messages, while `takes` is set."""
+
+    def __init__(self) -> None:
+        self.got: list[bytes] = []
+        self.takes, self.ended = asyncio.Event(), asyncio.Event()
+        self.takes.set()
+        self.turns = 0  # of the loop that it needs for a message
+        config = uvicorn.Config(self.app, interface="asgi3", log_config=None, ws_ping_interval=None)
+        self.line = Line()
+        self.line.protocol = self.socket = Socket(config=config, server_state=ServerState(), app_state={})
+        self.socket.connection_made(self.line)
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] != "websocket.disconnect":
+            if message["type"] == "websocket.receive":
+                self.got.append(message["bytes"])
+            await self.takes.wait()
+            for _ in range(self.turns):
+                await asyncio.sleep(0)
+        self.ended.set()
+
+    async def open(self) -> None:
+        self.socket.data_received(HELLO)
+        await settle()
+        assert self.line.sent.startswith(b"HTTP/1.1 101 ")
+        self.line.sent = b""
+
+    async def say(self, data: bytes) -> None:
+        """As a transport does: nothing is brought while reading is paused."""
+        while self.line.paused:
+            await asyncio.sleep(0)
+        self.socket.data_received(data)
+
+
+def run(test: Callable[[Talk], Awaitable[None]]) -> None:
+    async def main() -> None:
+        talk = Talk()
+        await talk.open()
+        await test(talk)
+        talk.line.abort()
+        await asyncio.wait_for(talk.ended.wait(), 60)
+
+    asyncio.run(main())
+
+
+def frame(kind: int, data: bytes, last: bool = True) -> bytes:
+    size = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xfe" + len(data).to_bytes(2, "big")
+    return bytes([kind | (0x80 if last else 0)]) + size + bytes(4) + data
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_messages_come_whole_and_in_order_however_they_are_cut(seed: int) -> None:
+    async def test(talk: Talk) -> None:
+        rng = random.Random(seed)
+        messages = [rng.randbytes(rng.choice((0, 1, 5, 200, 60_000))) for _ in range(120)]
+        data = b""
+        for message in messages:
+            at = rng.randrange(len(message) + 1)
+            data += frame(TEXT, message[:at], False) + frame(PING, b"") + frame(CONTINUED, message[at:])
+        while data:
+            size = rng.choice((1, 100, SLICE_BYTES, 100_000))
+            await talk.say(data[:size])
+            data = data[size:]
+        while len(talk.got) < len(messages):
+            await asyncio.sleep(0)
+        await settle()
+        assert talk.got == messages
+        assert not talk.line.paused
+
+    run(test)
+
+
+def test_tiny_frames_leave_others_their_turn() -> None:
+    async def test(talk: Talk) -> None:
+        ping, many = frame(PING, b""), 40_000
+        await talk.say(ping * many)
+        answered = [0]
+        while answered[-1] < many:
+            answered.append(talk.line.sent.count(b"\x8a\x00"))
+            assert talk.line.paused or answered[-1] == many
+            await asyncio.sleep(0)  # one turn of the loop
+        assert max(b - a for a, b in itertools.pairwise(answered)) <= SLICE_BYTES // len(ping) + 1
+        assert not talk.line.paused
+
+    run(test)
+
+
+def test_nothing_more_is_read_while_there_is_a_rest() -> None:
+    """Though the app, which has stood still for a while, takes messages meanwhile, and uvicorn then reads on."""
+
+    async def test(talk: Talk) -> None:
+        talk.takes.clear()
+        talk.turns = 1
+        many = 100
+        await talk.say(frame(TEXT, b"x" * 5000) * many)
+        await settle()
+        talk.takes.set()
+        while talk.socket.rest:
+            assert talk.line.paused
+            await asyncio.sleep(0)
+        while len(talk.got) < many:
+            await asyncio.sleep(0)
+        await settle()
+        assert not talk.line.paused
+
+    run(test)
+
+
+def test_nothing_is_read_before_the_app_has_taken_what_there_is() -> None:
+    async def test(talk: Talk) -> None:
+        talk.takes.clear()
+        await talk.say(frame(TEXT, b"x") * 5000)
+        while talk.socket.rest:
+            await asyncio.sleep(0)
+        await settle()
+        assert talk.line.paused
+        talk.takes.set()
+        await settle()
+        assert not talk.line.paused
+
+    run(test)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_fragments_of_a_message_are_bounded(size: int) -> None:
+    async def test(talk: Talk) -> None:
+        data = b"x" * size
+        await talk.say(frame(TEXT, data, False) + frame(CONTINUED, data, False) * (MAX_FRAGMENTS - 2))
+        await talk.say(frame(CONTINUED, data))
+        while not talk.got:
+            await asyncio.sleep(0)
+        assert talk.got == [data * MAX_FRAGMENTS]
+        assert not talk.line.closing
+        await talk.say(frame(TEXT, data, False) + frame(CONTINUED, data, False) * (MAX_FRAGMENTS + 500))
+        while not talk.line.closing:
+            await asyncio.sleep(0)
+        assert b"too many fragments" in talk.line.sent
+        await settle()
+        assert len(talk.socket.frames) <= MAX_FRAGMENTS
+
+    run(test)
+
+
+def test_who_takes_no_answers_to_its_pings_is_cut() -> None:
+    async def test(talk: Talk) -> None:
+        talk.line.stuck = True
+        ping = frame(PING, b"x" * 125)
+        for _ in range(MAX_UNREAD_BYTES // 127 // 500 + 2):
+            if not talk.line.lost:
+                await talk.say(ping * 500)
+        while not talk.line.lost:
+            await asyncio.sleep(0)
+        assert talk.line.left <= MAX_UNREAD_BYTES + SLICE_BYTES
+
+    run(test)
