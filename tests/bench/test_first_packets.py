@@ -11,13 +11,14 @@ def answer(sent: float, *times: float) -> dict[str, object]:
 
 
 def test_a_stream_behind_a_slow_one_is_held_and_does_not_wait() -> None:
-    slow = answer(0.0, 0.1, 0.17, 0.24)
-    newcomer = answer(0.2, 0.05, 0.12, 0.19)
-    found = replay([slow, newcomer])
-    assert found["wait"][1] > 0.01
-    assert found["wait, held"][1] == 0
-    assert 0.014 < found["first, held"][1] - found["first"][1] < 0.02
-    assert found["first, held"][0] == found["first"][0], "nobody was slow before it"
+    quick = answer(0.0, 0.1, 0.12, 0.14)
+    slow = answer(1.0, 0.1, 0.17, 0.24)
+    newcomer = answer(1.2, 0.05, 0.12, 0.19)
+    found = replay([quick, slow, newcomer])
+    assert found["wait"][2] > 0.01
+    assert found["wait, held"][2] == 0
+    assert 0.014 < found["first, held"][2] - found["first"][2] < 0.02
+    assert found["first, held"][1] == found["first"][1], "nobody was slow just before it"
 
 
 def test_nobody_is_held_where_frames_come_fast() -> None:

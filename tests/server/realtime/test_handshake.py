@@ -153,6 +153,7 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         running.do(asyncio.sleep(20 * module.POLL_S))
         go_on()
         assert c.until("response.done")["response"]["status"] == "completed"
+        ahead = 800.0
         assert closed(c)[0] == 1008
 
 
