@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import logging
 import os
+import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from hypothesis import settings
 from stretto import cpu
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
+from stretto.observe.logs import JsonLines, TextLines
 from stretto.orchestrator import admission
 from tests.oracle import PromptMaker, load_oracle
 
@@ -46,6 +50,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def logs_of_its_own() -> Iterator[None]:
+    """A command that a test runs in this process writes its log to that test's stderr, and to no later one's."""
+    root, hook = logging.getLogger(), sys.excepthook
+    level = root.level
+    yield
+    for handler in list(root.handlers):
+        if isinstance(handler.formatter, TextLines | JsonLines):
+            root.removeHandler(handler)
+    root.setLevel(level)
+    sys.excepthook = hook
 
 
 @pytest.fixture(scope="session")
