@@ -24,7 +24,8 @@ LATELY_S = 0.15
 SLACK_S = 0.003
 """By this much the next frame may take longer than the longest one lately."""
 ROOM = 2.5
-"""How many times the time of the quickest frame a first packet should play: disturbances grow with that time."""
+"""How many times the time of the quickest frame a first packet should play: disturbances grow with that time. On a CPU,
+which other programs use too, twice that."""
 FORGET_S = 60.0
 """After this time of frames none of which was as quick, the quickest one counts as about three times as long."""
 
@@ -37,6 +38,7 @@ class Rhythm:
     frame_s: float  # that a frame plays
     opening_s: float  # of the first one that the vocoder does not sound
     quick_s: float = 0.0  # the quickest frame of late; 0: not known yet
+    room: float = ROOM
     worst_s: float = 0.0
     at: float = 0.0  # when that was
     _last: float = 0.0
@@ -52,7 +54,7 @@ class Rhythm:
     def hold(self, sound_s: float, now: float) -> float:
         """Seconds that a first packet with `sound_s` of sound should wait, so that the next one comes in time."""
         lately_s = self.worst_s + SLACK_S if now - self.at <= LATELY_S else 0.0
-        return max(0.0, ROOM * self.quick_s - sound_s, lately_s - sound_s)
+        return max(0.0, self.room * self.quick_s - sound_s, lately_s - sound_s)
 
 
 @dataclass(slots=True)
