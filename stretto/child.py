@@ -6,11 +6,27 @@ import ctypes
 import os
 import signal
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
 
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Of stage hosts, unless the server's own says otherwise. By numpy they multiply small matrices (`layers/host.py`):
 waking a second thread takes longer than such a product."""
 _PR_SET_PDEATHSIG = 1
+
+
+async def start_apart(*words: str, **options: Any) -> Process:
+    """Start a child that does not get the terminal's Ctrl-C, which is ours to handle, also while it still imports. In a
+    process group rather than a session where the event loop can: Linux shares cores out between sessions first
+    (autogroup), so the children would take theirs from each other and from the server, whatever their priorities."""
+    import asyncio
+
+    try:
+        return await asyncio.create_subprocess_exec(*words, process_group=0, **options)
+    except ValueError:  # uvloop knows no process groups
+        return await asyncio.create_subprocess_exec(*words, start_new_session=True, **options)
 
 
 def die_with_parent(parent: int | None = None) -> None:

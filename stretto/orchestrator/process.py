@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from stretto.child import ENVIRONMENT, end_of, seen_end
+from stretto.child import ENVIRONMENT, end_of, seen_end, start_apart
 from stretto.control.devices import shown
 from stretto.control.life import Quit
 from stretto.device import cards
@@ -43,7 +43,7 @@ class HostProcess(Host):
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await start_apart(
                 sys.executable,
                 "-m",
                 "stretto.stage.process",
@@ -51,7 +51,6 @@ class HostProcess(Host):
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
                 env={**ENVIRONMENT, **os.environ, **self._environment},
             )
         loop = asyncio.get_running_loop()

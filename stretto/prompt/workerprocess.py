@@ -15,12 +15,15 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.child import start_apart
 from stretto.errors import Busy, CheckpointError, StageDead, StrettoError
 from stretto.prompt.jobs import MAX_DATAGRAM, JobFailed, Stop, ToWorker, WorkerReady, encode
 from stretto.prompt.settings import PoolSettings
 
 log = logging.getLogger(__name__)
 
+NICENESS = 10
+"""Prompts that nobody hears yet are not built at the cost of those who listen, where cores are few."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
 YOUNG_S = 10.0
@@ -107,14 +110,16 @@ class WorkerProcess:
         ours.setblocking(False)
         s = self._settings
         with theirs:
-            self.process = await asyncio.create_subprocess_exec(
+            self.process = await start_apart(
                 *(sys.executable, "-m", "stretto.prompt.worker", str(self._model), "--fd", str(theirs.fileno())),
                 *("--builder", self._builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl-C is ours to handle, also while the child still imports
                 env={**os.environ, **ENVIRONMENT},
             )
+        with suppress(ProcessLookupError):  # it is gone already
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, min(19, own + NICENESS))
         self._control = ours
         asyncio.get_running_loop().add_reader(ours, self._hear)
 

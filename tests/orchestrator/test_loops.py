@@ -5,6 +5,7 @@ it where it is not installed."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,22 @@ def test_hosts_and_prompt_workers_start_on_it(make: Callable[[], asyncio.Abstrac
 
     with asyncio.Runner(loop_factory=make) as runner:
         runner.run(asyncio.wait_for(work(), 240))
+
+
+def test_children_are_in_groups_of_the_servers_session_and_prompts_come_last(tiny_dir: Path) -> None:
+    """So a Ctrl-C is not theirs, and their priorities count: sessions share cores out between them first."""
+
+    async def work() -> None:
+        async with PipelineEngine.open(tiny_dir, EngineConfig(prompts=PoolSettings())) as engine:
+            worker = engine.prompts.worker.process.pid
+            hosts = [pid for pid in engine.pids if pid is not None]
+            for pid in (worker, *hosts):
+                assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
+            ours = {os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, *hosts)}
+            assert os.getpriority(os.PRIO_PROCESS, worker) == min(19, ours.pop() + workerprocess.NICENESS)
+            assert not ours
+
+    run(work(), 240)
 
 
 def test_a_prompt_worker_that_cannot_be_started_is_told_at_once(
