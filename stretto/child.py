@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
+HOST_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Of stage hosts, unless the server's own says otherwise. By numpy they multiply small matrices (`layers/host.py`):
 waking a second thread takes longer than such a product."""
 _PR_SET_PDEATHSIG = 1

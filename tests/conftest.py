@@ -63,6 +63,7 @@ def logs_of_its_own() -> Iterator[None]:
             root.removeHandler(handler)
     root.setLevel(level)
     sys.excepthook = hook
+    logging.captureWarnings(False)
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,16 @@ PACKAGES = {"mooncake": "mooncake"}
 def check_connector(name: str) -> None:
     """Refuse a name that no link could use. Imports nothing of what a connector needs."""
     if name not in OURS and not entry_points(group=ENTRY_POINTS, name=name):
-        raise unknown(name, OURS)
+        raise unknown(name, names(OURS))
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         raise Invalid(f"connector {name!r} needs the package {package}: pip install 'stretto[{name}]'", "connector")
 
 
+def names(own: Iterable[str]) -> list[str]:
+    """These, and those that other packages add."""
+    return sorted({*own, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+
+
 def unknown(name: str, known: Iterable[str]) -> Invalid:
-    """The error for a name that is neither among the `known` nor an entry point's."""
-    all_of_them = sorted({*known, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
-    return Invalid(f"there is no connector {name!r}; there are {', '.join(all_of_them)}", "connector")
+    return Invalid(f"there is no connector {name!r}; there are {', '.join(known)}", "connector")

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import cast
 
 from stretto.connector.contract import Connector
-from stretto.connector.known import ENTRY_POINTS, OURS, unknown
+from stretto.connector.known import ENTRY_POINTS, OURS, names, unknown
 from stretto.errors import Invalid
 
 Factory = Callable[[], Connector]
@@ -50,14 +50,14 @@ class Registry:
         return self._made[name]
 
     def names(self) -> list[str]:
-        return sorted({*self._factories, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+        return names(self._factories)
 
     def _factory(self, name: str) -> Factory:
         if name in self._factories:
             return self._factories[name]
         for entry in entry_points(group=ENTRY_POINTS, name=name):
             return cast(Factory, entry.load())
-        raise unknown(name, self._factories)
+        raise unknown(name, self.names())
 
 
 connectors = Registry()

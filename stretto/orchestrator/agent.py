@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from stretto.child import ENVIRONMENT
+from stretto.child import HOST_ENVIRONMENT
 from stretto.connector.curve import encrypt, key_of
 from stretto.errors import StageDead
 from stretto.orchestrator.hosts import Unusable
@@ -116,7 +116,7 @@ class Agent:
                 [sys.executable, "-m", "stretto.stage.process", "--fd", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env={**ENVIRONMENT, **os.environ},
+                env={**HOST_ENVIRONMENT, **os.environ},
             )
             theirs.close()
             ours.setblocking(False)

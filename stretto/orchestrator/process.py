@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from stretto.child import ENVIRONMENT, end_of, seen_end, start_apart
+from stretto.child import HOST_ENVIRONMENT, end_of, seen_end, start_apart
 from stretto.control.devices import shown
 from stretto.control.life import Quit
 from stretto.device import cards
@@ -51,7 +51,7 @@ class HostProcess(Host):
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**ENVIRONMENT, **os.environ, **self._environment},
+                env={**HOST_ENVIRONMENT, **os.environ, **self._environment},
             )
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)

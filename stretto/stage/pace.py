@@ -24,8 +24,7 @@ LATELY_S = 0.15
 SLACK_S = 0.003
 """By this much the next frame may take longer than the longest one lately."""
 ROOM = 2.5
-"""How many times the time of the quickest frame a first packet should play: disturbances grow with that time. On a CPU,
-which other programs use too, twice that."""
+"""How many times the time of the quickest frame a first packet should play: disturbances grow with that time."""
 FORGET_S = 60.0
 """After this time of frames none of which was as quick, the quickest one counts as about three times as long."""
 
@@ -42,6 +41,11 @@ class Rhythm:
     worst_s: float = 0.0
     at: float = 0.0  # when that was
     _last: float = 0.0
+
+    @classmethod
+    def on_cpu(cls, frame_s: float, opening_s: float) -> Rhythm:
+        """Of a device that other programs use too, taken for slow until a frame has shown otherwise."""
+        return cls(frame_s, opening_s, quick_s=frame_s / 2, room=2 * ROOM)
 
     def took(self, seconds: float, now: float) -> None:
         if seconds > 2 * self.frame_s:

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,18 +84,7 @@ def test_serve_without_the_gpu_it_names_ends_with_one_sentence_and_json_in_every
     assert not any("stack" in line for line in lines)
 
 
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """Logging as it was, afterwards."""
-    root = logging.getLogger()
-    before = root.handlers[:], root.level, sys.excepthook
-    yield
-    root.handlers[:], sys.excepthook = before[0], before[2]
-    root.setLevel(before[1])
-    logging.captureWarnings(False)
-
-
-def test_lines_have_dates_and_warnings_are_lines_too(monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
+def test_lines_have_dates_and_warnings_are_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)
     logs.set_up("text", "info")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from stretto.kernels import moe
 from stretto.kernels.paged import KVCache
 from stretto.kernels.sampling import _GOLDEN, _mix, counter_noise
+from stretto.layers import host as by_host
 from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.host import MAX_ROWS
@@ -54,6 +56,16 @@ def test_a_step_over_the_paged_cache(kind: MoeConfig | None, rows: int) -> None:
         assert torch.equal(x, rows_of(2, rows))  # what was given is not written to
     torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(seen[1], seen[0], atol=2e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["by torch", "by numpy"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_large_and_small_matrices(small: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_host, "SMALL", small)
+    weight, x = torch.randn(40, 48, generator=torch.Generator().manual_seed(1)), rows_of(5, rows)
+    found = by_host.product(weight)(x.numpy())
+    np.testing.assert_allclose(found, torch.nn.functional.linear(x, weight).numpy(), atol=2e-5)
 
 
 @torch.inference_mode()

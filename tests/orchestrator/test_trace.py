@@ -11,14 +11,16 @@ from stretto.control.messages import Cancel, Ended, Pcm, Text, Working
 from stretto.control.request import ChunkSizes, Params
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.bridge import talker_prompt
-from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.config import OPENING_S, OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.speech.talker_node import FRAME_S
 from stretto.observe.trace import TraceEvents
 from stretto.orchestrator.api import TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.prompt.packed import pack
+from stretto.stage.pace import Rhythm
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import CHATS, HandDriven, collect, expected, run, say, sound
 from tests.pipeline import STAGES, announcement
@@ -110,6 +112,7 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings())
     driven.host.nodes["thinker"].clock = lambda: 1000.0
+    assert driven.host.nodes["talker"]._rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
     try:
         driven.answer(
             announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20), packed.features

@@ -109,6 +109,16 @@ def test_a_device_that_is_slow_at_best_sends_two_frames_first(every: float) -> N
     assert heard.wait == 0
 
 
+def test_a_cpu_is_slow_until_a_frame_was_quick_and_needs_more_room() -> None:
+    sound = FRAME_S - OPENING_S
+    rhythm = Rhythm.on_cpu(FRAME_S, OPENING_S)
+    assert begins(Pace(1, 8, 2, rhythm), [5.0, 5.04, 5.08]) == pytest.approx(5.08, abs=0.001)
+    for quick, held in ((0.015, True), (0.01, False)):
+        rhythm.took(quick, 5.1)
+        assert (rhythm.hold(sound, 9.0) > 0) == held
+        assert Rhythm(FRAME_S, OPENING_S, quick_s=quick).hold(sound, 9.0) == 0, "no GPU waits for that"
+
+
 def test_slow_frames_of_a_quick_device_do_not_make_it_a_slow_one() -> None:
     sound = FRAME_S - OPENING_S
     rhythm = Rhythm(FRAME_S, OPENING_S)

@@ -22,7 +22,7 @@ from stretto.models.speech.talker import FrameTalker
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.links import Inlet, Outlet
-from stretto.stage.pace import LOOK_S, ROOM, Pace, Rhythm, leaving
+from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.stage import Emit, Output, Stage
@@ -83,9 +83,7 @@ class FrameNode:
         self.outlets = (self.outlet,)
         self.voices: dict[RequestId, Speaking] = {}
         self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
-        self._rhythm = Rhythm(FRAME_S, opening_s)
-        if context.device.type == "cpu":  # taken for slow until a frame has shown otherwise
-            self._rhythm = Rhythm(FRAME_S, opening_s, quick_s=FRAME_S / 2, room=2 * ROOM)
+        self._rhythm = (Rhythm.on_cpu if context.device.type == "cpu" else Rhythm)(FRAME_S, opening_s)
         self._came = False  # frames came since the last look at them
         self._looked = 0.0
         self.stage = stage(self._emit)
