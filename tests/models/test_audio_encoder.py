@@ -12,6 +12,7 @@ import torch
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni import audio_encoder
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
+from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.config import AudioConfig, OmniConfig, audio_tokens, conv_length
 from stretto.prompt.mel import normalise
 from stretto.prompt.prompt import Array
@@ -92,9 +93,33 @@ def test_front_trims_to_lengths_and_sees_the_padded_width(encoder: AudioEncoder)
     padded = torch.nn.functional.pad(chunk, (0, 40))
     short, long = encoder.front(padded[None].expand(2, -1, -1), [60, 100])
     assert (len(short), len(long)) == (conv_length(60), 13)
-    (alone,) = encoder.front(chunk[None], [60])
+    (alone,) = encoder.front(padded[None], [60], padded=False)
     assert (short - alone)[-1].abs().max() > 1e-2, "padding must matter, or the tail rule is not tested"
     torch.testing.assert_close(short[:-1], alone[:-1], **EXACT)
+
+
+def test_convolutions_come_in_few_sizes(encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a size's first use takes long (a GPU), no clip and no group of windows brings one that was not used at
+    start; what fills a batch up changes nothing."""
+    clips = [random_mel(n, seed=n) for n in (1, 8, 60, 99, 100, 399, 500, 1650)]
+    several = [clips[-1][:, at : at + 800] for at in (0, 800, 1600)] * 2
+    want = [encoder.encode(clip) for clip in clips], encoder.encode_windows(several)
+    seen: list[tuple[int, ...]] = []
+    handle = encoder.conv2d1.register_forward_pre_hook(lambda module, given: seen.append(tuple(given[0].shape)))
+    monkeypatch.setattr(encoder, "graphs", WindowGraphs(encoder))
+    try:
+        with torch.inference_mode():
+            encoder.warm()
+            warmed = set(seen)
+            seen.clear()
+            got = [encoder.encode(clip) for clip in clips], encoder.encode_windows(several)
+    finally:
+        handle.remove()
+    assert len(warmed) == 7
+    assert set(seen) <= warmed
+    assert {size for size, *_ in seen} == {1, 4, 8, 32, 64}
+    for ours, theirs in zip(got[0] + got[1], want[0] + want[1], strict=True):
+        torch.testing.assert_close(ours, theirs, **EXACT)
 
 
 def test_windows_batched_equal_alone(encoder: AudioEncoder) -> None:

@@ -206,7 +206,10 @@ def test_images_only_where_asked(
     model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
     settings = HostSettings(vision_graphs=asked)
     context = StageContext("", settings, CPU, OverlapSwitches(), lambda: None, lambda message, blob: None, lambda: None)
+    used: list[int] = []
+    model.audio_tower.conv2d1.register_forward_pre_hook(lambda module, given: used.append(len(given[0])))
     StageBuilder(("thinker",), context).capture_encoders(model, cuda.side)  # type: ignore[arg-type]
+    assert used == [64, 32, 16, 8, 4, 2, 1]
     images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
     sound = [(WindowGraphs, size) for size in (8, 4, 2, 1)]
     assert cuda.captured() == (sound + images if asked else sound)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks peak near
 # 400 MB with the activation's copy; 8 windows are what the largest captured graph takes. Other requests wait for one.
 CONV_BATCH = 64
+CONV_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Of the convolutions' batches on a GPU, filled up with empty chunks: the first use of a size takes its library a tenth
+of a second, for which whoever spoke would wait. So there are few, and each is used once at start."""
 WINDOW_BATCH = 8
 WINDOW_BATCH_CPU = 4
 
@@ -93,25 +96,40 @@ class AudioEncoder(nn.Module):
         self.graphs: WindowGraphs | None = None  # set where there are any, when the weights are in place
         self.requires_grad_(False)
 
-    def convolve(self, chunks: torch.Tensor) -> torch.Tensor:
-        """[n, bins, frames] -> [n, conv_length(frames), hidden]. Positions count from 0 in every chunk."""
+    def convolve(self, chunks: torch.Tensor, frames: int | None = None) -> torch.Tensor:
+        """[n, bins, frames] -> [n, conv_length(frames), hidden]. Positions count from 0 in every chunk. Where only
+        some `frames` are there, each convolution sees zeros behind them, as at the end of a shorter chunk."""
         weight = self.conv_out.weight
         x = chunks.to(weight.device, weight.dtype, non_blocking=True)[:, None]
         for conv in (self.conv2d1, self.conv2d2, self.conv2d3):
             x = F.gelu(conv(x))
+            if frames is not None:
+                frames = (frames + 1) // 2
+                x[..., frames:] = 0
         n, c, bins, t = x.shape
         rows: torch.Tensor = self.conv_out(x.permute(0, 3, 1, 2).reshape(n, t, c * bins))
         return rows + sinusoid(t, rows.shape[2], rows.device).to(rows.dtype)
 
-    def front(self, chunks: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The rows of each chunk: [n, bins, frames], zero-padded behind `lengths`, -> n x [conv_length, hidden].
+    def front(self, chunks: torch.Tensor, lengths: Sequence[int], padded: bool = True) -> list[torch.Tensor]:
+        """The rows of each chunk: [n, bins, chunk_frames], zeros behind `lengths`, -> n x [conv_length, hidden].
 
-        The padded width matters: bias and activation make the padding visible to the last row. It is a full chunk,
-        except for a clip that is shorter than one, which is not padded at all."""
-        bins = self.config.num_mel_bins
-        assert chunks.shape[1] == bins, f"expected chunks of [n, {bins}, frames], got {tuple(chunks.shape)}"
-        rows = [row for part in torch.split(chunks, CONV_BATCH) for row in self.convolve(part)]
+        Bias and activation make the padding visible to the last row. A clip that is shorter than a chunk is one alone
+        that is not `padded` to it: nothing is seen behind its frames."""
+        c = self.config
+        assert chunks.shape[1] == c.num_mel_bins, f"expected {c.num_mel_bins} bins, got {tuple(chunks.shape)}"
+        assert padded or len(chunks) == 1, "a clip that is shorter than a chunk goes alone"
+        rows: list[torch.Tensor] = []
+        for part in torch.split(chunks, CONV_BATCH):
+            n = len(part)
+            empty = 0 if self.graphs is None else next(size for size in CONV_SIZES if size >= n) - n
+            rows += self.convolve(F.pad(part, (0, 0, 0, 0, 0, empty)), None if padded else lengths[0])[:n]
         return [row[: conv_length(n)] for row, n in zip(rows, lengths, strict=True)]
+
+    def warm(self) -> None:
+        """Use every size of the convolutions once, the largest first. At start, on the current stream."""
+        c, weight = self.config, self.conv_out.weight
+        for size in reversed(CONV_SIZES):
+            self.convolve(weight.new_zeros(size, c.num_mel_bins, c.chunk_frames))
 
     def transform(self, rows: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """[windows, t, hidden] -> [windows, t, out]. Rows behind a window's length are padding: not attended to,
@@ -160,7 +178,7 @@ class AudioEncoder(nn.Module):
         """Windows of any clips in one launch: normalised mel [bins, frames] each -> [audio_tokens(frames), out]. One
         that is all of a clip shorter than a convolution chunk goes alone, and is not `padded` to one."""
         c = self.config
-        width = c.chunk_frames if padded else mels[0].shape[1]
+        width = c.chunk_frames
         chunks, lengths, per = [], [], []
         for mel in mels:
             bins, n = mel.shape
@@ -169,7 +187,7 @@ class AudioEncoder(nn.Module):
             chunks.append(F.pad(mel, (0, -n % width)).reshape(bins, count, width).transpose(0, 1))
             lengths += [min(width, n - i) for i in range(0, n, width)]
             per.append(count)
-        rows = iter(self.front(torch.cat(chunks), lengths))
+        rows = iter(self.front(torch.cat(chunks), lengths, padded))
         return self.windows([torch.cat(list(islice(rows, count))) for count in per])
 
 

@@ -120,6 +120,8 @@ class StageBuilder(Building[Source]):
         windows = WindowGraphs(thinker.audio_tower)
         windows.capture(stream)
         thinker.audio_tower.graphs = windows
+        with torch.cuda.stream(stream), torch.inference_mode():
+            thinker.audio_tower.warm()
         if self.context.settings.vision_graphs:
             frames = FrameGraphs(thinker.visual)
             frames.capture(stream)
