@@ -1,6 +1,7 @@
 """Jobs that the prompt worker does not do itself: each in a child of its own, which has limits on CPU time and memory,
-can be killed when its client leaves, gives all its memory back, and has the descriptors of its own job alone. The
-worker runs one thread, so forking is safe. Imports no torch."""
+can be killed when its client leaves, gives all its memory back, and has the descriptors of its own job alone. Two
+children are forked ahead and wait for theirs: forking and the first use of all that a child inherits take as long as
+the features of some seconds of sound. The worker runs one thread, so forking is safe. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +10,20 @@ import resource
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.child import die_with_parent
-from stretto.prompt.jobs import Died, FromWorker, JobFailed, failed, say
+from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
 from stretto.prompt.spool import Spool
 
 NICE = 19  # running answers come first
+SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
+NAME = Path("/proc/self/comm")  # as ps and top show it
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
-Work = Callable[[], tuple[FromWorker, Spool | None]]
+Work = Callable[[Job, list[Spool]], tuple[FromWorker, Spool | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,33 @@ class WorkerLimits:
     memory_mb: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Child:
+    """A process that waits for its one job."""
+
+    pid: int
+    pidfd: int
+    told: socket.socket  # where it is told
+
+    def tell(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
+        with self.told:
+            socket.send_fds(self.told, [encode(job)], [answer.fileno(), *(f.fd for f in files)])
+
+    def end(self) -> int:
+        """Its status. It has ended, or was killed."""
+        os.close(self.pidfd)
+        return os.waitpid(self.pid, 0)[1]
+
+
 @dataclass(slots=True, eq=False)
 class Children:
     control: socket.socket  # the worker's, which children do not keep
     limits: WorkerLimits
+    work: Work
+    warm: Callable[[], None]  # run by a child that waits: what it touches for the first time takes long
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _running: dict[int, tuple[int, int, socket.socket]] = field(default_factory=dict)  # by job: pid, pidfd, answer
+    _running: dict[int, tuple[Child, socket.socket]] = field(default_factory=dict)  # by job, with its answer
+    _spares: list[Child] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._selector.register(self.control, selectors.EVENT_READ, None)
@@ -46,57 +70,86 @@ class Children:
         for key, _ in self._selector.select():
             yield key.data
 
-    def fork(self, number: int, answer: socket.socket, work: Work) -> None:
-        worker = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._child(answer, work, worker)
-        pidfd = os.pidfd_open(pid)
-        self._running[number] = (pid, pidfd, answer)
-        self._selector.register(pidfd, selectors.EVENT_READ, number)
+    def prepare(self) -> None:
+        """Have children that wait for the next jobs. Not while jobs run: under load, children are forked as needed."""
+        while len(self._spares) < SPARES:
+            self._spares.append(self._fork(self.warm))
+
+    def start(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
+        child = self._spares.pop(0) if self._spares else self._fork()
+        try:
+            child.tell(job, answer, files)
+        except OSError:  # it was killed
+            child.end()
+            child = self._fork()
+            child.tell(job, answer, files)
+        self._running[job.number] = child, answer
+        self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
 
     def stop(self, number: int) -> None:
         """Nobody waits for its answer. It may be over."""
         if number in self._running:
-            os.kill(self._running[number][0], signal.SIGKILL)
+            os.kill(self._running[number][0].pid, signal.SIGKILL)
 
     def reap(self, number: int) -> None:
-        pid, pidfd, answer = self._running.pop(number)
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        _, status = os.waitpid(pid, 0)
+        child, answer = self._running.pop(number)
+        self._selector.unregister(child.pidfd)
+        status = child.end()
         with answer:
             if status:
                 say(answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None)
+        if not self._running:
+            self.prepare()
 
-    def _child(self, answer: socket.socket, work: Work, worker: int) -> None:
+    def _fork(self, warm: Callable[[], None] = lambda: None) -> Child:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        worker = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._child(theirs, warm, worker)
+        theirs.close()
+        return Child(pid, os.pidfd_open(pid), ours)
+
+    def _child(self, told: socket.socket, warm: Callable[[], None], worker: int) -> None:
         """Does not return."""
         code = 1
         try:
             die_with_parent(worker)
             self.control.close()
             self._selector.close()
-            for _, pidfd, other in self._running.values():
-                os.close(pidfd)
-                other.close()
-            limit(self.limits)
-            try:
-                result = work()
-            except MemoryError:
-                message = f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be prepared"
-                result = JobFailed("MediaError", message, "messages"), None
-            except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
-                result = failed(e), None
-            say(answer, *result)
+            for child, answer in self._running.values():
+                os.close(child.pidfd)
+                answer.close()
+            for spare in self._spares:
+                os.close(spare.pidfd)
+                spare.told.close()
+            os.nice(NICE)
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
+            NAME.write_text("prompt spare")
+            warm()
+            data, fds, _, _ = socket.recv_fds(told, MAX_DATAGRAM, MAX_FDS)
+            if data:
+                self._do(decode_job(data), *fds)
             code = 0
         finally:
             os._exit(code)  # nothing of the worker's is to be run here
 
+    def _do(self, job: Job, answer: int, *files: int) -> None:
+        NAME.write_text("prompt job")
+        limit(self.limits)
+        try:
+            result = self.work(job, [Spool.taken(f) for f in files])
+        except MemoryError:
+            message = f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be prepared"
+            result = JobFailed("MediaError", message, "messages"), None
+        except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
+            result = failed(e), None
+        say(socket.socket(fileno=answer), *result)
+
 
 def limit(limits: WorkerLimits) -> None:
     """Of this process, from now on."""
-    os.nice(NICE)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + (limits.memory_mb << 20)
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])

@@ -25,6 +25,7 @@ from stretto.types import Wire
 log = logging.getLogger(__name__)
 
 MAX_DATAGRAM = 1 << 16
+MAX_FDS = 3  # that go along with a job
 MAX_WORDS = 4096  # characters of an error's message
 AUDIO_ID = re.compile(rb"audio_[0-9a-f]{32}")  # how the server names spoken answers
 MAX_REFERENCES = 1024  # they fit into a datagram
@@ -198,6 +199,7 @@ class BuiltPrompt:
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_head = msgspec.msgpack.Decoder(Head).decode
 

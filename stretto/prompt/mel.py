@@ -22,7 +22,7 @@ PAD = WINDOW // 2  # frame t is centred on sample 160 t and reads samples [160 t
 NUM_BINS = 128
 FLOOR = 1e-10  # power below which everything is silence
 RANGE = 8.0  # decades kept below a clip's loudest cell
-_BLOCK = 1024  # frames per FFT call: bounds the scratch memory of a long clip to a few MB
+_BLOCK = 128  # frames per FFT call: the scratch memory, 400 kB, stays in a core's cache
 
 _Float64 = npt.NDArray[np.float64]
 

@@ -3,10 +3,16 @@ engine's). Pure functions; imports no torch."""
 
 from __future__ import annotations
 
+import io
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import soundfile
+from PIL import Image
 
 from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json
@@ -56,6 +62,27 @@ def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Pro
     system = [{"role": "system", "content": instructions}] if instructions or not text else []
     spoken = [{"role": "user", "content": text}] if text else []
     return builder.build([*system, *spoken]), tuple(builder.tokenizer.encode(text))
+
+
+def warm(builder: Builder) -> None:
+    """Build a prompt with each kind of media once: what that imports and computes is there then, for the children of
+    this process too."""
+    for part in (_silence(), _dot()):
+        with suppress(Exception):  # a model that takes no such media refuses it; what else is wrong is told to clients
+            builder.build([{"role": "user", "content": [part]}])
+
+
+def _silence() -> dict[str, Any]:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(2400, np.float32), 24_000, format="WAV")
+    return {"type": "input_audio", "input_audio": {"data": b64encode(file.getvalue()).decode(), "format": "wav"}}
+
+
+def _dot() -> dict[str, Any]:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "PNG")
+    url = "data:image/png;base64," + b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def decode(data: Json, name: str) -> Any:

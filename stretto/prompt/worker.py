@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ from stretto.prompt.apart import Children, WorkerLimits
 from stretto.prompt.cuts import do_cut, do_outline
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
+    MAX_FDS,
     Apart,
     Build,
     Built,
@@ -59,6 +59,7 @@ class Worker:
     def serve(self) -> None:
         """Until the server goes."""
         self.control.send(encode(WorkerReady()))
+        self.children.prepare()
         while True:
             for ended in self.children.wait():
                 if ended is not None:
@@ -67,18 +68,17 @@ class Worker:
                     return
 
     def _take(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self.control, MAX_DATAGRAM, 3)
+        data, fds, _, _ = socket.recv_fds(self.control, MAX_DATAGRAM, MAX_FDS)
         if not data:
             return False
         message = decode_to_worker(data)
         if isinstance(message, Stop):
             self.children.stop(message.number)
             return True
-        answer, files = socket.socket(fileno=fds[0]), [Spool(f, os.fstat(f).st_size) for f in fds[1:]]
+        answer, files = socket.socket(fileno=fds[0]), [Spool.taken(f) for f in fds[1:]]
         try:
             if message.apart:
-                doing = partial(do, self.builder, message.work, files, only_text=False)
-                self.children.fork(message.number, answer, doing)
+                self.children.start(message, answer, files)
             else:
                 with answer:
                     say(answer, *self._at_once(message, files))
@@ -93,6 +93,10 @@ class Worker:
             return do(self.builder, job.work, files, only_text=True)
         except Exception as e:  # noqa: BLE001  one request must not end the worker, and with it the prompts of others
             return failed(e), None
+
+
+def do_apart(builder: Builder, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+    return do(builder, job.work, files, only_text=False)
 
 
 def do(
@@ -155,10 +159,12 @@ def main() -> None:
         sys.exit(1)
     with contextlib.suppress(ImportError):
         import av  # noqa: F401  # once, here, rather than in every child that meets a video
+    work.warm(builder)
     gc.collect()
     gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
     limits = WorkerLimits(args.cpu_s, args.memory_mb)
-    Worker(control, builder, Children(control, limits)).serve()
+    work_apart = partial(do_apart, builder)
+    Worker(control, builder, Children(control, limits, work_apart, partial(work.warm, builder))).serve()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import io
 import json
 import os
@@ -212,11 +213,62 @@ def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
     with_pool(roomy_dir, test)
 
 
-def processes(pool: PromptPool) -> list[int]:
+def processes(pool: PromptPool, name: str = "prompt job") -> list[int]:
     """Children of the worker."""
     assert pool.worker.process is not None
     pid = pool.worker.process.pid
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [p for p in children if named(p) == name]
+
+
+def named(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # it has ended
+        return ""
+
+
+def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
+    """They take them; the next ones are forked when no job runs. One that was killed meanwhile is replaced."""
+    asked = talk([{"role": "user", "content": [picture(64)]}])
+
+    async def test(pool: PromptPool) -> None:
+        def spares() -> set[int]:
+            return set(processes(pool, "prompt spare"))
+
+        await until(lambda: len(spares()) == 2)
+        first = spares()
+        long = asyncio.create_task(pool.build(heavy(sender="a")))
+        await until(lambda: len(processes(pool)) == 1)
+        assert set(processes(pool)) | spares() == first
+        await pool.build(dataclasses.replace(asked, sender="b"))
+        await until(lambda: not spares())  # no other while a job runs
+        assert first & set(processes(pool))
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+        await until(lambda: len(spares()) == 2)
+        second = spares()
+        assert not first & second
+        for pid in second:
+            os.kill(pid, signal.SIGKILL)
+        for pid in second:
+            await until(lambda pid=pid: "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+        assert (await pool.build(asked)).packed.meta.images
+
+    with_pool(roomy_dir, test)
+
+
+def test_the_worker_has_one_thread_and_has_met_all_media(roomy_dir: Path) -> None:
+    """So that its children need not import what they decode with, and forking is safe."""
+
+    async def test(pool: PromptPool) -> None:
+        assert pool.worker.process is not None
+        here = Path(f"/proc/{pool.worker.process.pid}")
+        assert len(list((here / "task").iterdir())) == 1
+        mapped = (here / "maps").read_text()
+        assert all(name in mapped for name in ("_pocketfft", "_imaging", "soxr"))
+
+    with_pool(roomy_dir, test)
 
 
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
