@@ -131,9 +131,9 @@ def before_after(results: Results) -> str:
             busy, idle = ([f["host"][f"stretto_host_{k}_seconds_total"] for f in levels] for k in ("busy", "idle"))
             lines.append(
                 (
-                    f"{rate:g}", f"{which}, {mine[0]['env']['commit'][:7]}", " / ".join(str(f["answers"]) for f in levels),
+                    f"{rate:g}", f"{which}, {mine[0]['env']['commit'][:7]}", both([f["answers"] for f in levels], 0),
                     both([1e3 * v for v in text], 1), both([1e3 * v for v in first], 1), both(rtf, 3),
-                    " / ".join(f"{100 * b / (b + i):.0f} %" for b, i in zip(busy, idle, strict=True)),
+                    " / ".join(f"{100 * b / (b + w):.0f} %" for b, w in zip(busy, idle, strict=True)),
                 )
             )  # fmt: skip
     head = (

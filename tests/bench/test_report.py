@@ -194,7 +194,7 @@ def test_listeners_are_told_with_how_they_came_and_read(tmp_path: Path) -> None:
 
 
 def test_listeners_who_wait_in_every_run_are_told(tmp_path: Path) -> None:
-    """What carried is told by the most that did; if nothing did, how many waited, since fewer may not have been tried."""
+    """The most that nobody waited in; if somebody did in each, how many, since fewer may not have been tried."""
     waited = {"streams": 128, "answers": 128, "stuttered": 2, "waited_s": 0.0066}
     carried = {"streams": 96, "answers": 96, "stuttered": 0, "waited_s": 0.0}
     assert tables.listeners_goal([])[2:] == (tables.NOT_YET, "")
