@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench.harness.markdown import Line, count_of, many, markdown
+from bench.harness.markdown import Line, both, count_of, many, markdown
 from bench.report.measured import Results, found_in
 
 PROVENANCE = (  # file, what it holds
@@ -18,6 +18,10 @@ PROVENANCE = (  # file, what it holds
     ("together_h200", "thinker and talker at once"),
     ("prefill_h200", "prompts as passes by themselves"),
     ("copies_h200", "copies of links beside decode steps"),
+    ("split_h200", "one process and two on one card"),
+    ("open_before_after", "open loop, two versions"),
+    ("realtime_h200", "conversations"),
+    ("tts_h200", "Qwen3-TTS"),
     ("ablation_h200", "overlaps switched off"),
 )
 
@@ -34,7 +38,8 @@ def sources(results: Results) -> str:
             )
     for name, what in PROVENANCE:
         if (file := results.file(name)) is not None:
-            lines.append(source(what, name, file["env"]))
+            envs = [file["env"]] if "env" in file else [run["env"] for run in file["runs"]]
+            lines += dict.fromkeys(source(what, name, env) for env in envs)
     return markdown(("what", "file", "date", "commit", "tree"), lines)
 
 
@@ -109,6 +114,31 @@ def open_loop(results: Results) -> str:
     head = (
         "requests a second", "answers", "failed", "at once, at most", "first audio p50, ms", "p90", "p99", "RTF p50",
         "that stuttered", "speech made, s/s",
+    )  # fmt: skip
+    return markdown(head, lines)
+
+
+def before_after(results: Results) -> str:
+    """The open loop of two versions, two runs of each."""
+    runs = (results.file("open_before_after") or {}).get("runs", [])
+    lines = []
+    for i, rate in enumerate(found["rate"] for found in (runs[0]["found"] if runs else [])):
+        for which in ("before", "after"):
+            mine = [run for run in runs if run["which"] == which]
+            levels = [run["found"][i] for run in mine]
+            names = ("first_text_s", "first_audio_s", "rtf")
+            text, first, rtf = ([f["summary"][name]["p50"] for f in levels] for name in names)
+            busy, idle = ([f["host"][f"stretto_host_{k}_seconds_total"] for f in levels] for k in ("busy", "idle"))
+            lines.append(
+                (
+                    f"{rate:g}", f"{which}, {mine[0]['env']['commit'][:7]}", both([f["answers"] for f in levels], 0),
+                    both([1e3 * v for v in text], 1), both([1e3 * v for v in first], 1), both(rtf, 3),
+                    " / ".join(f"{100 * b / (b + w):.0f} %" for b, w in zip(busy, idle, strict=True)),
+                )
+            )  # fmt: skip
+    head = (
+        "requests a second", "version", "answers", "first text p50, ms", "first audio p50, ms", "RTF p50",
+        "loop thread busy",
     )  # fmt: skip
     return markdown(head, lines)
 

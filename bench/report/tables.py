@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.harness.markdown import NOT_YET, Line, both, count_of, many, markdown
+from bench.report.links import copies, hops, split
 from bench.report.measured import (
     PREDICTOR_PASSES,
     TALKER,
@@ -22,7 +23,7 @@ from bench.report.measured import (
     level,
     one_step,
 )
-from bench.report.serving import host, latency, memory, open_loop, phases, realtime, sources, start
+from bench.report.serving import before_after, host, latency, memory, open_loop, phases, realtime, sources, start
 
 
 def verdict(values: Sequence[float], target: float, least: bool = False) -> str:
@@ -100,12 +101,7 @@ def serving_goals(results: Results) -> list[Line]:
     lines.append(goal("player from the first packet: longest wait, 1 to 32 streams", "s", 0.0, waits, 3))
     starts = [s["ready_s"] for s in results.starts()]
     lines.append(goal(f"start-up, random weights to ready, {count_of(len(starts), 'start')}", "s", 90.0, starts, 0))
-    clean = [
-        max((f["streams"] for f in found_in(s, "realtime") if clean_run(f)), default=0)
-        for s in results.serving()
-        if found_in(s, "realtime")
-    ]
-    lines.append(goal("streams of 60 s within two seconds, simulated players, no underrun", "", 64, clean, 0, "≥"))
+    lines.append(listeners_goal([f for s in results.serving() for f in found_in(s, "realtime")]))
     runs = [r for s in results.serving() for h in found_in(s, "host") for r in h["runs"] if r["device"]]
     idle = [100 * max(r["device"]["idle_share"] for r in runs)] if runs else []
     counts = " and ".join(str(n) for n in sorted({r["streams"] for r in runs}))
@@ -113,8 +109,19 @@ def serving_goals(results: Results) -> list[Line]:
     return lines
 
 
-def clean_run(found: Any) -> bool:
-    return bool(found["answers"] == found["streams"] and not found["stuttered"])
+def listeners_goal(found: Sequence[Any]) -> Line:
+    """The most listeners of whom none waited; where some did in every run, how many and for how long, since fewer may
+    carry."""
+    clean = [f["streams"] for f in found if f["answers"] == f["streams"] and not f["stuttered"]]
+    what, limit = "streams of 60 s within two seconds, simulated players, no underrun", 64
+    line = goal(what, "", limit, [max(clean)] if clean else [], 0, "≥")
+    if clean or not found:
+        return line
+    least = min(found, key=lambda f: int(f["streams"]))
+    waited = (
+        f"{least['stuttered']} of {least['streams']} waited, {1e3 * least['waited_s']:.1f} ms in all; fewer not run"
+    )
+    return *line[:2], waited, "**missed**" if least["streams"] <= limit else "**not shown**"
 
 
 def targets(results: Results) -> str:
@@ -408,6 +415,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "runs": runs,
     "sources": sources,
     "open": open_loop,
+    "before_after": before_after,
     "summary": summary,
     "steps": steps,
     "layer": layer_table,
@@ -424,5 +432,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "start": start,
     "memory": memory,
     "host": host,
+    "copies": copies,
+    "hops": hops,
+    "split": split,
     "ablation": ablation,
 }

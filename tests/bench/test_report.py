@@ -193,6 +193,37 @@ def test_listeners_are_told_with_how_they_came_and_read(tmp_path: Path) -> None:
     assert "| over HTTP: players | `h200.json` | 2026-11-20 | abc | clean |" in tables.sources(given)
 
 
+def test_listeners_who_wait_in_every_run_are_told(tmp_path: Path) -> None:
+    """The most that nobody waited in; if somebody did in each, how many, since fewer may not have been tried."""
+    waited = {"streams": 128, "answers": 128, "stuttered": 2, "waited_s": 0.0066}
+    carried = {"streams": 96, "answers": 96, "stuttered": 0, "waited_s": 0.0}
+    assert tables.listeners_goal([])[2:] == (tables.NOT_YET, "")
+    assert tables.listeners_goal([carried, waited])[2:] == ("96", "met")
+    assert tables.listeners_goal([waited])[2:] == ("2 of 128 waited, 6.6 ms in all; fewer not run", "**not shown**")
+    assert tables.listeners_goal([waited | {"streams": 64, "answers": 64}])[3] == "**missed**"
+
+
+def test_two_versions_and_two_placements_are_told_side_by_side(tmp_path: Path) -> None:
+    def run(which: str, commit: str, ms: float) -> dict:
+        names = ("first_text_s", "first_audio_s", "rtf")
+        found = {"rate": 4.0, "answers": 40, "summary": {name: {"p50": ms / 1e3} for name in names},
+                 "host": {"stretto_host_busy_seconds_total": 1.0, "stretto_host_idle_seconds_total": 3.0}}  # fmt: skip
+        return {"which": which, "env": {"commit": commit, "clean": True}, "found": [found]}
+
+    def placed(ms: float) -> dict:
+        summary = {"first_audio_s": {"p50": ms / 1e3}, "rtf": {"p50": 0.03}}
+        return {"env": {}, "levels": [{"load": {"streams": 32}, "samples": [{}] * 16, "summary": summary}]}
+
+    versions = [run("before", "aaaaaaaaaaaa", 30.0), run("after", "bbbbbbbbbbbb", 31.0)]
+    given = results(tmp_path, split_h200={"runs": [placed(20.0), placed(22.0)]})
+    (tmp_path / "open_before_after.json").write_text(json.dumps({"runs": [*versions, *versions]}))
+    told = tables.before_after(given)
+    assert "| 4 | before, aaaaaaa | 40 / 40 | 30.0 / 30.0 | 30.0 / 30.0 | 0.030 / 0.030 | 25 % / 25 % |" in told
+    assert "| 4 | after, bbbbbbb | 40 / 40 | 31.0 / 31.0 |" in told
+    assert "| 16 | 16 | 20.0 ms | 22.0 ms | 0.0300 | 0.0300 |" in tables.split(given), "32 asked, but 16 answers in all"
+    assert tables.sources(given).count("`open_before_after.json`") == 2, "a line for each commit"
+
+
 def test_the_pages_say_what_the_files_say() -> None:
     """Each table in README.md, the page and the notes is the one that is made from bench/results now."""
     made = {name: text for name, make in tables.TABLES.items() if (text := make(Results()))}
