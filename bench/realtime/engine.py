@@ -16,7 +16,7 @@ import numpy as np
 from bench.harness.results import quantile
 from bench.harness.serving import GpuWatch
 from bench.realtime.numbers import Found, Gate, by_length, delta, fitting, listened, ms, show
-from bench.realtime.sounds import Clips, Samples
+from bench.realtime.sounds import BEEP_S, Clips, Samples
 from bench.realtime.turns import (
     LARGE_PIECE_S,
     answer,
@@ -166,7 +166,7 @@ class Stand:
             await speak(s, self.clips.clip(context), 0.0)
             await s.read()
             before, start = await self.stage_numbers(), clock()
-            for piece in pieces(self.clips.clip(self.args.appends * LARGE_PIECE_S)):
+            for piece in pieces(self.clips.clip(self.args.appends * LARGE_PIECE_S, beep=not context)):
                 begun = clock()
                 await s.append(piece)
                 called = clock() - begun
@@ -193,9 +193,9 @@ class Stand:
 
         async def one() -> None:
             nonlocal count
-            said = self.clips.clip(4 * LARGE_PIECE_S)
+            said = self.clips.clip(4 * LARGE_PIECE_S, beep=False)
             async with self.engine.session() as s:
-                await speak(s, self.clips.clip(context), 0.0)
+                await speak(s, self.clips.clip(max(context, BEEP_S)), 0.0)
                 await s.read()
                 await gate.wait()
                 while clock() < stop:

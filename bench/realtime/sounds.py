@@ -25,12 +25,14 @@ class Clips:
         self._base = speech(BASE_S, seed=seed)
         self._random = np.random.default_rng(seed)
 
-    def clip(self, seconds: float) -> Samples:
+    def clip(self, seconds: float, beep: bool = True) -> Samples:
+        """Without a beep: what is said behind a clip that had one."""
         num = round(seconds * INPUT_RATE)
         start = int(self._random.integers(len(self._base)))
         said = np.resize(np.roll(self._base, -start), num)
         noise: Samples = self._random.standard_normal(num, np.float32)
         said += np.float32(0.003) * noise
-        beep = np.sin(2 * np.pi * 500 * np.arange(round(BEEP_S * INPUT_RATE)) / INPUT_RATE).astype(np.float32)
-        said[: len(beep)] = 0.9 * beep[:num]
+        if beep:
+            times = np.arange(min(num, round(BEEP_S * INPUT_RATE))) / INPUT_RATE
+            said[: len(times)] = 0.9 * np.sin(2 * np.pi * 500 * times).astype(np.float32)
         return said
