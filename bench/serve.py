@@ -43,6 +43,7 @@ from bench.harness.checkpoint import add_model_arguments, checkpoint, device_her
 from bench.harness.crowd import PREBUFFERS, Crowd, Questions, told
 from bench.harness.env import command
 from bench.harness.listener import Heard
+from bench.harness.parts import add_parts
 from bench.harness.results import ROOT, arguments, measured_part, parser, read, write
 from bench.harness.serving import GpuWatch, Server, Stopped, environment, serving
 from bench.harness.workload import WORKLOADS, Workload
@@ -309,7 +310,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def main(given: Sequence[str]) -> int:
     p = parser("serve", __doc__)
-    p.add_argument("--parts", default=",".join(PARTS), help="default: all")
+    add_parts(p, PARTS)
     add_model_arguments(p, "released")
     p.add_argument("--levels", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the latency table")
     p.add_argument("--streams", type=int, nargs="+", default=[64, 96, 128], help="of 60 s of speech each")
@@ -333,9 +334,6 @@ def main(given: Sequence[str]) -> int:
     args = p.parse_args(given)
     args.device = args.device or device_here()
     args.serve = [*server_flags(args.host), *args.serve]
-    args.parts = [x for x in args.parts.split(",") if x]
-    if unknown := set(args.parts) - set(PARTS):
-        p.error(f"no such part: {', '.join(sorted(unknown))}")
     if args.add and args.out is None:
         p.error("--add needs --out")
     if args.quick:

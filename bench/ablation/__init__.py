@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.ablation.plain import Plain
 from bench.ablation.rows import ROWS, measure_row
-from bench.engine import Questions, add_engine_arguments, engine_config, sender, stream
+from bench.engine.load import Questions, add_engine_arguments, engine_config, sender, stream
 from bench.harness.checkpoint import checkpoint
 from bench.harness.env import describe
 from bench.harness.host import Asker, OneHost

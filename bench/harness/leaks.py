@@ -7,8 +7,10 @@ and what its memory does is the engine's doing."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -29,6 +31,13 @@ MOST_REPORTS = 10
 BLOCKS = 10  # means that a line is fitted to
 LEAST_SAMPLES = 4 * BLOCKS  # of memory: half of them are looked at, two for each mean
 STUDENT = {2: 2.306, 3: 2.365}  # 97.5 % of Student's t for that many parameters, with 8 and 7 degrees of freedom
+
+
+def on_tiny(work: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
+    """What `work` finds, given where the tiny model is to be written."""
+    logging.basicConfig(level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(work(Path(folder) / "tiny"))
 
 
 # -- questions and answers

@@ -20,11 +20,10 @@ RESULTS = ROOT / "bench" / "results"
 T = TypeVar("T")
 
 
-def parser(name: str, doc: str | None, *, out: bool = True) -> argparse.ArgumentParser:
-    """Of a program, whose docstring is its help. With `out`: `--out FILE`."""
-    p = argparse.ArgumentParser(
-        f"python -m bench {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(name: str, doc: str | None, *, out: bool = True, **more: bool) -> argparse.ArgumentParser:
+    """Of a program or a part, whose docstring is its help. With `out`: `--out FILE`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(f"python -m bench {name}", description=doc, formatter_class=raw, **more)
     if out:
         p.add_argument("--out", type=Path, help="file for the result, every sample included, as JSON")
     return p

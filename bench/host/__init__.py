@@ -4,7 +4,7 @@
     python -m bench host --stub --streams 1 8 32 128                              # the host's own work, on any machine
     python -m bench host --stub --profile                                         # and which functions it went to
     python -m bench host --tree ../before --rounds 12 --out bench/results/host_before_after.json
-    python -m bench host --scheduler                                              # the scheduler alone, without a model
+    python -m bench host --parts scheduler                                        # the scheduler alone, without a model
 
 Opens a host in this process, without server and orchestrator (its reports go to a process that reads and forgets them),
 admits N requests at once and looks at the time from when all of them sound until the first falls silent. With `--stub`
@@ -174,9 +174,9 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--profile", action="store_true", help="also a profile by function")
     p.add_argument("--tree", type=Path, metavar="PATH", help="compare the checkout there with this one")
     p.add_argument("--rounds", type=int, default=12, help="of --tree (default: %(default)s)")
-    p.add_argument("--scheduler", action="store_true", help="the scheduler alone: `schedule` and `retire`")
+    p.add_argument("--parts", choices=("loop", "scheduler"), default="loop", help="(default: %(default)s)")
     args = p.parse_args(given)
-    if args.scheduler:
+    if args.parts == "scheduler":
         from bench.host.scheduler import measure_all
 
         write(args.out, measure_all())

@@ -1,6 +1,6 @@
 """Host time of the scheduler alone: `schedule` and `retire` per step and per running request, with no model.
 
-Run by `python -m bench host --scheduler`. Cases: `thinker` decodes freely; `talker` is fed one text token and one
+Run by `python -m bench host --parts scheduler`. Cases: `thinker` decodes freely; `talker` is fed one text token and one
 deadline per frame, as the stage does (`feed_us`); `full` is `thinker` with a queue of requests that find no blocks.
 Medians over steps; the 99th percentile shows how busy the machine was."""
 

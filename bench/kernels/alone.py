@@ -1,6 +1,6 @@
 """Each decode kernel by itself: finds launch parameters on this machine's GPU and keeps them on disk.
 
-    python -m bench kernels alone --out bench/results/tune_h200.json      # 3 to 6 min
+    python -m bench kernels --parts alone --out bench/results/tune_h200.json      # 3 to 6 min
 
 Each candidate runs as a chain over several copies of its weights (more than the cache holds), captured in a graph, as
 it runs in a decode step; the time is the median over replays. Candidates are compiled by several processes first.
@@ -413,7 +413,7 @@ def best_of(case: Case, deadline: float) -> dict[str, Any] | None:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("kernels alone", __doc__)
+    p = parser("kernels --parts alone", __doc__)
     p.add_argument("--tuned", type=Path, help="where the tuned parameters go")
     p.add_argument("--only", default="vector,matrix,split,float8")
     p.add_argument("--kernels", default="", help="only those whose names (kernel/key) begin with one of these")

@@ -1,6 +1,6 @@
 """Decode kernels inside a whole step, where they overlap their neighbours: finds launch parameters there.
 
-    python -m bench kernels in_step --stage thinker --batch 8 --tuned tuned.json      # 2 min
+    python -m bench kernels --parts in_step --stage thinker --batch 8 --tuned tuned.json      # 2 min
 
 The part `alone` times each kernel by itself; its candidates are tried here one kernel at a time in a captured step of a
 model with fewer layers (random weights), against the step as it stands: both in turns, on the same inputs. A candidate
@@ -32,7 +32,7 @@ from bench.harness.env import describe
 from bench.harness.results import parser, write
 from bench.kernels import alone
 from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen
-from bench.steps import seated
+from bench.steps.decode import seated
 from stretto.kernels.fast import sampling, tuning
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
@@ -376,7 +376,7 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def options(given: Sequence[str]) -> argparse.Namespace:
-    p = parser("kernels in_step", __doc__)
+    p = parser("kernels --parts in_step", __doc__)
     p.add_argument("--stage", choices=["thinker", "talker"], default="thinker")
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--context", type=int, default=1024)

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.harness.parts import add_parts
 from bench.harness.results import arguments, measured_part, parser, read, write
 
 PARTS = ("first", "append", "barge", "live", "http")
@@ -115,7 +116,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     add_model_arguments(p)
-    p.add_argument("--parts", default=",".join(PARTS), help="default: all")
+    add_parts(p, PARTS)
     p.add_argument(
         "--lengths",
         type=float,
@@ -154,9 +155,6 @@ def main(given: Sequence[str]) -> int:
     add_arguments(p)
     args = p.parse_args(given)
     args.device = args.device or device_here()
-    args.parts = [x for x in args.parts.split(",") if x]
-    if unknown := set(args.parts) - set(PARTS):
-        p.error(f"no such part: {', '.join(sorted(unknown))}")
     if args.add and args.out is None:
         p.error("--add needs --out")
     args.limits = LIMITS | {k: float(v) for k, _, v in (x.partition("=") for x in args.limits.split(",") if x)}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.frames import main
+from bench.steps.cpu import main
 from bench.harness.results import read
 from stretto.models.qwen3_tts.tiny import write_tiny
 

@@ -52,7 +52,7 @@ def test_the_scheduler_alone(tmp_path: Path, monkeypatch) -> None:
     from bench.host import scheduler
 
     monkeypatch.setattr(scheduler, "STEPS", 12)
-    assert main(["--scheduler", "--out", str(tmp_path / "x.json")]) == 0
+    assert main(["--parts", "scheduler", "--out", str(tmp_path / "x.json")]) == 0
     runs = read(tmp_path / "x.json")["runs"]
     assert {(r["case"], r["rows"]) for r in runs} == {
         (c, n) for c in ("thinker", "talker", "full") for n in (1, 32, 128)

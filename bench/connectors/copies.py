@@ -1,7 +1,7 @@
 """Copies of a link beside decode steps: two processes on one GPU, each overlap of the link switched off in turn.
 
-    python -m bench copies --out bench/results/copies_h200.json      # 2 min
-    python -m bench copies --tiny                                    # tries the program itself, on any GPU
+    python -m bench connectors --parts copies --out bench/results/copies_h200.json      # 2 min
+    python -m bench connectors --parts copies --tiny                                    # tries the program itself, on any GPU
 
 The way is the one that serves between hosts: an outlet with its courier, shared memory, and a courier with an inlet in
 another process, which uploads to the same GPU. What is sent are rows of 2048 bf16 that lie on the device.
@@ -34,7 +34,7 @@ import torch
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, quantile, write
 from bench.harness.rounds import Ratio, turns
-from bench.steps import ready
+from bench.steps.decode import ready
 from stretto.connector.contract import Endpoint, LinkOptions
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import Registry
@@ -297,7 +297,7 @@ def path(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def main(given: Sequence[str]) -> int:
-    p = parser("copies", __doc__)
+    p = parser("connectors --parts copies", __doc__)
     p.add_argument("--batch", type=int, default=8, help="rows of a thinker step (default: %(default)s)")
     p.add_argument("--rows", type=int, nargs="+", default=[64, 1024], help="that leave with each step")
     p.add_argument("--steps", type=int, default=80, help="of a run (default: %(default)s)")

@@ -304,7 +304,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("engine", __doc__)
+    p = parser("engine --parts load", __doc__)
     known = ", ".join(WORKLOADS)
     p.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"(default: text-100, or read) {known}"
