@@ -1,19 +1,19 @@
 """Copies of a link beside decode steps: two processes on one GPU, each overlap of the link switched off in turn.
 
     python -m bench connectors --parts copies --out bench/results/copies_h200.json      # 2 min
-    python -m bench connectors --parts copies --tiny                                    # tries the program itself, on any GPU
+    python -m bench connectors --parts copies --tiny                                    # tries it, on any GPU
 
-The way is the one that serves between hosts: an outlet with its courier, shared memory, and a courier with an inlet in
-another process, which uploads to the same GPU. What is sent are rows of 2048 bf16 that lie on the device.
+The link is the one that serves between hosts: an outlet with its courier, shared memory, and a courier with an inlet in
+another process, which uploads to the same GPU. The payload is rows of 2048 bf16 values that are on the device.
 
-**Steps**: captured thinker steps in steady decode, two in flight, as a stage launches them; with each step so many rows
-leave (as those of a prompt with media would). For each way: the time of a step and of the gap to the next one by the
-device's own events, the share of the time in which no step runs, and the loop thread's own time for a step. Ways take
-turns, and `times` is the ratio of whole runs to those of the same round in which nothing is sent.
+**Steps**: captured thinker steps in steady decode, two in flight, as a stage launches them. With each step so many rows
+leave, as those of a prompt with media would. Measured for each way: the time of a step and the gap to the next one by
+CUDA events, the share of the time in which no step runs, and the loop thread's own time for a step. Ways take turns.
+`times` is the ratio of whole runs to those of the same round in which nothing is sent.
 
-**Path**: the same rows without steps, back to back. `of_pinned` is the speed over that of a pinned copy of the same
-size, one way, the slower of the two ways. A hop is one chunk and the answer that it is there. `sending half` is a
-receiver that does not upload, as with a GPU on each side. (Two processes get one GPU by turns.)"""
+**Path**: the same rows without steps, back to back. `of_pinned` is the speed as a share of a pinned copy of the same
+size (the slower of the two directions). A hop is one chunk and the answer that it has arrived. `sending half` is a
+receiver that does not upload, as with a GPU on each side. (Two processes on one GPU run by turns.)"""
 
 from __future__ import annotations
 

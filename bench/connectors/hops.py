@@ -1,24 +1,24 @@
-"""What a hop costs between two processes: our connectors beside plain means of the system, in one run.
+"""What a hop between two processes costs: our connectors beside plain sockets, in one run.
 
-    python -m bench connectors --out bench/results/connectors.json    # all lanes and sizes, hops of 4 KiB; four minutes
+    python -m bench connectors --out bench/results/connectors.json    # all lanes and sizes, paced hops; four minutes
     python -m bench connectors --quick shm unix                       # some lanes, few rounds
     python -m bench connectors --placement each                       # the table with a core for each of two processes
-    python -m bench connectors --hops                                 # only the hops of 4 KiB, in every placement
+    python -m bench connectors --only paced                           # only the hops of 4 KiB, in every placement
 
-A *lane* is a way to get a payload to another process (lanes.py). The `chunk` lanes move a chunk (typed header, checks,
-a tensor on both sides); `unix chunk` is the plain socket with our wire format on it, so each of ours has a peer that
-does the same work; `unix tensor` is the least that brings a tensor over one. A hop is one way, by the machine's one
-clock: from the call that sends to the return of the call that receives.
+A *lane* is a way to move a payload to another process (lanes.py). The `chunk` lanes move a chunk: a typed header,
+checks, a tensor on both sides. `unix chunk` is a plain socket with our wire format on it, so that each of ours has a
+counterpart that does the same work. `unix tensor` is the least that moves a tensor over a socket. A hop is one way:
+from the call that sends to the return of the call that receives, by the machine's one clock.
 
-The table's hops are *back to back*: two processes take turns. `--hops` puts *paced* ones beside them, a chunk every few
-milliseconds, as a stage sends them: both processes sleep in between, so a whole wake-up is in each. It does so for
-three placements, since the scheduler, left alone, keeps two processes that take turns now on one core and now on two,
-for seconds at a time. `looking` is the shm lane whose receiver may look for a moment before it sleeps (`look_us`).
-What a thread that computes beside a receiver loses to it is in the last lines.
+In the table, hops are *back to back*: two processes take turns. *Paced* hops come every few milliseconds, as a stage
+sends chunks: both processes sleep in between, so each hop includes a whole wake-up. These are measured in three
+placements, since an operating system that may choose keeps two processes that take turns on one core for some seconds,
+and then on two. `looking` is the shm lane whose receiver may spin for a moment before it sleeps (`look_us`). The last
+lines show how much a thread that computes beside a receiver is slowed down by it.
 
-Throughput is a stream of payloads one way until the receiver has the last: a socket's receiver has them in its own
-memory, a ring's in shared memory, as views. Lanes take turns in short bursts, so that the machine's noise hits all
-alike, and ratios are of the same round. Page faults per message tell whether memory is allocated per message."""
+Throughput is a stream of payloads one way until the receiver has the last one. A socket's receiver has them in its own
+memory, a ring's receiver in shared memory, as views. Lanes take turns in short bursts, so that the machine's noise hits
+all alike, and ratios are of the same round. Page faults per message show whether memory is allocated per message."""
 
 from __future__ import annotations
 
@@ -213,11 +213,7 @@ def _words(size: int) -> str:
     return f"{size} B" if size < 1024 else f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB"
 
 
-PAIRS = (
-    ("shm chunk", "unix chunk"),
-    ("shm chunk", "unix tensor"),
-    ("shm chunk, looking", "unix chunk"),
-)
+PAIRS = (("shm chunk", "unix chunk"), ("shm chunk", "unix tensor"), ("shm chunk, looking", "unix chunk"))
 
 
 def ratios(tracks: list[Track]) -> dict[str, Ratio]:
@@ -351,17 +347,16 @@ def hop_table(placement: str, result: dict[str, Any]) -> str:
 def main(given: Sequence[str]) -> int:
     p = parser("connectors --parts hops", __doc__)
     p.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
-    p.add_argument("--quick", action="store_true", help="three rounds instead of 12 (hops: 8 instead of 24)")
+    p.add_argument("--quick", action="store_true", help="three rounds instead of 12 (paced: 8 instead of 24)")
     p.add_argument("--placement", choices=list(PLACEMENTS), default="free", help="of the table")
-    p.add_argument("--hops", action="store_true", help="only the hops of 4 KiB, in every placement")
-    p.add_argument("--no-hops", action="store_true", help="only the table")
+    p.add_argument("--only", choices=("table", "paced"), help="(default: both)")
     args = p.parse_args(given)
     torch.set_num_threads(1)
     result: dict[str, Any] = {"env": describe(), "look_us": LOOK_US}
-    if not args.hops:
+    if args.only != "paced":
         result |= run_table(args.lanes, args.placement, 3 if args.quick else 12)
         write(args.out, result)
-    if not args.no_hops:
+    if args.only != "table":
         chance = random.Random(0)
         result["hops"] = {}
         for placement in PLACEMENTS:

@@ -21,13 +21,13 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import soundfile
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.harness.checkpoint import add_model_arguments, checkpoint, host_settings
 from bench.harness.env import describe
 from bench.harness.listening import Listeners, Listening, highest, smooth
 from bench.harness.results import arguments, parser, write
@@ -37,7 +37,7 @@ from stretto.client.player import Packet, play
 from stretto.client.report import rates, record, table
 from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.control.request import Manner
-from stretto.control.settings import EngineConfig, HostSettings, parse_placement
+from stretto.control.settings import EngineConfig, parse_placement
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
@@ -63,14 +63,13 @@ def add_engine_arguments(p: argparse.ArgumentParser, requests: int | None = 64) 
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    host = HostSettings(device=args.device or device_here(), dtype=args.dtype, load_format=load_format(args.model))  # type: ignore[arg-type]
     return EngineConfig(
         parse_placement(args.placement),
         args.connector,
         replicas=args.replicas,
         max_requests=args.max_requests,
         min_pace=args.min_pace,
-        host=replace(host, **host_fields(args.host)),
+        host=host_settings(args, dtype=args.dtype),
     )
 
 

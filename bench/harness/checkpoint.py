@@ -65,6 +65,12 @@ def host_fields(given: list[str]) -> dict[str, Any]:
     return values
 
 
+def host_settings(args: argparse.Namespace, **more: Any) -> HostSettings:
+    """As the model arguments say."""
+    given = {"device": args.device or device_here(), "load_format": load_format(args.model)}
+    return HostSettings(**{**given, **more, **host_fields(args.host)})
+
+
 @contextmanager
 def checkpoint(model: str) -> Iterator[Path]:
     """The directory to open: as given, or one that is written for the occasion."""

@@ -23,11 +23,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_settings
 from bench.harness.env import describe, sources
 from bench.harness.markdown import markdown
 from bench.harness.results import ROOT, arguments, parser, progress, quantile, write
@@ -56,16 +55,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from bench.harness.host import Asker
     from bench.harness.workload import Question, Workload
     from bench.host.measured import MeasuredHost
-    from stretto.control.settings import HostSettings
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.prompts import PromptBuilder
     from stretto.stage.process import settle_down
 
     device = args.device or device_here()
     blocks = {"thinker": 16 * args.max_rows, "talker": 16 * args.max_rows} if device == "cpu" else {}
-    form: Any = load_format(args.model)
-    settings = HostSettings(device=device, load_format=form, max_rows=args.max_rows, blocks=blocks)
-    settings = replace(settings, **host_fields(args.host))
+    settings = host_settings(args, max_rows=args.max_rows, blocks=blocks)
     workload = Workload("host", "", Question(text_tokens=args.prompt), args.text, args.frames)
     with checkpoint(args.model) as directory:
         asker = Asker(PromptBuilder.open(directory, OmniConfig.read(directory)))

@@ -31,11 +31,10 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_settings
 from bench.harness.parts import add_parts
 from bench.harness.results import arguments, measured_part, parser, read, write
 
@@ -57,16 +56,14 @@ async def on_engine(args: argparse.Namespace, directory: Path, parts: list[str],
     from bench.harness.serving import GpuWatch
     from bench.realtime.engine import Stand
     from bench.realtime.turns import clock
-    from stretto.control.settings import EngineConfig, HostSettings, parse_placement
+    from stretto.control.settings import EngineConfig, parse_placement
     from stretto.orchestrator.engine import PipelineEngine
     from stretto.server.command import SWITCH_S
 
     sys.setswitchinterval(SWITCH_S)  # as a server does
-    form: Any = load_format(args.model)
-    host = HostSettings(device=args.device, load_format=form, max_rows=args.max_rows)
     config = EngineConfig(
         parse_placement(args.placement), max_requests=4 * max(args.max_rows, *args.sessions, *args.live),
-        host=replace(host, **host_fields(args.host)),
+        host=host_settings(args, max_rows=args.max_rows),
     )  # fmt: skip
     gpu, start = GpuWatch(), time.monotonic()
     try:
