@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import PROGRAMS, listing, main
-from bench.harness.results import ROOT, quantile, read, rounded, write
+from bench.harness.results import RESULTS, ROOT, quantile, read, rounded, write
 from bench.harness.rounds import Ratio, turns
 
 COMMAND = re.compile(r"(?:python -m bench|`bench)\s+([a-z_]+)(?:\s+--parts\s+([\w,]+))?")
@@ -71,6 +71,11 @@ def test_documents_name_programs_and_parts_that_there_are() -> None:
         assert name in PROGRAMS, name
         if PROGRAMS[name] and parts:
             assert set(parts.split(",")) <= {*PROGRAMS[name], "PART"}, f"{name} --parts {parts}"
+
+
+def test_every_result_has_a_command() -> None:
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    assert {p.name for p in RESULTS.iterdir() if f"`{p.name}`" not in page} == set()
 
 
 def test_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
