@@ -3,7 +3,7 @@
     python -m bench cluster --out bench/results/cluster.json
 
 Needs the extra `stretto[ray]`. Parts:
-    kills      hosts, workers, raylets and the replica are killed, seeded, while somebody listens; nothing may be left
+    kills      hosts, workers, raylets and the replica are killed at seeded moments; nothing may be left
     replicas   one of two Serve replicas is killed while others ask
     ingress    32 streams of packets through Serve's HAProxy and from plain uvicorn, by turns in one run
 """
@@ -140,7 +140,7 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
 
 
 def stream_app() -> Any:
-    """Packets with the time at which each was given away."""
+    """Packets that carry the time at which each was sent."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import StreamingResponse

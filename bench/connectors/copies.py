@@ -70,7 +70,7 @@ HOPS = 60
 
 
 class Taker:
-    """Takes chunks as they land, and keeps the last element of each, so that it is known to be there."""
+    """Takes chunks as they arrive and keeps the last element of each, as proof that it has arrived."""
 
     def __init__(self, pipe: Connection, switches: OverlapSwitches, upload: bool) -> None:
         device = torch.device("cuda" if upload else "cpu")
@@ -154,7 +154,7 @@ class Link:
             sent = bool(self.outlet.flush())
 
     def end(self) -> float:
-        """Until all of it is on the other side; what that says it got."""
+        """Wait until the other side has all of it; what it says it got."""
         if not self.outlet.send(self.id, None, Mark.REQUEST_END):
             while not self.outlet.flush():
                 self.woken.acquire(timeout=0.01)
@@ -182,7 +182,7 @@ class Steps:
     context: int
 
     def run(self, count: int, link: Link | None, rows: torch.Tensor) -> dict[str, Any]:
-        """So many steps, two in flight; with each, rows leave if there is a link."""
+        """`count` steps, two in flight; each sends rows if there is a link."""
         marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARM + count)]
         host = np.zeros((3, self.batch), np.int64)
         host[0] = np.arange(self.batch)

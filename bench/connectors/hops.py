@@ -149,7 +149,7 @@ class Track:
         return [round((stop - start) / 1000, 2) for start, stop in pairs]
 
     def beside(self, size: int, count: int, pace_s: tuple[float, float], chance: random.Random) -> float:
-        """How often per second a thread beside the receiver gets round."""
+        """Loops per second of a thread that computes beside the receiver."""
         self.control.send(("beside", size, count))
         for _ in range(count):
             time.sleep(chance.uniform(*pace_s))
@@ -233,7 +233,7 @@ def ratios(tracks: list[Track]) -> dict[str, Ratio]:
 
 
 class Placed:
-    """Tracks in a placement: while it is open, this process is where its placement says."""
+    """Tracks in a placement: while it is open, this process is pinned as the placement says."""
 
     def __init__(self, names: list[str], placement: str) -> None:
         self._names = names
@@ -327,7 +327,7 @@ def _against(bursts: dict[str, list[list[float]]], name: str) -> dict[str, Any]:
 
 
 def _part(per_s: dict[str, list[float]], name: str) -> dict[str, Any]:
-    """Against the plain socket's receiver, beside which a thread has to give way as well."""
+    """Relative to the plain socket's receiver, which slows a thread beside it down as well."""
     return {"ratio": Ratio.of(per_s[name], per_s["unix chunk"]).middle, "turns_per_s": quantile(per_s[name], 0.5)}
 
 

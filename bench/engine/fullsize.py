@@ -2,8 +2,8 @@
 
     python -m bench engine --parts fullsize --out bench/results/fullsize_h200.json
 
-Through the plain driver, without scheduler and graphs: what is checked is that all of it loads, fits and runs, and that
-the waveform is finite and as long as its frames say."""
+Runs through the plain driver, without scheduler and graphs. Checks that everything loads, fits and runs, and that the
+waveform is finite and as long as its frames say."""
 
 from __future__ import annotations
 

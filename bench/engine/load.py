@@ -108,7 +108,7 @@ async def stream(events: AsyncIterator[Event], clock: SystemClock) -> AsyncItera
 
 @dataclass(slots=True)
 class Questions:
-    """A workload's messages, made before they are sent: making a sound takes longer than a token."""
+    """A workload's messages, made before they are sent: making a sound takes longer than making a token."""
 
     workload: Workload
     tokenizer: Tokenizer
@@ -182,7 +182,7 @@ class Run:
             await self.search(bench, workload)
 
     async def level(self, bench: Bench, workload: Workload, load: Load, limits: Targets) -> Level:
-        """One part; reading aloud, it is ended where it takes much longer than it should."""
+        """One level; when reading aloud, it is cancelled after `--most-s` seconds."""
         task = asyncio.create_task(bench.run(load, limits))
         done, _ = await asyncio.wait({task}, timeout=self.args.most_s if self.args.read else None)
         if not done:
@@ -194,7 +194,7 @@ class Run:
         return level
 
     async def search(self, bench: Bench, workload: Workload) -> None:
-        """From what the closed loops made in a second, which listeners cannot be more than."""
+        """Search for the most listeners. The closed loops' seconds of audio per second are the upper limit."""
         closed = [level for w, level in self.levels if w is workload and type(level.load) is Closed]
         closed = [level for level in closed if len(level.samples) > 1]
         made = max((rates(level)["audio_s_per_s"] for level in closed), default=8.0)
@@ -257,7 +257,7 @@ def result(args: argparse.Namespace, config: EngineConfig, runs: list[tuple[Work
 
 
 def played(packets: Sequence[Packet]) -> dict[str, float] | None:
-    """What a player made of an answer, in place of its packets: a search has a thousand answers."""
+    """What a player would have heard of an answer. Kept instead of its packets: a search has a thousand answers."""
     heard = play(packets)
     return None if heard is None else {"first": heard.start, "underruns": heard.underruns, "waits": heard.wait}
 
@@ -288,7 +288,7 @@ def levels(args: argparse.Namespace) -> list[tuple[Load, Targets]]:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Fill in what was not said, by whether words are read aloud or answered."""
+    """Fill in defaults, which differ for reading aloud and for answering."""
     if args.read and args.concurrency is None and args.rate is None and not args.search:
         args.concurrency, args.rate, args.search = READ_STREAMS, READ_RATES, True
     elif args.concurrency is None and args.rate is None and not args.search:

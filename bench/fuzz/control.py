@@ -1,12 +1,13 @@
-"""Fuzzes what the orchestrator and its hosts say to each other, and what each does with a message that looks right and
-means nonsense. Part of the program `fuzz`.
+"""Fuzzes the control messages between the orchestrator and its hosts, including valid messages that make no sense. For
+wire.py.
 
-The corpus is what a real host is told and says while it answers one request. Half of the mutants are blind (bytes),
-half are changed in their meaning: a value somewhere in the message becomes another one, mostly of its type. What can
-still be read goes to a whole host with real stages, driven in this thread (messages about links also to one that has
-the talker alone, and so ends of links), or to an engine whose hosts are played here.
-Nothing may escape but our own errors where the process is to end; no request may stay; and the host must still answer
-exactly, the engine still serve."""
+The corpus is what a real host receives and sends while it answers one request. Half of the mutants are blind (bytes
+are changed). In the other half a value somewhere in the message becomes another one, mostly of its type. What can still
+be read goes to a whole host with real stages, driven in this thread (messages about links also to a host that has only
+the talker, and so has ends of links), or to an engine with simulated hosts (played.py).
+
+Only our own errors may be raised, and only where the process is to end. No request may be left, the host must still
+answer exactly, and the engine must still serve."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ class Told:
         return self.admits * 3 + pieces + [(encode(m)[PREFIX.size :], b"") for m in plain]
 
     def take(self, header: bytes, blob: bytes) -> str:
-        """As the host's process does; what came of it."""
+        """Read and handle a message as the host's process does; the outcome's name."""
         self.sock.data = memoryview(PREFIX.pack(len(header), len(blob)) + header + blob)
         try:
             item = self.channel.read()
@@ -173,7 +174,7 @@ class Told:
         raise AssertionError("the host does not come to rest")
 
     def look(self) -> None:
-        """All requests are cancelled and all links are taken up: nothing may be held, and the next answer is right."""
+        """Cancel all requests and remove all links: then nothing may be held, and the next answer must be right."""
         for id in self.seen:
             self.take(encode(Cancel(id))[PREFIX.size :], b"")
         self.seen.clear()
@@ -239,7 +240,7 @@ def to_host(told: Told, inputs: int, seed: int, step: Callable[[], None]) -> Cou
 
 
 def fuzz_control(inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
-    """Half of them each way; what came of them."""
+    """Half of the inputs in each direction; a count of the outcomes."""
     for module in (upkeep, linking):  # they warn of each death
         logging.getLogger(module.__name__).setLevel(logging.ERROR)
     linking.LINK_DELAYS = (0.0,) * len(linking.LINK_DELAYS)

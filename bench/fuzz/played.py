@@ -1,4 +1,4 @@
-"""Control messages from a host to an engine whose hosts are played here. Part of the fuzzing of control messages."""
+"""Damaged control messages from hosts to an engine. The hosts are simulated here. For control.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stretto.prompt.packed import Packed, pack
 
 
 class Wire:
-    """A channel to a host that is played here: it lays links when it is told to, and forgets the rest."""
+    """A channel to a simulated host: it confirms links when told to make them, and ignores the rest."""
 
     def __init__(self, host: HostProcess) -> None:
         self.host = host
@@ -51,7 +51,7 @@ class Wire:
 
 
 class Played:
-    """An engine whose hosts are played here, and some requests that wait for them."""
+    """An engine with simulated hosts, and some requests that wait for them."""
 
     def __init__(self, model: Path) -> None:
         config = EngineConfig(placement="processes", restart=False, max_buffered_s=0.1)
@@ -77,7 +77,7 @@ class Played:
         return list(self.engine._tickets.values())
 
     async def fill(self) -> None:
-        """Bring back what is dead or over, so that there is always something to spoil."""
+        """Replace dead hosts and finished requests, so that there is always something to damage."""
         for i, host in enumerate(self.pipeline.upkeep.hosts):
             if host.state == "dead":
                 self.pipeline.upkeep.hosts[i] = self.host(i)
@@ -112,7 +112,7 @@ class Played:
 
 
 def spoken(reports: Said) -> list[Frame]:
-    """What a host says, of every kind."""
+    """Messages of every kind that a host sends."""
     r = IDS[0]
     more: list[FromHost] = [
         Loading("talker", "loading"),

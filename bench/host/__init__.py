@@ -1,4 +1,4 @@
-"""The host's own time for a frame: what its loop thread does, by stage and phase, and how long the GPU stands still.
+"""The host's own time for a frame: what its loop thread does, by stage and phase, and how long the GPU is idle.
 
     python -m bench host --model released --streams 1 8 32 64 --out host.json     # on a GPU
     python -m bench host --stub --streams 1 8 32 128                              # the host's own work, on any machine
@@ -6,10 +6,10 @@
     python -m bench host --tree ../before --rounds 12 --out bench/results/host_before_after.json
     python -m bench host --parts scheduler                                        # the scheduler alone, without a model
 
-Opens a host in this process, without server and orchestrator (its reports go to a process that reads and forgets them),
-admits N requests at once and looks at the time from when all of them sound until the first falls silent. With `--stub`
+Opens a host in this process, without server and orchestrator (its reports go to a process that discards
+them), admits N requests at once, and measures from when all of them have sound until the first one ends. With `--stub`
 the models are not run: a launch makes up its tokens at once, so that what is left is the host's work (without the
-launches themselves). Times of a phase are its own: what it calls and is listed too does not count twice. The device's
+launches themselves). A phase's time excludes other phases that it calls. The device's
 idle share is the part of the window in which no step of any stage ran, by events around each launch.
 
 `--tree PATH` compares another checkout with this one: a process for each, models stubbed, measured by turns, and the

@@ -101,7 +101,7 @@ def sound() -> bytes:
 
 
 async def upload(e: Enemy) -> None:
-    """An honest sound of 40 MiB."""
+    """A valid sound of 40 MiB."""
     await e.send(e.post("sound"))
 
 
@@ -174,7 +174,7 @@ async def leavers(e: Enemy) -> None:
 
 
 async def slow_bodies(e: Enemy) -> None:
-    """64 that begin to send and do not go on."""
+    """64 that begin to send a body and then stop."""
     head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     await asyncio.gather(*(e.send(f"{head}Content-Length: 60000\r\n\r\n{{".encode()) for _ in range(64)))
 

@@ -68,7 +68,7 @@ def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def copies(nbytes: float) -> int:
-    """Enough copies of the weights that each is cold again when its turn comes, within reason."""
+    """How many copies of the weights it takes for each to be out of the cache when it is used again, within limits."""
     return max(2, min(CHAIN, int(400e6 / nbytes) + 1))
 
 
@@ -126,7 +126,7 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
 
 
 def split_candidates(tile: int, outputs: int, inputs: int, glu: bool) -> list[Tuned]:
-    """Ways to cut a product into parts of K; the first is not to (`matrix`, as it is tuned so far)."""
+    """Ways to split a product along K; the first is no split (`matrix`, as tuned so far)."""
     found: list[Tuned] = [{"SPLITS": 0, **config("matrix", (tile, outputs, inputs), matrix_defaults(tile, inputs))}]
     rows = outputs // (2 if glu else 1)
     for bn, (bk, stages), splits in itertools.product((32, 64), ((64, 5), (128, 4)), (1, 2, 3, 4, 6, 8, 16)):

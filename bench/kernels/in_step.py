@@ -130,14 +130,14 @@ class WholeStep:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def restore(self, i: int) -> None:
-        """What the last step left behind gives way to the i-th input."""
+        """Replace what the last step left by the i-th input."""
         self.place[: self.what.batch].copy_(self.given[i % INPUTS])
 
     def run(self) -> torch.Tensor:
         return decode_step(self.lane, *self.device_inputs, self.how).tokens
 
     def finish(self) -> None:
-        """What was launched is done, and if it went wrong, it shows here."""
+        """Wait for what was launched; errors show here."""
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -158,7 +158,7 @@ class WholeStep:
         return [None] * len(tables)
 
     def outputs(self, changes: Table) -> list[torch.Tensor]:
-        """Logits of all picks, of a few layers only: every layer more makes rounding weigh more."""
+        """Logits of all picks, of a few layers only: each further layer adds to the rounding error."""
         heard: list[torch.Tensor] = []
         with tuning.instead(changes), self.on_stream(), shallow(self.model), overheard(heard):
             for i in range(CHECKED):
@@ -251,7 +251,7 @@ def shallow(model: Thinker | Talker) -> Iterator[None]:
 
 @contextmanager
 def overheard(heard: list[torch.Tensor]) -> Iterator[None]:
-    """Copies of all logits that are picked from: every pick looks them over first."""
+    """Copies of all logits that are picked from: every pick checks them first."""
     check = sampling.check_picks
 
     def listen(logits: torch.Tensor, *rest: torch.Tensor) -> None:
@@ -298,7 +298,7 @@ def try_one(changes: Table) -> str | None:
 
 
 def nothing() -> None:
-    """Who is asked for it has been started."""
+    """A process that has run this has been started."""
 
 
 class Compilers:

@@ -47,7 +47,7 @@ def p50s(results: Results, part: str, workload: str, streams: int, measure: str,
 
 
 def counted(results: Results, line: Line, part: str, workload: str, streams: int) -> Line:
-    """With the number of answers that stand behind it: fewer than 100 are a first look."""
+    """With the number of answers behind it: fewer than 100 give a first impression only."""
     found = [level(s, part, workload, streams) for s in results.serving()]
     counts = [str(f["answers"]) for f in found if f is not None]
     what, target, measured, judged = line

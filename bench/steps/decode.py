@@ -130,7 +130,7 @@ def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: in
 
 
 def seated(model: Thinker | Talker, batch: int, context: int, sampled: bool) -> tuple[ThinkerLane | TalkerLane, How]:
-    """A lane of `batch` rows that stand at `context`, and how they pick."""
+    """A lane with `batch` rows at position `context`, and how they pick."""
     thinker = isinstance(model, Thinker)
     per_row = -(-(context + 512) // BLOCK)
     cache = filled_cache(model, batch * per_row)
