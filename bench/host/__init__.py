@@ -155,7 +155,7 @@ def table(result: dict[str, Any]) -> str:
         "after",
         "ratio (quartiles)",
     )
-    return markdown(head, lines)
+    return markdown((*head, "ratio (quartiles)"), lines)
 
 
 def main(given: Sequence[str]) -> int:

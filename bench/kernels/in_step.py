@@ -30,8 +30,8 @@ import torch
 
 from bench.harness.env import describe
 from bench.harness.results import parser, write
-from bench.kernels import alone
-from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen
+from bench.kernels.cases import Candidates
+from bench.kernels.descent import Descent, Failed, Pair, Table
 from bench.steps.decode import seated
 from stretto.kernels.fast import sampling, tuning
 from stretto.layers.decoder import Decoder
@@ -50,8 +50,6 @@ SHALLOW = 2  # layers in which every variant of a layer's kernels occurs: the fi
 INPUTS = 16  # different ones, so that steps choose different experts
 CHECKED = 5  # of them, for the output: a single row may choose another expert or code by rounding alone
 WARM = 4  # replays before those that count
-SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1
-BESIDE = {"decode": "soon", "split": "fetch"}  # of these, what only shows beside other kernels; `alone` leaves it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,40 +321,6 @@ class Compilers:
         self.pool.shutdown(cancel_futures=True)
 
 
-class Candidates:
-    """What to try for a kernel: as `alone` does, with a few more."""
-
-    def __init__(self, what: What, most: int) -> None:
-        self.what, self.most = what, most
-        batches = [n for n in (what.batch, 2 * what.batch) if n > 1]  # a frame begins with two positions per row
-        self.cases: dict[str, alone.Case] = {}
-        for case in alone.cases(["vector", "matrix", "split", "float8"], batches):
-            self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)
-
-    def __call__(self, asked: tuning.TuningQuestion) -> list[Tuned]:
-        case = self.cases.get(tuning.name_of(asked.kernel, asked.key))
-        if case is not None:
-            found = list(case.candidates)
-        elif asked.kernel == "frame" or (self.what.tiny and not asked.kernel.startswith("pick")):
-            found = nearby(asked.found)
-        else:
-            return []
-        switch = BESIDE.get(asked.kernel)
-        if switch is not None:
-            found = [c | {switch: n} for c in [asked.found, *found] for n in (0, 1)]
-        others = [asked.default | c for c in found if asked.default | c != asked.found]
-        return chosen(others, asked.found, self.most - 1)
-
-
-def nearby(current: Tuned) -> list[Tuned]:
-    """One parameter doubled, halved, or switched."""
-    found = []
-    for name, value in current.items():
-        others = [1 - value] if name in SWITCHES else [n for n in (value * 2, value // 2) if n > 0]
-        found += [current | {name: n} for n in others]
-    return found
-
-
 def show(name: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         print(f"{name}: nothing to try", flush=True)
@@ -408,7 +372,7 @@ def tuned(given: Sequence[str]) -> Descent:
         prefixes = tuple(args.kernels.split(","))
         descent = Descent(
             step,
-            Candidates(what, args.per_kernel),
+            Candidates(what.batch, what.tiny, args.per_kernel),
             wanted=lambda name: name.startswith(prefixes),
             late=lambda: time.perf_counter() - begin > args.limit,
         )

@@ -115,12 +115,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_model_arguments(p)
     add_parts(p, PARTS)
     p.add_argument(
-        "--lengths",
-        type=float,
-        nargs="+",
-        default=[5, 20, 60, 197, 200],
+        "--lengths", type=float, nargs="+", default=[5, 20, 60, 197, 200],
         help="of turns, in seconds (default: %(default)s; windows are 8 s, so 5 and 197 have the same rest)",
-    )
+    )  # fmt: skip
     p.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128], help="at once (default: %(default)s)")
     p.add_argument("--pace", type=float, default=0.0, help="of one session: times real time; 0: as fast as it goes")
     p.add_argument("--turns", type=int, default=8, help="of each length, of one session (default: %(default)s)")
