@@ -20,7 +20,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "engine": ("load", "guided", "fullsize"),
     "realtime": (),
     "ablation": (),
-    "host": (),
+    "host": ("loop", "scheduler"),
     "http": (),
     "steps": ("decode", "together", "cpu"),
     "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding"),

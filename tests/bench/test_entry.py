@@ -50,7 +50,10 @@ def test_parts_run_in_turn_and_have_a_result_each(capsys: pytest.CaptureFixture[
     once, twice = capsys.readouterr().out.splitlines(), main(["kernels", "--parts", "rounding"])
     assert twice == 0
     assert capsys.readouterr().out.splitlines() * 2 == once
-    for given, problem in ((["--parts", "faster"], "no such part: faster"), (["--parts", "wire,realtime"], "--out")):
+    for given, problem in (
+        (["--parts", "faster"], "no such part: faster"),
+        (["--parts", "wire,realtime", "--help"], "--out"),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(["fuzz", *given, "--out", str(tmp_path / "x.json")])
         assert ended.value.code == 2
