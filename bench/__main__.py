@@ -1,7 +1,8 @@
 """The one entry: `python -m bench` lists the programs, `python -m bench NAME [arguments]` runs one.
 
 A program is a module of this package with a docstring, whose first line is shown in the list, and a function
-`main(arguments) -> exit status`. Listing them imports none of them, and so no torch."""
+`main(arguments) -> exit status`; or a package whose modules are its parts, each with a docstring and such a function.
+Listing them imports none of them, and so no torch."""
 
 from __future__ import annotations
 
@@ -10,26 +11,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.harness.parts import run_parts
 from bench.harness.results import first_line
 
-PROGRAMS = (
-    "serve", "engine", "realtime", "ablation", "host", "http", "steps", "frames", "kernels", "copies", "guided",
-    "connectors", "fullsize", "plan", "faults", "cluster", "soak", "hostile", "fuzz", "realtime_fuzz", "gpu_tests",
-    "report",
-)  # fmt: skip
-"""In the order of the list: speed from the outside in, then what must not break, then the tables."""
-
-
-def summary(name: str) -> str:
-    """The first line of a program's docstring."""
-    here = Path(__file__).parent
-    path = next(p for p in (here / f"{name}.py", here / name / "__init__.py") if p.exists())
-    return first_line(path)
+HERE = Path(__file__).parent
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "serve": (),
+    "engine": ("load", "guided", "fullsize"),
+    "realtime": (),
+    "ablation": (),
+    "host": ("loop", "scheduler"),
+    "http": (),
+    "steps": ("decode", "together", "cpu"),
+    "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding"),
+    "connectors": ("hops", "copies"),
+    "plan": (),
+    "faults": ("kills", "soak"),
+    "cluster": (),
+    "hostile": (),
+    "fuzz": ("wire", "realtime"),
+    "gpu_tests": (),
+    "report": (),
+}
+"""Speed from the outside in, then what must not break, then the tables; with the parts of those whose parts have their
+own arguments and results."""
 
 
 def listing() -> str:
     width = max(map(len, PROGRAMS)) + 2
-    lines = [f"  {name:{width}}{summary(name)}" for name in PROGRAMS]
+    paths = ((HERE / f"{name}.py", HERE / name / "__init__.py") for name in PROGRAMS)
+    lines = [f"  {name:{width}}{first_line(next(p for p in at if p.exists()))}" for name, at in zip(PROGRAMS, paths)]
     return "\n".join(["usage: python -m bench NAME [arguments]   (NAME --help explains one)", "", *lines])
 
 
@@ -41,6 +52,8 @@ def main(given: Sequence[str]) -> int:
     if name not in PROGRAMS:
         print(f"no benchmark is called {name!r}\n\n{listing()}", file=sys.stderr)
         return 2
+    if PROGRAMS[name]:
+        return run_parts(HERE / name, PROGRAMS[name], arguments)
     status: int = importlib.import_module(f"bench.{name}").main(arguments)
     return status
 

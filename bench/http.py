@@ -165,12 +165,8 @@ def measure(kind: str, streams: int, packets: int, pace: float) -> dict[str, Any
 
 def spread(values: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {
-        "p50": round(cuts[49], 1),
-        "p90": round(cuts[89], 1),
-        "p99": round(cuts[98], 1),
-        "max": round(max(values), 1),
-    }
+    found = {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(values)}
+    return {name: round(value, 1) for name, value in found.items()}
 
 
 def main(given: Sequence[str]) -> int:

@@ -77,8 +77,8 @@ def measured(gpu: str) -> dict[str, Any]:
 
 
 def shares(run: Mapping[str, Any]) -> tuple[float, float]:
-    """How fast steps of the text and of the frames stage went while both ran: of that time, and of what was left to the
-    slower of the two it is known how long it took alone."""
+    """How fast steps of the text and of the frames stage went while both ran: both ran until the faster one ended, and
+    how long the rest of the slower one takes alone is known."""
     (_, text), (_, frames) = STAGES.values()
     both = min(run[f"{text}_together_ms"], run[f"{frames}_together_ms"])
     done = {n: run[f"{n}_alone_ms"] - (run[f"{n}_together_ms"] - both) for n in (text, frames)}
@@ -115,7 +115,7 @@ KV_BYTES = {"text": 2 * 48 * 4 * 128 * 2, "frames": 2 * 20 * 2 * 128 * 2}
 
 
 def replayed(table: Table, run: Mapping[str, Any]) -> list[Heard]:
-    """Closed loops several times: who meets whom in a step is chance, and goes round and round."""
+    """Closed loops several times, since it is chance which requests share a step, and it repeats."""
     asked = ASKED[run["workload"]]
     if run["workload"] == "text-100":
         cards = [Card(table, seed=seed) for seed in range(SEEDS)]

@@ -1,4 +1,4 @@
-"""A server over HTTP, at full size: starts `stretto serve`, sends it requests, notes what every stream received when.
+"""A server over HTTP, at full size: starts `stretto serve`, sends it requests, records what every stream received when.
 
     python -m bench serve --out bench/results/h200.json                                     # everything
     python -m bench serve --parts latency --last-first --out bench/results/h200_again.json  # a second run
@@ -15,8 +15,8 @@ Parts, in this order (one that fails is reported, and the others go on):
     players    as many as the largest of --streams, at random moments within --arrive seconds, 60 s of speech each; each
                reads as it plays, at most --lead seconds ahead
     timeline   where the time to the first packet goes, stage by stage (one stream, and eight)
-    host       what the loop thread does with its time, and the share of time in which the GPU stands still; in a
-               process of its own, after the server has gone (`python -m bench host`)
+    host       what the loop thread does with its time, and the share of time in which the GPU is idle; in a process
+               of its own, after the server has ended (`python -m bench host`)
 
 Every run starts its own server, with the released shape and random weights, in one process per host as in service; the
 clients are processes of their own (harness/listener.py), whose players are simulated. Each part in the file carries its
@@ -43,6 +43,7 @@ from bench.harness.checkpoint import add_model_arguments, checkpoint, device_her
 from bench.harness.crowd import PREBUFFERS, Crowd, Questions, told
 from bench.harness.env import command
 from bench.harness.listener import Heard
+from bench.harness.parts import add_parts
 from bench.harness.results import ROOT, arguments, measured_part, parser, read, write
 from bench.harness.serving import GpuWatch, Server, Stopped, environment, serving
 from bench.harness.workload import WORKLOADS, Workload
@@ -101,7 +102,8 @@ class Stand:
             yield self.heard(workload, level, extra)
 
     def realtime(self) -> Iterator[dict[str, Any]]:
-        """Every listener comes once, within the first two seconds. Stops at the first number that stutters badly."""
+        """Every listener comes once, within the first two seconds. Stops at the first number at which answers fail
+        or more than half of them have underruns."""
         workload = self.workload("long-60s")
         for streams in self.args.streams:
             bodies = self.questions.bodies(workload, streams)
@@ -114,7 +116,7 @@ class Stand:
                 break
 
     def players(self) -> Iterator[dict[str, Any]]:
-        """A listener every now and then; most of them are there at once when the last one comes."""
+        """Listeners come at random moments; most of them are still there when the last one comes."""
         workload, streams, args = self.workload("long-60s"), max(self.args.streams), self.args
         load = Open(streams / args.arrive)
         arrivals = list(itertools.islice(poisson(load.rate, load.seed), streams))
@@ -281,7 +283,7 @@ def over_http(
 
 
 def described() -> dict[str, Any]:
-    """The machine, asked in a process of its own: this one must not hold a part of the GPU."""
+    """The machine, described by a process of its own: this one must not hold GPU memory."""
     ask = "import json; from bench.harness.env import describe; print(json.dumps(describe()))"
     told = subprocess.run(
         [sys.executable, "-c", ask], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True
@@ -309,7 +311,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def main(given: Sequence[str]) -> int:
     p = parser("serve", __doc__)
-    p.add_argument("--parts", default=",".join(PARTS), help="default: all")
+    add_parts(p, PARTS)
     add_model_arguments(p, "released")
     p.add_argument("--levels", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the latency table")
     p.add_argument("--streams", type=int, nargs="+", default=[64, 96, 128], help="of 60 s of speech each")
@@ -333,9 +335,6 @@ def main(given: Sequence[str]) -> int:
     args = p.parse_args(given)
     args.device = args.device or device_here()
     args.serve = [*server_flags(args.host), *args.serve]
-    args.parts = [x for x in args.parts.split(",") if x]
-    if unknown := set(args.parts) - set(PARTS):
-        p.error(f"no such part: {', '.join(sorted(unknown))}")
     if args.add and args.out is None:
         p.error("--add needs --out")
     if args.quick:

@@ -7,7 +7,7 @@ Every variant is measured against its base within the same run, as a ratio of me
 the ratios of single requests): above 1 means that switching it off costs time. There are two ways:
 
 - `--load once` (the default on a GPU): one host in this process, loaded and captured once, whose overlaps are switched
-  while it stands (rows.py); at each of `--streams`, time-boxed by `--seconds`, written after every row.
+  while it runs (rows.py); at each of `--streams`, limited to `--seconds`, written after every row.
 - `--load each` (the default on a CPU): whole engines, with their processes. On a CPU base and variant stay open and
   take turns, so that a noisy machine disturbs both alike; on a GPU each is opened by itself (a minute or two each), and
   the base is measured again at the end to show the drift.
@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.ablation.plain import Plain
 from bench.ablation.rows import ROWS, measure_row
-from bench.engine import Questions, add_engine_arguments, engine_config, sender, stream
+from bench.engine.load import Questions, add_engine_arguments, engine_config, sender, stream
 from bench.harness.checkpoint import checkpoint
 from bench.harness.env import describe
 from bench.harness.host import Asker, OneHost
@@ -146,7 +146,7 @@ class Stand:
 
 
 async def in_turns(stand: Stand, all: list[Variant], config: EngineConfig) -> list[Found]:
-    """Base and variant open at once, a round of each by turns; who begins alternates too."""
+    """Base and variant are open at once and take turns, a round each; the one that begins alternates too."""
     found = []
     for name, base_config in bases(config).items():
         mine = [v for v in all if v.base == name]
@@ -225,7 +225,7 @@ def ratios(found: Found) -> dict[str, float]:
 
 
 def spread(found: Found) -> dict[str, tuple[float, float]]:
-    """The middle half of the ratios of samples that were taken side by side: how far to trust the ratio."""
+    """The middle half of the ratios of samples that were taken side by side: how reliable the ratio is."""
     out = {}
     for name, measure in MEASURES.items():
         pairs = [(measure(a), measure(b)) for a, b in zip(found.samples, found.base_samples, strict=False)]
@@ -285,7 +285,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def once(args: argparse.Namespace) -> dict[str, Any]:
-    """Every row on one host, at each number of streams; what was found so far is on disk after every row."""
+    """Every row on one host, at each number of streams; what was found so far is written after every row."""
     config, workload = engine_config(args), WORKLOADS[args.workload]
     cuda = config.host.device != "cpu"
     most = max(args.streams)

@@ -1,4 +1,4 @@
-"""The plain driver with a stopwatch, streamed or stage by stage: the ablation's baseline without any machinery.
+"""The plain driver with a stopwatch, streamed or stage by stage: the ablation's baseline without engine or scheduler.
 
 Both forms run the same models in one thread and give the same answer; they differ only in when each stage may begin."""
 

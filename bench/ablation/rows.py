@@ -1,9 +1,9 @@
-"""The ablation on one loaded host: its overlaps are switched off and on while it stands.
+"""The ablation on one loaded host: its overlaps are switched off and on while it runs.
 
-Full-size models take a minute to load and to capture, so an engine for each row would take too long on a machine that
-is lent by the minute. Everything that a row switches can be switched on a living host: what is captured is put aside,
-not thrown away. The requests of a round come all at once, except where a row is about one that comes while others are
-being answered: then they come one by one."""
+Full-size models take a minute to load and to capture, so an engine for each row would take too long. Everything that a
+row switches can be switched on a running host: captured graphs are set aside, not thrown away. The requests of a round
+come all at once, except where a row is about one that comes while others are being answered: then they come one by
+one."""
 
 from __future__ import annotations
 

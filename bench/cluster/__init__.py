@@ -3,7 +3,7 @@
     python -m bench cluster --out bench/results/cluster.json
 
 Needs the extra `stretto[ray]`. Parts:
-    kills      hosts, workers, raylets and the replica are killed, seeded, while somebody listens; nothing may be left
+    kills      hosts, workers, raylets and the replica are killed at seeded moments; nothing may be left
     replicas   one of two Serve replicas is killed while others ask
     ingress    32 streams of packets through Serve's HAProxy and from plain uvicorn, by turns in one run
 """
@@ -28,7 +28,8 @@ from typing import Any
 import httpx
 
 from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
-from bench.harness.results import arguments, parser, write
+from bench.harness.parts import add_parts
+from bench.harness.results import arguments, parser, quantile, write
 from tests.cluster import environment
 
 ENVIRONMENT = {
@@ -60,11 +61,7 @@ def cluster() -> Iterator[Any]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {
-        name: ordered[min(len(ordered) - 1, int(part * len(ordered)))]
-        for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
-    } | {"min": ordered[0]}
+    return {name: quantile(values, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0), ("min", 0.0))}
 
 
 # ---- replicas
@@ -143,7 +140,7 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
 
 
 def stream_app() -> Any:
-    """Packets with the time at which each was given away."""
+    """Packets that carry the time at which each was sent."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import StreamingResponse
@@ -234,7 +231,7 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
 
 def main(given: Sequence[str]) -> int:
     p = parser("cluster", __doc__)
-    p.add_argument("--parts", default="kills,replicas,ingress")
+    add_parts(p, ("kills", "replicas", "ingress"))
     p.add_argument("--kills", type=int, default=100)
     p.add_argument("--seconds", type=float, default=3600.0, help="for the kills: as many as fit")
     p.add_argument("--rounds", type=int, default=3)
@@ -262,7 +259,7 @@ def main(given: Sequence[str]) -> int:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="0.0.0.0", port=port))
-        for name in args.parts.split(","):
+        for name in args.parts:
             found[name] = parts[name](it, model, port)
             write(args.out, found)
         serve.shutdown()

@@ -1,8 +1,8 @@
-"""The part `kills` of `python -m bench cluster`: whatever can die is killed, seeded, while somebody listens.
+"""The part `kills` of `python -m bench cluster`: all that can die is killed, at seeded moments, during answers.
 
-One Serve replica with two hosts, each on a node of its own; all callers come through HAProxy. A kill is of a host, of
-the worker of the actor that started it, of a node's raylet or of the replica. The next answer must be the first one
-again, and when all is ended nothing may be left. Imports no torch."""
+One Serve replica with two hosts, each on a node of its own; all callers come through HAProxy. Killed are hosts, the
+workers of the actors that started them, raylets of nodes, and the replica. The next answer must equal the first one,
+and nothing may be left when all is ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LONG = {
 
 
 class Answer:
-    """Words, and samples that may differ by one step of their 16 bits: packets are grouped by chance."""
+    """Words, and samples that may differ by one step of their 16 bits: how packets are grouped depends on timing."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         audio = body["choices"][0]["message"]["audio"]
@@ -104,7 +104,7 @@ class Stand:
         return got, before
 
     def listen(self, packets: int, kill: Callable[[], None]) -> tuple[float, str]:
-        """Kill in the middle of an answer. When its listener learned of it, and how."""
+        """Kill in the middle of an answer. When and how its listener learned of it."""
         killed = 0.0
         try:
             with self.client.stream("POST", CHAT, json=LONG) as answer:

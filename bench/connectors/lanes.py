@@ -1,4 +1,4 @@
-"""Ways to get a payload to another process, ours and plain means of the system. Used by the program `connectors`."""
+"""Ways to move a payload to another process: our connectors, and plain sockets. Used by the program `connectors`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lane(Protocol):
     def receive(self) -> None: ...
 
     def done(self) -> None:
-        """Give back the memory of what was received, where that is a thing to do. Not part of a hop."""
+        """Release the memory of what was received, if needed. Not part of a hop."""
         ...
 
 
@@ -85,8 +85,8 @@ class UnixSocket:
 
 
 class UnixTensor(UnixSocket):
-    """The least that gets a tensor to a tensor: its bytes behind their length, received as a view. Neither side says
-    what they are, whose, or in which order, and nothing is checked."""
+    """The least that moves a tensor: its bytes after their length, received as a view. There is no type, owner or
+    order, and nothing is checked."""
 
     def connect(self, address: str) -> None:
         super().connect(address)
@@ -101,8 +101,8 @@ class UnixTensor(UnixSocket):
 
 
 class UnixChunk(UnixSocket):
-    """The same with the wire format: encode into the buffer, send it, decode as views. It may remember views of its
-    buffers as a slot does, so that what differs is the way and not the format."""
+    """The same with the wire format: encode into the buffer, send it, decode as views. It may cache views of its
+    buffers as a slot does, so that only the transport differs, not the format."""
 
     def __init__(self) -> None:
         self._chunks = Chunks()

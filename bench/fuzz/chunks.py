@@ -1,7 +1,7 @@
 """Chunks for the wire decoder: each must be refused, or be a chunk in its one encoding. Part of the program `fuzz`.
 
-Half of the mutants are blind (bits, bytes, cuts, splices), half are mended: the header is decoded, changed and encoded
-again with the right lengths and checksums, so that they get past the checks that stop the blind ones."""
+Half of the mutants are blind (bits, bytes, cuts, splices), half are repaired: the header is decoded, changed and
+encoded again with the right lengths and checksums, so that they pass the checks that stop the blind ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def golden() -> list[bytes]:
 
 
 def blind(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
-    """Changes that know nothing of the format."""
+    """Changes made without knowledge of the format."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         at = rng.randrange(len(out)) if out else 0

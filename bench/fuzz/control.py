@@ -1,12 +1,13 @@
-"""Fuzzes what the orchestrator and its hosts say to each other, and what each does with a message that looks right and
-means nonsense. Part of the program `fuzz`.
+"""Fuzzes the control messages between the orchestrator and its hosts, including valid messages that make no sense. For
+wire.py.
 
-The corpus is what a real host is told and says while it answers one request. Half of the mutants are blind (bytes),
-half are changed in their meaning: a value somewhere in the message becomes another one, mostly of its type. What can
-still be read goes to a whole host with real stages, driven in this thread (messages about links also to one that has
-the talker alone, and so ends of links), or to an engine whose hosts are played here.
-Nothing may escape but our own errors where the process is to end; no request may stay; and the host must still answer
-exactly, the engine still serve."""
+The corpus is what a real host receives and sends while it answers one request. Half of the mutants are blind (bytes
+are changed). In the other half a value somewhere in the message becomes another one, mostly of its type. What can still
+be read goes to a whole host with real stages, driven in this thread (messages about links also to a host that has only
+the talker, and so has ends of links), or to an engine with simulated hosts (played.py).
+
+Only our own errors may be raised, and only where the process is to end. No request may be left, the host must still
+answer exactly, and the engine must still serve."""
 
 from __future__ import annotations
 
@@ -15,40 +16,25 @@ import logging
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
+from bench.fuzz.mutants import IDS, LINKS, LOOK_EVERY, PARAMS, Frame, Said, changed, named, prefixes, readable
+from bench.fuzz.played import from_host
 from bench.harness.host import STAGES, admission, configure
 from bench.harness.leaks import CHATS, held
 from stretto.connector.contract import LinkOptions
 from stretto.connector.registry import Registry
-from stretto.control.life import (
-    Broken,
-    Configure,
-    Connect,
-    LinkDown,
-    Linked,
-    Listen,
-    Listening,
-    Loading,
-    Ping,
-    Quit,
-    Ready,
-    Stats,
-    Unlink,
-)
+from stretto.control.life import Configure, Connect, Listen, Ping, Quit, Unlink
 from stretto.control.messages import (
     PREFIX,
     Admit,
     Cancel,
     Codes,
-    Ended,
     Failed,
     Features,
     Finish,
@@ -61,171 +47,24 @@ from stretto.control.messages import (
     decode_from_host,
     decode_to_host,
     encode,
-    lengths,
 )
-from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings
-from stretto.errors import StageDead, StrettoError, WireError
+from stretto.control.settings import HostSettings
+from stretto.errors import StrettoError, WireError
 from stretto.family import Wanted
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.orchestrator import linking, upkeep
-from stretto.orchestrator.admission import Ask
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.process import HostProcess
-from stretto.prompt.jobs import BuiltPrompt
-from stretto.prompt.packed import Bytes, Packed, PieceMeta, pack
+from stretto.prompt.packed import Bytes, PieceMeta
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
 from stretto.types import SECRET_BYTES, RequestId
 
-LINKS = [link.name for link in PIPELINE.links]
-NUMBERS = [0, 1, 2, 3, 7, 15, 16, 100, 255, 4096, 2**15, 2**31, 2**32, 2**40, 2**53, 2**63 - 1]
-FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, 1e308, float("nan"), float("inf"), -float("inf")]
-WORDS = [
-    "",
-    "thinker",
-    "talker",
-    "code2wav",
-    "host",
-    *LINKS,
-    "a>b",
-    ">",
-    "shm",
-    "none",
-    "stop",
-    "length",
-    "é",
-    "x" * 99,
-]
-IDS = [RequestId(f"r{i}") for i in range(6)]
-LOOK_EVERY = 1000  # inputs between two looks at everything
 ROUND = 0.03  # how often a host has a round after a message: a round is a step of the models, and those are slow
-PARAMS = Params(max_text_tokens=3, max_frames=3, seed=1, temperature=0.0, greedy_speech=True, want_codes=True)
 SETTINGS = HostSettings(max_rows=4, max_waiting=8, max_context=512, blocks={"thinker": 64, "talker": 64})
-
-DEEP = encode(Configure("", "", (), {"": None}, ()))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
 
 SECRET = bytes(SECRET_BYTES)
 SAID = Text | Codes | Pcm
-
-Frame = tuple[bytes, bytes]  # header, blob
-Said = list[tuple[Any, bytes]]  # text, frames and samples of one answer
-
-
-# -- mutants
-
-
-def changed(rng: random.Random, corpus: list[Frame], ids: list[RequestId]) -> Frame:
-    """One of the corpus, with another header, and sometimes another blob."""
-    header, blob = rng.choice(corpus)
-    if rng.random() < 0.001:
-        return DEEP, b""
-    if rng.random() < 0.5:
-        header = scrambled(rng, header)
-    else:
-        said = msgspec.msgpack.decode(header)
-        if "request" in said and rng.random() < 0.9:
-            said["request"] = rng.choice(ids)
-        for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
-            twist(rng, said)
-        header = msgspec.msgpack.encode(said)
-    if blob and rng.random() < 0.2:
-        blob = rng.choice((b"", blob[: rng.randrange(len(blob))], blob + rng.randbytes(rng.randrange(9))))
-    return header, blob
-
-
-def scrambled(rng: random.Random, header: bytes) -> bytes:
-    out = bytearray(header)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(out)) if out else 0
-        match rng.randrange(5):
-            case 0 if out:
-                out[at] ^= 1 << rng.randrange(8)
-            case 1 if out:
-                out[at] = rng.randrange(256)
-            case 2:
-                del out[at:]
-            case 3:
-                out[at:at] = rng.randbytes(rng.choice((1, 2, 9)))
-            case _:
-                del out[at : at + rng.choice((1, 2, 9))]
-    return bytes(out)
-
-
-def twist(rng: random.Random, said: Any) -> None:
-    """Change one value somewhere inside a map or a list."""
-    while True:
-        places = list(said) if isinstance(said, dict) else list(range(len(said)))
-        if not places:
-            return
-        at = rng.choice(places)
-        value = said[at]
-        if isinstance(value, dict | list) and value and rng.random() < 0.8:
-            said = value
-            continue
-        match rng.randrange(12):
-            case 0 if isinstance(said, dict):
-                del said[at]
-            case 0:
-                said.insert(at, value)
-            case 1 if isinstance(said, dict):
-                said[rng.choice(WORDS)] = value
-            case 1:
-                del said[at:]
-            case 2:
-                said[at] = other(rng, rng.choice((0, 0.0, "", b"", None, True, [], {})))
-            case _:
-                said[at] = other(rng, value)
-        return
-
-
-def other(rng: random.Random, value: Any) -> Any:
-    """Another value of the same type."""
-    match value:
-        case bool():
-            return not value
-        case int():
-            near = [v for v in (value + 1, value - 1) if -(2**63) <= v < 2**64]  # as far as the encoding goes
-            return rng.choice((*near, rng.choice(NUMBERS), -rng.choice(NUMBERS)))
-        case float():
-            return rng.choice(FLOATS)
-        case str():
-            return rng.choice(WORDS)
-        case bytes():
-            return rng.choice((b"", value[:-1], value + b"x", rng.randbytes(16)))
-        case list():
-            return rng.choice(([], value * 2, value[:1], value[::-1], [rng.choice(NUMBERS) for _ in range(4)]))
-        case dict():
-            return {}
-        case _:
-            return rng.choice((0, 0.0, "thinker", b"x", [], True))
-
-
-def readable(decode: Callable[[bytes], Any], header: bytes) -> Any:
-    """The message, which must survive its own encoding; None if it is refused."""
-    try:
-        message = decode(header)
-    except WireError:
-        return None
-    again = encode(message)[PREFIX.size :]
-    assert encode(decode(again))[PREFIX.size :] == again, "a message that is not itself once it is encoded"
-    return message
-
-
-def prefixes(rng: random.Random, inputs: int) -> Counter[str]:
-    """Lengths of frames: within the limits, or refused."""
-    outcomes: Counter[str] = Counter()
-    for _ in range(inputs):
-        data = PREFIX.pack(rng.choice(NUMBERS) % 2**32, rng.choice(NUMBERS) % 2**32) if rng.random() < 0.5 else None
-        try:
-            lengths(data or rng.randbytes(PREFIX.size))
-            outcomes["frame: accepted"] += 1
-        except WireError:
-            outcomes["frame: refused"] += 1
-    return outcomes
 
 
 # -- to a host
@@ -285,7 +124,7 @@ class Told:
         return self.admits * 3 + pieces + [(encode(m)[PREFIX.size :], b"") for m in plain]
 
     def take(self, header: bytes, blob: bytes) -> str:
-        """As the host's process does; what came of it."""
+        """Read and handle a message as the host's process does; the outcome's name."""
         self.sock.data = memoryview(PREFIX.pack(len(header), len(blob)) + header + blob)
         try:
             item = self.channel.read()
@@ -335,7 +174,7 @@ class Told:
         raise AssertionError("the host does not come to rest")
 
     def look(self) -> None:
-        """All requests are cancelled and all links are taken up: nothing may be held, and the next answer is right."""
+        """Cancel all requests and remove all links: then nothing may be held, and the next answer must be right."""
         for id in self.seen:
             self.take(encode(Cancel(id))[PREFIX.size :], b"")
         self.seen.clear()
@@ -400,158 +239,8 @@ def to_host(told: Told, inputs: int, seed: int, step: Callable[[], None]) -> Cou
     return outcomes
 
 
-@contextmanager
-def named(index: int, what: str, header: bytes, blob: bytes) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise SystemExit(f"input {index} {what}: {error!r}\n{header.hex()}\nwith a blob of {len(blob)}") from error
-
-
-# -- from a host
-
-
-class Wire:
-    """A channel to a host that is played here: it lays links when it is told to, and forgets the rest."""
-
-    def __init__(self, host: HostProcess) -> None:
-        self.host = host
-
-    def write(self, data: bytes) -> None:
-        if len(data) < PREFIX.size or sum(lengths(data[: PREFIX.size])) == 0:
-            return
-        header, _ = lengths(data[: PREFIX.size])
-        if len(data) != PREFIX.size + header:
-            return  # a blob
-        match decode_to_host(data[PREFIX.size :]):
-            case Listen(link=link, generation=generation):
-                self._say(Listening(link, generation, b"here"))
-            case Connect(link=link, generation=generation):
-                self._say(Linked(link, generation))
-
-    def _say(self, message: FromHost) -> None:
-        asyncio.get_running_loop().call_soon(self.host.take, encode(message))
-
-    def close(self) -> None:
-        pass
-
-
-class Played:
-    """An engine whose hosts are played here, and some requests that wait for them."""
-
-    def __init__(self, model: Path) -> None:
-        config = EngineConfig(placement="processes", restart=False, max_buffered_s=0.1)
-        self.engine = PipelineEngine(model, config)
-        self.builder = PromptBuilder.open(model, OmniConfig.read(model))
-        self.prompt = pack(self.builder.build(CHATS["text"]))
-        self.pipeline = self.engine._pipelines[0]
-        self.engine._up = self.pipeline.upkeep.started = True
-        links = self.pipeline.upkeep.links
-        links.up = dict.fromkeys(links.up, True)
-        self.pipeline.upkeep.hosts = [self.host(i) for i in range(len(STAGES))]
-        self.deaths = 0
-
-    def host(self, index: int) -> HostProcess:
-        host = self.pipeline.upkeep.make_host(index)
-        host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
-        return host
-
-    def ticket(self, prompt: Packed, ask: Ask) -> Any:
-        return self.engine._admit(BuiltPrompt(prompt), ask, 0.0)
-
-    @property
-    def tickets(self) -> list[Any]:
-        return list(self.engine._tickets.values())
-
-    async def fill(self) -> None:
-        """Bring back what is dead or over, so that there is always something to spoil."""
-        for i, host in enumerate(self.pipeline.upkeep.hosts):
-            if host.state == "dead":
-                self.deaths += 1
-                self.pipeline.upkeep.hosts[i] = self.host(i)
-        while not self.pipeline.ready(STAGES):
-            await self.pipeline.upkeep.links.join()
-        for t in self.tickets:
-            while not t.events.empty():
-                event = t.events.get_nowait()
-                if isinstance(event, StrettoError) or type(event).__name__ == "Finished":
-                    t.over = not isinstance(event, StrettoError)
-                    self.engine._leave(t)
-                elif type(event).__name__ == "AudioChunk":
-                    t.take(len(event.samples), self.engine.config.max_buffered_s)
-        while len(self.engine._tickets) < len(IDS):
-            self.ticket(self.prompt, Ask(len(self.engine._tickets) % 3 > 0, None, PARAMS, None))
-
-    def look(self) -> None:
-        p = self.pipeline
-        assert len(self.engine._tickets) == p.active == len(IDS), (len(self.engine._tickets), p.active)
-        assert set(p.upkeep.progress) == set(STAGES), p.upkeep.progress
-        assert set(p.upkeep.memory) <= {*STAGES, "allocated"}, p.upkeep.memory
-        assert len(p.upkeep._tasks) <= len(LINKS) + 1, p.upkeep._tasks
-        assert self.engine.progress.state == "ready"
-        assert all(isinstance(v, int | float) for v in self.engine.metrics().values())
-
-    def check_death(self, host: HostProcess, index: int) -> None:
-        """A host that talked nonsense is dead, and so are the requests that need it."""
-        stages = {STAGES[index]}
-        for t in self.tickets:
-            assert t.failed or not stages & t.unfinished, f"{t.id} waits for a dead host"
-        assert isinstance(host.death(), StageDead)
-
-
-def spoken(reports: Said) -> list[Frame]:
-    """What a host says, of every kind."""
-    r = IDS[0]
-    more: list[FromHost] = [
-        Loading("talker", "loading"),
-        Ready(("talker",), 1.0, {"talker": 5, "allocated": 7}),
-        Broken("StageDead", "it broke"),
-        Listening("thinker>talker", 1, b"here"),
-        Linked("talker>code2wav", 1),
-        LinkDown("thinker>talker", 1, "it broke"),
-        LinkDown("talker>code2wav", 1, "it broke"),
-        Failed(r, "talker", "Busy", "full"),
-        Failed(r, "thinker", "ValueError", "what"),
-        Stats(1, {"stretto_x": 1.0, 'stretto_y{stage="talker"}': 2.0}),
-        *(Ended(r, stage, "stop", 1.0, (1.5, 2.0), 3, (1.2,)) for stage in STAGES),
-    ]
-    return [(encode(m)[PREFIX.size :], b) for m, b in [*reports, *((m, b"") for m in more)]]
-
-
-async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
-    rng, outcomes = random.Random(seed), Counter[str]()
-    corpus, played = spoken(reports), Played(model)
-    for index in range(inputs):
-        await played.fill()
-        header, blob = changed(rng, corpus, [t.id for t in played.tickets])
-        which = rng.randrange(len(STAGES))
-        host = played.pipeline.upkeep.hosts[which]
-        with named(index, "from a host", header, blob):
-            message = readable(decode_from_host, header)
-            what = "refused" if message is None else type(message).__name__
-            data = PREFIX.pack(len(header), len(blob)) + header + blob
-            cut = rng.randrange(len(data))
-            host.take(data[:cut])
-            host.take(data[cut:])
-            if host.state == "dead":
-                played.check_death(host, which)
-            assert message is not None or host.state == "dead", "what cannot be read must end the host"
-            outcomes[f"from a host: {what}{', it is killed' if host.state == 'dead' else ''}"] += 1
-            if index % LOOK_EVERY == LOOK_EVERY - 1:
-                await played.fill()
-                await asyncio.sleep(0)
-                played.look()
-        step()
-    for t in played.tickets:
-        played.engine._leave(t)
-    assert not played.engine._tickets
-    assert not played.pipeline.active
-    await played.engine.close()
-    return outcomes
-
-
 def fuzz_control(inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
-    """Half of them each way; what came of them."""
+    """Half of the inputs in each direction; a count of the outcomes."""
     for module in (upkeep, linking):  # they warn of each death
         logging.getLogger(module.__name__).setLevel(logging.ERROR)
     linking.LINK_DELAYS = (0.0,) * len(linking.LINK_DELAYS)

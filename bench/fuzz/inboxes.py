@@ -1,7 +1,7 @@
 """Chunks of few requests in no order, some of them damaged, for a link's inboxes. Part of the program `fuzz`.
 
-Among announcements and ends; what comes out must follow what came out before, and no chunk may be kept,
-or let go of twice."""
+Announcements and ends come in between. What comes out must be in order, and every chunk must be released exactly
+once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATEST = 6  # requests that chunks come for: early ones, open ones, and ones tha
 
 @dataclass(slots=True)
 class Slot:
-    """Held by one chunk, and let go of once."""
+    """Held by one chunk, and released once."""
 
     held: list[Slot]
 
@@ -41,7 +41,7 @@ class Reader:
     names: int = 0
 
     def chunk(self) -> Chunk:
-        """Often the next of a request that is open, else anything near it; sometimes damaged on its way."""
+        """Often the next of a request that is open, else anything near it; sometimes damaged."""
         rng = self.rng
         request = self.request()
         seq, stop = rng.randrange(4), rng.randrange(9)

@@ -1,4 +1,4 @@
-"""The model under a benchmark: a checkpoint directory, or one that is written for the occasion."""
+"""The model to measure: a checkpoint directory, or one that is written for the run."""
 
 from __future__ import annotations
 
@@ -65,9 +65,15 @@ def host_fields(given: list[str]) -> dict[str, Any]:
     return values
 
 
+def host_settings(args: argparse.Namespace, **more: Any) -> HostSettings:
+    """As the model arguments say."""
+    given = {"device": args.device or device_here(), "load_format": load_format(args.model)}
+    return HostSettings(**{**given, **more, **host_fields(args.host)})
+
+
 @contextmanager
 def checkpoint(model: str) -> Iterator[Path]:
-    """The directory to open: as given, or one that is written for the occasion."""
+    """The directory to open: as given, or written for the run."""
     if model not in ("tiny", "released", *SPEAKING):
         yield Path(model)
         return
@@ -104,7 +110,7 @@ def write_released(directory: Path) -> None:
 
 
 def _fill_vocabulary(path: Path, size: int) -> None:
-    """Words for all ids, so that random tokens make as much text on its way to a client as real ones do."""
+    """Words for all ids, so that random tokens make as much text for a client as real ones do."""
     spec = json.loads(path.read_text(encoding="utf-8"))
     vocab = spec["model"]["vocab"]
     taken = {*vocab.values(), *(token["id"] for token in spec["added_tokens"])}

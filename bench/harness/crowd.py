@@ -1,4 +1,4 @@
-"""What the benchmark of a server asks, and who listens: bodies of requests, and processes of listeners.
+"""Requests for a server under test, and the processes of listeners that send them.
 
 The listeners are processes of their own (listener.py); a `Crowd` starts them for one level and gathers what they heard.
 Imports no torch."""
@@ -89,9 +89,9 @@ class Crowd:
         arrivals: Sequence[float] | None = None,
         lead: float | None = None,
     ) -> tuple[Level, dict[str, Any], list[Heard]]:
-        """One level, whose listeners share `bodies`; the first `warmup` are not counted. Closed: each of so many asks
-        again when it has its answer. With `arrivals`: each body is asked at its own time, whatever became of the
-        others."""
+        """One level, whose listeners share `bodies`; the first `warmup` are not counted. Closed: each of so many sends
+        its next request when it has its answer. With `arrivals`: each body is sent at its own time, whatever
+        happened to the others."""
         streams = load.streams if isinstance(load, Closed) and arrivals is None else len(bodies)
         many = min(self.processes, streams)
         jobs = [
@@ -152,7 +152,7 @@ class Crowd:
 
 
 def delta(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What the counters of stages and host did (as of the last time that the host was asked, once a second)."""
+    """Changes of the counters of stages and host (the host is asked for them once a second)."""
     names = [n for n in after if n.startswith(("stretto_stage_", "stretto_host_")) and "_total" in n]
     return {n: after[n] - before.get(n, 0.0) for n in names}
 

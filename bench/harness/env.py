@@ -1,8 +1,8 @@
 """What a result was measured on: the state of the sources, the machine, the versions and the command.
 
 On a machine that has a copy of the sources but not their repository, the file COMMIT in their root says what git would:
-the commit in its first line, then a line per changed file, none if the tree was clean. It counts before any repository
-that is there. It is written where the real one is, and deleted when the copy has been used:
+the commit in its first line, then a line per changed file, none if the tree was clean. It takes precedence over any
+repository that is there. Write it where the real repository is, and delete it after the copy was used:
 
     git rev-parse HEAD > COMMIT; git status --porcelain -- . ':!bench/results' >> COMMIT"""
 

@@ -1,7 +1,7 @@
 """A host in this process, without server and orchestrator: its requests, and when each piece of their answers came.
 
 Used by the programs `host` and `ablation` and by tests. All stages are in it, so that they hand payloads over directly,
-as in service on one GPU. Times run from the moment that a request is there, and end when a report would leave for the
+as in service on one GPU. Times run from a request's arrival to when a report would leave for the
 engine. What the host reports goes to a process that reads and forgets it."""
 
 from __future__ import annotations

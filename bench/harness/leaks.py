@@ -1,14 +1,16 @@
-"""What the fault matrix and the soak share: a pool of requests with their answers by the plain driver, a look at
-everything that could leak, and the line through the memory of a process that says whether it does.
+"""What the fault matrix and the soak share: a pool of requests with their answers by the plain driver, a check of
+everything that could leak, and the line through a process's memory samples that shows whether it grows.
 
-The answers are made in a process of their own. The one that runs the engine imports no torch, as a server's does not,
-and what its memory does is the engine's doing."""
+The answers are made in a process of their own. The process that runs the engine imports no torch, like a
+server's, so its memory is that of the engine alone."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -29,6 +31,13 @@ MOST_REPORTS = 10
 BLOCKS = 10  # means that a line is fitted to
 LEAST_SAMPLES = 4 * BLOCKS  # of memory: half of them are looked at, two for each mean
 STUDENT = {2: 2.306, 3: 2.365}  # 97.5 % of Student's t for that many parameters, with 8 and 7 degrees of freedom
+
+
+def on_tiny(work: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
+    """What `work` finds, given where the tiny model is to be written."""
+    logging.basicConfig(level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(work(Path(folder) / "tiny"))
 
 
 # -- questions and answers
@@ -194,7 +203,7 @@ class Census:
         )
 
     def changes(self, later: Census) -> list[str]:
-        """What is not as it was, of a process in the same state."""
+        """What differs, though the process is in the same state."""
         names = ("descriptors", "tasks", "children", "shm", "host_descriptors")
         return [
             f"{name}: {before!r:.200}, then {after!r:.200}"
@@ -260,8 +269,8 @@ async def settle(engine: PipelineEngine) -> list[str]:
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes by process, sampled on the way. The samples have their place before the first is taken: they would be a
-    growth of their own."""
+    """Bytes by process, sampled on the way. The samples are allocated before the first is taken: otherwise
+    they would show up as growth."""
 
     names: list[str]
     _samples: npt.NDArray[np.int64]

@@ -54,7 +54,7 @@ class Listeners(Bench):
 
 
 def smooth(level: Level) -> bool:
-    """Every request was answered, and no player that starts at the first packet ran dry."""
+    """Every request was answered, and no player that starts at the first packet had an underrun."""
     played = [play(s.packets) for s in level.samples]
     whole = not level.interrupted and bool(level.samples) and len(level.good) == len(level.samples)
     return whole and all(p is not None and not p.underruns for p in played)

@@ -1,7 +1,7 @@
 """A program's command line, and the file that its result goes to. Imports no torch.
 
 Every result is one JSON object with `env` (see env.py) and every raw sample, one line for each of its fields, so that
-the short ones can be read and a change of one shows as such."""
+short fields can be read and a diff shows which field changed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ RESULTS = ROOT / "bench" / "results"
 T = TypeVar("T")
 
 
-def parser(name: str, doc: str | None, *, out: bool = True) -> argparse.ArgumentParser:
-    """Of a program, whose docstring is its help. With `out`: `--out FILE`."""
-    p = argparse.ArgumentParser(
-        f"python -m bench {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(name: str, doc: str | None, *, out: bool = True, **more: bool) -> argparse.ArgumentParser:
+    """Of a program or a part, whose docstring is its help. With `out`: `--out FILE`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(f"python -m bench {name}", description=doc, formatter_class=raw, **more)
     if out:
         p.add_argument("--out", type=Path, help="file for the result, every sample included, as JSON")
     return p
@@ -36,7 +35,7 @@ def first_line(path: Path) -> str:
 
 
 def arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """For the result. Of a path its name: where it lay on the machine is nobody's business."""
+    """For the result. Of a path only its name, since results are published."""
     return {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()}
 
 
@@ -45,7 +44,7 @@ def read(path: Path) -> Any:
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """To the file, if there is one to write; called again whenever there is more of it."""
+    """Write the result, if a file was given; called again whenever there is more of it."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +54,8 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
 
 @contextmanager
 def measured_part(name: str, result: dict[str, Any], to: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A part of a result; call what it gives with each thing found. What was found before a failure is kept, and is
-    written as soon as it is there. It carries what it was measured on, since parts of a file may be measured one by
-    one."""
+    """A part of a result; call the function it yields with each thing found. What was found before a failure is kept,
+    and written at once. A part carries its own `env`, since the parts of a file may be measured at different times."""
     start = time.monotonic()
     found: list[dict[str, Any]] = []
     result["parts"][name] = told = {"found": found, "error": None, "env": result["env"]}
@@ -86,7 +84,7 @@ def rounded(value: Any) -> Any:
 
 
 def judged(path: Path | None, result: dict[str, Any]) -> int:
-    """For a program that says itself what went wrong (`problems`): print the result without its raw samples, write it,
+    """For a program that judges itself (`problems`): print the result without its raw samples, write it,
     and return the exit status."""
     print(json.dumps({k: v for k, v in result.items() if k != "raw"}, indent=1))
     write(path, result)

@@ -1,4 +1,4 @@
-"""A server under a benchmark, and the GPU beside it: started, watched, ended. Imports no torch."""
+"""A server under test and its GPU: started, watched, ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stretto.errors import StrettoError
 
 
 class Stopped(StrettoError):
-    """The server is not there, or did not come up."""
+    """The server has died, or did not start."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Server:
 
 @contextmanager
 def serving(args: argparse.Namespace, directory: Path, folder: Path) -> Iterator[Server]:
-    """Started with the settings of a service with many listeners; ended politely, then not so politely."""
+    """Started with the settings of a service with many listeners; ended by SIGTERM, then by SIGKILL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,8 +1,8 @@
 """What a benchmark asks: workloads by name, turned into messages and lengths.
 
 Every request of a run is different (its text begins with its number, its sound and picture come from its number), so
-that no prefix cache helps; only what `system_tokens` states is shared. Lengths are fixed whatever the weights say, so
-that random weights do the work of trained ones."""
+that no prefix cache helps; only what `system_tokens` states is shared. Lengths are fixed for any weights, so that
+random weights do the same work as trained ones."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def sound(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def picture(size: tuple[int, int], seed: int) -> dict[str, Any]:
-    """A grid of colours, different for each number. Small as a file, so that decoding does not stand out."""
+    """A grid of colours, different for each number. Small as a file, so that decoding takes little time."""
     coarse = np.random.default_rng(seed).integers(0, 256, (12, 16, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(coarse).resize(size, Image.Resampling.NEAREST).save(out, format="PNG")

@@ -1,4 +1,4 @@
-"""A host in this process whose loop thread is measured: what it needs of its own time for a frame, and for what.
+"""A host in this process whose loop thread is measured: how much time it needs for a frame, and for what.
 
 Used by the program `host`, here and in older checkouts (see tree.py)."""
 
@@ -101,7 +101,7 @@ Counts = dict[str, dict[str, int]]
 
 
 class MeasuredHost(OneHost):
-    """Measures the time from when all requests of a round sound until the first falls silent. With `stub`, the models
+    """Measures from when all requests of a round have sound until the first one ends. With `stub`, the models
     are not run; with `phases`, what the loop thread does is timed by stage and phase, which takes some time itself."""
 
     def __init__(self, directory: Path, settings: HostSettings, stub: bool, phases: bool) -> None:
@@ -149,7 +149,7 @@ class MeasuredHost(OneHost):
             node.turn = wrap(f"{name}: node", node.turn)  # type: ignore[method-assign]
 
     def run(self, admits: list[Question], profile: bool = False) -> dict[str, Any]:
-        """All requests from admission to their end; what is told is the time in between when all of them sound."""
+        """All requests from admission to their end; measured is the time in which all of them have sound."""
         host, ids = self.host, {a.request for a, _ in admits}
         self.spoken.clear()
         self.ended.clear()
@@ -235,7 +235,7 @@ class MeasuredHost(OneHost):
 
 
 def stub_runner(runner: Any) -> None:
-    """Launches that cost nothing and say always the same."""
+    """Launches that cost nothing and always give the same tokens."""
 
     def launch(batch: Any, find: Any) -> Step:
         sampling = [i for i, span in enumerate(batch.spans) if span.samples]

@@ -1,6 +1,8 @@
 """Host time of the scheduler alone: `schedule` and `retire` per step and per running request, with no model.
 
-Run by `python -m bench host --scheduler`. Cases: `thinker` decodes freely; `talker` is fed one text token and one
+    python -m bench host --parts scheduler
+
+Cases: `thinker` decodes freely; `talker` is fed one text token and one
 deadline per frame, as the stage does (`feed_us`); `full` is `thinker` with a queue of requests that find no blocks.
 Medians over steps; the 99th percentile shows how busy the machine was."""
 
@@ -9,9 +11,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from bench.harness.env import describe
+from bench.harness.results import parser, write
 from stretto.stage.request import RequestSpec
 from stretto.stage.scheduler import Batch, Scheduler, SchedulerConfig, StepResult
 from stretto.types import RequestId
@@ -85,10 +89,12 @@ def measure(case: str, rows: int, steps: int, depth: int) -> dict[str, float | i
     }
 
 
-def measure_all() -> dict[str, Any]:
+def main(given: Sequence[str]) -> int:
+    args = parser("host --parts scheduler", __doc__).parse_args(given)
     result: dict[str, Any] = {"env": describe(), "runs": []}
     for case in ("thinker", "talker", "full"):
         for rows in (1, 32, 128):
             result["runs"].append(found := measure(case, rows, STEPS, depth=2))
             print("  ".join(f"{name}={value}" for name, value in found.items()), flush=True)
-    return result
+    write(args.out, result)
+    return 0

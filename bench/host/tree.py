@@ -1,6 +1,6 @@
 """A host of some checkout, stage models stubbed, in a process of its own: measured by turns with those of others.
 
-Run as a script in that checkout, which is the first place for packages. Reads one number of streams a line, answers
+Run as a script in that checkout, which comes first on the module path. Reads one number of streams a line, answers
 with the JSON of one measurement a line; nothing else goes to stdout. Knows how hosts were measured in checkouts from
 before `bench/harness` (commit ab1147a, for one)."""
 

@@ -1,6 +1,6 @@
 """Coordinate descent over launch parameters: one kernel after the other, everything else as it stands.
 
-What is timed is someone else's (a `Step`; in_step.py has the real one), so this is arithmetic alone."""
+A `Step` does the timing (in_step.py has the real one), so this module is arithmetic alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Decode kernels inside a whole step, where they overlap their neighbours: finds launch parameters there.
 
-    python -m bench kernels in_step --stage thinker --batch 8 --tuned tuned.json      # 2 min
+    python -m bench kernels --parts in_step --stage thinker --batch 8 --tuned tuned.json      # 2 min
 
 The part `alone` times each kernel by itself; its candidates are tried here one kernel at a time in a captured step of a
 model with fewer layers (random weights), against the step as it stands: both in turns, on the same inputs. A candidate
@@ -30,9 +30,9 @@ import torch
 
 from bench.harness.env import describe
 from bench.harness.results import parser, write
-from bench.kernels import alone
-from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen
-from bench.steps import seated
+from bench.kernels.cases import Candidates
+from bench.kernels.descent import Descent, Failed, Pair, Table
+from bench.steps.decode import seated
 from stretto.kernels.fast import sampling, tuning
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
@@ -50,8 +50,6 @@ SHALLOW = 2  # layers in which every variant of a layer's kernels occurs: the fi
 INPUTS = 16  # different ones, so that steps choose different experts
 CHECKED = 5  # of them, for the output: a single row may choose another expert or code by rounding alone
 WARM = 4  # replays before those that count
-SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1
-BESIDE = {"decode": "soon", "split": "fetch"}  # of these, what only shows beside other kernels; `alone` leaves it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +128,14 @@ class WholeStep:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def restore(self, i: int) -> None:
-        """What the last step left behind gives way to the i-th input."""
+        """Replace what the last step left by the i-th input."""
         self.place[: self.what.batch].copy_(self.given[i % INPUTS])
 
     def run(self) -> torch.Tensor:
         return decode_step(self.lane, *self.device_inputs, self.how).tokens
 
     def finish(self) -> None:
-        """What was launched is done, and if it went wrong, it shows here."""
+        """Wait for what was launched; errors show here."""
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -158,7 +156,7 @@ class WholeStep:
         return [None] * len(tables)
 
     def outputs(self, changes: Table) -> list[torch.Tensor]:
-        """Logits of all picks, of a few layers only: every layer more makes rounding weigh more."""
+        """Logits of all picks, of a few layers only: each further layer adds to the rounding error."""
         heard: list[torch.Tensor] = []
         with tuning.instead(changes), self.on_stream(), shallow(self.model), overheard(heard):
             for i in range(CHECKED):
@@ -251,7 +249,7 @@ def shallow(model: Thinker | Talker) -> Iterator[None]:
 
 @contextmanager
 def overheard(heard: list[torch.Tensor]) -> Iterator[None]:
-    """Copies of all logits that are picked from: every pick looks them over first."""
+    """Copies of all logits that are picked from: every pick checks them first."""
     check = sampling.check_picks
 
     def listen(logits: torch.Tensor, *rest: torch.Tensor) -> None:
@@ -298,7 +296,7 @@ def try_one(changes: Table) -> str | None:
 
 
 def nothing() -> None:
-    """Who is asked for it has been started."""
+    """A process that has run this has been started."""
 
 
 class Compilers:
@@ -323,40 +321,6 @@ class Compilers:
         self.pool.shutdown(cancel_futures=True)
 
 
-class Candidates:
-    """What to try for a kernel: as `alone` does, with a few more."""
-
-    def __init__(self, what: What, most: int) -> None:
-        self.what, self.most = what, most
-        batches = [n for n in (what.batch, 2 * what.batch) if n > 1]  # a frame begins with two positions per row
-        self.cases: dict[str, alone.Case] = {}
-        for case in alone.cases(["vector", "matrix", "split", "float8"], batches):
-            self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)
-
-    def __call__(self, asked: tuning.TuningQuestion) -> list[Tuned]:
-        case = self.cases.get(tuning.name_of(asked.kernel, asked.key))
-        if case is not None:
-            found = list(case.candidates)
-        elif asked.kernel == "frame" or (self.what.tiny and not asked.kernel.startswith("pick")):
-            found = nearby(asked.found)
-        else:
-            return []
-        switch = BESIDE.get(asked.kernel)
-        if switch is not None:
-            found = [c | {switch: n} for c in [asked.found, *found] for n in (0, 1)]
-        others = [asked.default | c for c in found if asked.default | c != asked.found]
-        return chosen(others, asked.found, self.most - 1)
-
-
-def nearby(current: Tuned) -> list[Tuned]:
-    """One parameter doubled, halved, or switched."""
-    found = []
-    for name, value in current.items():
-        others = [1 - value] if name in SWITCHES else [n for n in (value * 2, value // 2) if n > 0]
-        found += [current | {name: n} for n in others]
-    return found
-
-
 def show(name: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         print(f"{name}: nothing to try", flush=True)
@@ -376,7 +340,7 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def options(given: Sequence[str]) -> argparse.Namespace:
-    p = parser("kernels in_step", __doc__)
+    p = parser("kernels --parts in_step", __doc__)
     p.add_argument("--stage", choices=["thinker", "talker"], default="thinker")
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--context", type=int, default=1024)
@@ -408,7 +372,7 @@ def tuned(given: Sequence[str]) -> Descent:
         prefixes = tuple(args.kernels.split(","))
         descent = Descent(
             step,
-            Candidates(what, args.per_kernel),
+            Candidates(what.batch, what.tiny, args.per_kernel),
             wanted=lambda name: name.startswith(prefixes),
             late=lambda: time.perf_counter() - begin > args.limit,
         )

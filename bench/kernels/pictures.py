@@ -1,6 +1,6 @@
 """Encoding pictures at the size of the released model, launched kernel by kernel and as captured graphs.
 
-    python -m bench kernels pictures --out bench/results/vision_h200.json      # 1 min
+    python -m bench kernels --parts pictures --out bench/results/vision_h200.json      # 1 min
 
 Weights and pixels are random. Three times for each way, medians printed, in milliseconds:
 
@@ -152,7 +152,7 @@ def make(config_of: dict[str, Any], dtype: torch.dtype) -> VisionEncoder:
 
 @torch.inference_mode()
 def main(given: Sequence[str]) -> int:
-    p = parser("kernels pictures", __doc__)
+    p = parser("kernels --parts pictures", __doc__)
     p.add_argument("--images", default=IMAGES, help="[N x] width x height, by commas")
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="of the graphs, in patches")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

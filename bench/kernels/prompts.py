@@ -1,6 +1,6 @@
 """Passes over prompts at the sizes of the real model: whole passes, each kernel of a layer, variants of the products.
 
-    python -m bench kernels prompts --out bench/results/prefill_h200.json      # 1 to 2 min
+    python -m bench kernels --parts prompts --out bench/results/prefill_h200.json      # 1 to 2 min
 
 Passes are timed as a graph and launched one by one. Kernels are captured in a graph that goes through all layers, so
 that neither the launch nor a warm cache decides the number. A variant that fails is reported as such (a negative time,
@@ -322,7 +322,7 @@ def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
 
 
 def main(given: Sequence[str]) -> int:
-    args = parser("kernels prompts", __doc__).parse_args(given)
+    args = parser("kernels --parts prompts", __doc__).parse_args(given)
     result: dict[str, Any] = {"env": describe(), "times_us": {}}
 
     def report(name: str, us: float) -> None:

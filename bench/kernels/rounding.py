@@ -1,6 +1,6 @@
 """What 8 and 4 bits cost in accuracy: relative error of weights (Frobenius norm) by format, for rows of several kinds.
 
-    python -m bench kernels rounding
+    python -m bench kernels --parts rounding
 
 Real checkpoints lie between the kinds: most rows nearly Gaussian, some with heavy tails or outliers. Needs no GPU."""
 
@@ -60,7 +60,7 @@ def error(w: torch.Tensor, rounded: torch.Tensor) -> float:
 
 
 def main(given: Sequence[str]) -> int:
-    parser("kernels rounding", __doc__, out=False).parse_args(given)
+    parser("kernels --parts rounding", __doc__, out=False).parse_args(given)
     weights = kinds()
     print(f"{'':24}" + "".join(f"{kind:>20}" for kind in weights))
     for name, rounded in FORMATS.items():

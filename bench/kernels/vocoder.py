@@ -1,8 +1,8 @@
 """A step of the vocoder: frames per second for combinations of slots and frames per step.
 
-    python -m bench kernels vocoder --config released --device cuda --dtype bfloat16 --slots 1,8,32 --frames 1,4 \\
-        --steps 100 --graph --cudnn-benchmark --out bench/results/code2wav_h200.json      # 1 min; with --plain too
-    python -m bench kernels vocoder                                                       # the tiny model, anywhere
+    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 --slots 1,8,32 \\
+        --frames 1,4 --steps 100 --graph --cudnn-benchmark --out bench/results/code2wav_h200.json   # 1 min
+    python -m bench kernels --parts vocoder                               # the tiny model, on any machine
 
 Weights are random (speed does not depend on them). Every slot takes a full share of frames in every step; one frame is
 80 ms of audio.
@@ -109,7 +109,7 @@ def integers(text: str) -> list[int]:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("kernels vocoder", __doc__)
+    p = parser("kernels --parts vocoder", __doc__)
     p.add_argument("--config", default="tiny", help="tiny, released, or a checkpoint directory")
     p.add_argument("--device", default="cpu", type=torch.device)
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])

@@ -31,11 +31,11 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_settings
+from bench.harness.parts import add_parts
 from bench.harness.results import arguments, measured_part, parser, read, write
 
 PARTS = ("first", "append", "barge", "live", "http")
@@ -56,16 +56,14 @@ async def on_engine(args: argparse.Namespace, directory: Path, parts: list[str],
     from bench.harness.serving import GpuWatch
     from bench.realtime.engine import Stand
     from bench.realtime.turns import clock
-    from stretto.control.settings import EngineConfig, HostSettings, parse_placement
+    from stretto.control.settings import EngineConfig, parse_placement
     from stretto.orchestrator.engine import PipelineEngine
     from stretto.server.command import SWITCH_S
 
     sys.setswitchinterval(SWITCH_S)  # as a server does
-    form: Any = load_format(args.model)
-    host = HostSettings(device=args.device, load_format=form, max_rows=args.max_rows)
     config = EngineConfig(
         parse_placement(args.placement), max_requests=4 * max(args.max_rows, *args.sessions, *args.live),
-        host=replace(host, **host_fields(args.host)),
+        host=host_settings(args, max_rows=args.max_rows),
     )  # fmt: skip
     gpu, start = GpuWatch(), time.monotonic()
     try:
@@ -115,14 +113,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     add_model_arguments(p)
-    p.add_argument("--parts", default=",".join(PARTS), help="default: all")
+    add_parts(p, PARTS)
     p.add_argument(
-        "--lengths",
-        type=float,
-        nargs="+",
-        default=[5, 20, 60, 197, 200],
+        "--lengths", type=float, nargs="+", default=[5, 20, 60, 197, 200],
         help="of turns, in seconds (default: %(default)s; windows are 8 s, so 5 and 197 have the same rest)",
-    )
+    )  # fmt: skip
     p.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128], help="at once (default: %(default)s)")
     p.add_argument("--pace", type=float, default=0.0, help="of one session: times real time; 0: as fast as it goes")
     p.add_argument("--turns", type=int, default=8, help="of each length, of one session (default: %(default)s)")
@@ -154,9 +149,6 @@ def main(given: Sequence[str]) -> int:
     add_arguments(p)
     args = p.parse_args(given)
     args.device = args.device or device_here()
-    args.parts = [x for x in args.parts.split(",") if x]
-    if unknown := set(args.parts) - set(PARTS):
-        p.error(f"no such part: {', '.join(sorted(unknown))}")
     if args.add and args.out is None:
         p.error("--add needs --out")
     args.limits = LIMITS | {k: float(v) for k, _, v in (x.partition("=") for x in args.limits.split(",") if x)}

@@ -73,7 +73,7 @@ class Stand:
                 yield await self.crowd("whole", count)
 
     async def one_by_one(self, kind: str, lengths: Sequence[float], turns: int) -> Found:
-        """One session at a time, a new one for each turn; lengths by turns, so that whatever drifts drifts for all."""
+        """One session at a time, a new one for each turn; lengths take turns, so that drift hits all of them alike."""
         samples: list[Found] = []
         for _ in range(turns):
             for seconds in lengths:
@@ -187,8 +187,8 @@ class Stand:
         }  # fmt: skip
 
     async def saturated(self, context: float, sessions: int = 16) -> Found:
-        """Many sessions that append as fast as it goes: the device has always work, so that its time for an append is
-        at most the time that passes for each."""
+        """Many sessions that append as fast as it goes: the device always has work, so an append takes at most
+        the time that passes for each."""
         count, stop, gate = 0, 0.0, Gate(sessions)
 
         async def one() -> None:
@@ -244,7 +244,7 @@ class Stand:
     # ---- barge
 
     async def barge(self) -> AsyncIterator[Found]:
-        """Cancel → nothing more comes; when the stages have given all back; and the next turn's first audio."""
+        """Cancel → nothing more comes; → the stages have released everything; → the next turn's first audio."""
         for others in (0, self.args.others):
             if self.late:
                 return

@@ -17,7 +17,7 @@ COUNTERS = ("stretto_stage_device_seconds_sum", "stretto_stage_rows_total", "str
 
 
 class Gate:
-    """Tasks meet here; when all are there, whoever waits for that lets them through."""
+    """A barrier: tasks wait here until all have come and the waiter lets them through."""
 
     def __init__(self, count: int) -> None:
         self._left, self._there, self._open = count, asyncio.Event(), asyncio.Event()
@@ -83,7 +83,7 @@ def show(found: Found) -> None:
 
 
 def listened(samples: Sequence[Found]) -> Found:
-    """How listeners fared who play each packet as it comes."""
+    """Underruns of listeners who play each packet as it comes."""
     heard = [s for s in samples if "underruns" in s]
     told = {
         "answers": len(samples),

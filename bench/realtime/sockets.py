@@ -35,7 +35,7 @@ SILENCE = b"\0" * (2 * round(RATE * PIECE_S))
 
 
 class Broken(Exception):
-    """The server said so."""
+    """The server sent an error."""
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class Sockets:
             return await self.finish(client)
 
     async def idle(self) -> None:
-        """Until the server's engine has read all that it was given; in real time it would have long since."""
+        """Until the server's engine has read all that it was given; with speech in real time this is always so."""
         for _ in range(400):
             values = await asyncio.to_thread(self.server.metrics)
             if not values["stretto_engine_running"]:

@@ -17,9 +17,9 @@ BEEP_S = 0.05
 
 
 class Clips:
-    """Turns of any length. Noise of their own makes them different, so that no cache has heard one before. Each begins
-    with a beep, its loudest sound: else one that grows louder raises the floor of its features, and the windows that
-    changes are computed again, which would be measured by chance."""
+    """Turns of any length. Each has its own noise, so that none is in a cache. Each begins with a beep, its loudest
+    sound: a clip that grows louder would raise the floor of its features, and the windows that this changes would be
+    encoded again, in some runs and not in others."""
 
     def __init__(self, seed: int = 0) -> None:
         self._base = speech(BASE_S, seed=seed)

@@ -25,7 +25,7 @@ PHASES = ("commit", "admission", "encode and prefill", "talker", "vocoder", "to 
 
 
 def answer(frames: int, number: int, text_tokens: int = 0) -> Params:
-    """Exactly so long, whatever the weights say; drawn as the model was made to be."""
+    """An answer of exactly this length on any weights, with the model's usual sampling."""
     text = text_tokens or max(2, frames // 2)
     return Params(
         temperature=0.7, top_k=20, top_p=0.8, seed=number, max_text_tokens=text, ignore_eos=True, min_frames=frames,

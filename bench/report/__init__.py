@@ -1,7 +1,7 @@
 """Tables and pictures of the documents, made from the files in bench/results.
 
     python -m bench report                  # writes the pictures to docs/img and prints the tables
-    python -m bench report --write          # and puts the tables where the documents want them
+    python -m bench report --write          # and writes the tables into the documents
     python -m bench report --tables         # prints the tables, nothing else
     python -m bench report --first-packets  # what the rule for first packets would have done in the recorded runs
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.harness.results import RESULTS, ROOT, parser
 
-PAGES = ("docs/performance.md", "README.md", "bench/notes/decode.md")
+PAGES = ("docs/performance.md", "docs/faults.md", "README.md", "bench/notes/decode.md")
 
 
 def fill(page: str, tables: dict[str, str]) -> str:

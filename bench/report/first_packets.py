@@ -3,8 +3,8 @@
 Run by `python -m bench report --first-packets`. Replays the packets of runs of `serve`: with what the pace of all
 streams was just before, each first packet is held back as the rule says (or until the second came), and a player starts
 then. Printed for each number of streams: players that had to wait, for how long in all, and the median of the first
-sound, without and with it. A replay knows nothing of how later packets would have changed; it shows the size of the
-gain and of the price."""
+sound, without and with it. A replay does not show how later packets would have changed, only the size of the gain
+and of the cost."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CONTEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a decoder that weigh something."""
+    """The sizes of a decoder that matter for bytes and FLOPs."""
 
     layers: int
     hidden: int
@@ -62,7 +62,7 @@ def layer_bytes(shape: Shape, rows: int, experts: float, context: int = CONTEXT)
 
 
 def row_flops(shape: Shape, context: int = CONTEXT) -> float:
-    """Of one row's way through a decoder and its head."""
+    """Of one row through a decoder and its head."""
     weights = shape.qkv * shape.hidden + shape.o * shape.hidden + shape.experts * shape.hidden
     weights += 3 * (shape.top_k * shape.expert + shape.shared) * shape.hidden
     attention = 4.0 * context * shape.heads * 128

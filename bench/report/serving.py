@@ -27,7 +27,7 @@ PROVENANCE = (  # file, what it holds
 
 
 def sources(results: Results) -> str:
-    """What was measured at which commit. A tree that was not clean, or of which nobody knows, is said so."""
+    """What was measured at which commit. Says so where the tree was not clean, or where that is not known."""
     lines = []
     for name in ("h200", "h200_again"):
         file = results.file(name)
@@ -156,7 +156,8 @@ def phases(results: Results) -> str:
 
 
 def start(results: Results) -> str:
-    """What was said while starting. Stages load one after the other, so a phase lasts until anybody's next word."""
+    """What was said while starting. Stages load one after the other, so a phase lasts until the next report of any
+    stage."""
     starts = results.starts()
     if not starts:
         return ""
@@ -176,7 +177,7 @@ def start(results: Results) -> str:
 
 
 def kernels(told: Any) -> str:
-    """Whether it had to compile: nobody wrote that down in the first results."""
+    """Whether it had to compile; the first results did not record that."""
     known = told.get("kernels_cached")
     return "not recorded what was compiled before" if known is None else f"{known} kernels compiled before"
 

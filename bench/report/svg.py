@@ -1,6 +1,6 @@
 """A picture as SVG text, written by hand: small, without dependencies, readable on light and on dark pages.
 
-Used by bench/plots.py. Coordinates are pixels from the upper left corner."""
+Used by pictures.py. Coordinates are pixels from the upper left corner."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on two streams.
+"""What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on two CUDA streams.
 
-Run by `python -m bench steps --together`. One answer of the usual workload is 64 thinker steps and 125 talker frames.
-Both are put on the device behind one event, as captured graphs on streams with the priorities of the service, and run
-to their ends: first the thinker's by themselves, then the talker's, then both together. If the GPU did one after the
-other, together would take the sum; if they shared nothing, the longer of the two. `overlap` is where it lies between: 0
-for the sum, 1 for the longer.
+    python -m bench steps --parts together --equal --out bench/results/together_h200.json    # 1 min
 
-Then the talker's frames one by one, while the thinker reads a new prompt (passes of so many rows, the largest being the
-largest that the scheduler makes): how much longer a frame takes beside it is what running streams notice of a newcomer;
-a frame is 80 ms of sound."""
+One answer of the usual workload is 64 thinker steps and 125 talker frames. Both are enqueued behind one event, as
+captured graphs on CUDA streams with the priorities of the service, and run to their ends: first the thinker's alone,
+then the talker's alone, then both together. If the GPU ran one after the other, both together would take the sum. If
+they shared nothing, they would take the longer of the two. `overlap` is 0 for the sum and 1 for the longer.
+
+Then each frame of the talker is timed while the thinker prefills a new prompt, in passes of --prompts rows (the last is
+the largest that the scheduler makes). The extra time is what running streams notice of a new request; a frame is 80 ms
+of sound."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.harness.results import quantile, write
-from bench.steps import BLOCK, filled_cache, ready
+from bench.harness.results import parser, quantile, write
+from bench.steps.decode import BLOCK, add_step_arguments, filled_cache, opened, ready
 from stretto.kernels.paged import Paging
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
-from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
@@ -185,15 +184,22 @@ def tell(found: dict[str, Any]) -> None:
     )
 
 
-def measure_both(source: Source, batches: Sequence[int], args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Into the result, and from there to the file."""
+@torch.inference_mode()
+def main(given: Sequence[str]) -> int:
+    p = parser("steps --parts together", __doc__)
+    add_step_arguments(p, [1, 8, 16, 32])
+    p.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048], help="rows of a new prompt")
+    p.add_argument("--equal", action="store_true", help="also with equal priorities")
+    p.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    args = p.parse_args(given)
+    source, result = opened(args)
     thinker, talker = source.thinker(), source.talker()
     result |= {"steps": STEPS, "runs": [], "prompts": []}
     for how in PRIORITIES if args.equal else list(PRIORITIES)[:1]:
         streams = [torch.cuda.Stream(priority=priority) for priority in PRIORITIES[how]]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
-        for batch in batches:
+        for batch in args.batches:
             players = []
             for name, model, stream in zip(STEPS, (thinker, talker), streams, strict=True):
                 graphs, way, _ = ready(model, batch, CONTEXT, name == "talker", stream)
@@ -207,3 +213,4 @@ def measure_both(source: Source, batches: Sequence[int], args: argparse.Namespac
                     result["prompts"].append(found)
                     tell(found)
             write(args.out, result)
+    return 0

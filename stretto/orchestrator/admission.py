@@ -83,7 +83,7 @@ class Names:
         self._numbers = count()
 
     def new(self, given: RequestId | None, running: Iterable[Ticket]) -> RequestId:
-        """What the caller gave, and a number that makes it new, so that nothing need be remembered of those before."""
+        """The caller's id and a number that makes it unique, so that earlier ids need not be remembered."""
         if given is None:
             return RequestId(f"r-{secrets.token_hex(8)}")
         if not _GIVEN.fullmatch(given):
@@ -94,8 +94,8 @@ class Names:
 
 
 async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
-    """Tell all stages of a request at once, so that each is ready before its first input comes. Features go to hosts
-    whose stages encode them alone, large ones ahead and piece by piece. `shared`: prompts of all owners are one in the
+    """Tell all stages of a request at once, so that each is ready before its first input comes. Features go only to
+    hosts whose stages encode them, large ones ahead and piece by piece. `shared`: prompts of all owners are one in the
     prefix caches."""
     wanted = Wanted(ask.capability, t.params, t.seed, ask.voice, ask.spoken, ask.manner, ask.live)
     told = {stage: msgspec.Raw(_encode(params)) for stage, params in t.model.stage_params(wanted).items()}

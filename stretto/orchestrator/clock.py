@@ -1,7 +1,7 @@
 """How far another machine's monotonic clock is from ours, by asking it the time. Pure; imports no torch.
 
-Half of a round trip is the most that an answer can be off, so the quickest one of late is believed. Clocks drift, so
-what an old answer told gets worse by the second, until a new one is better."""
+An answer is off by at most half of its round trip, so the fastest recent one is used. Clocks drift, so the error of an
+old answer grows with time, until a new one is better."""
 
 from __future__ import annotations
 

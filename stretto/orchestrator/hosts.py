@@ -141,7 +141,7 @@ class Host(ABC):
             self._on_death(self)
 
     async def buried(self) -> None:  # noqa: B027 - most are told why with the end
-        """Until `reason` tells how it ended, as far as can be known."""
+        """Wait until `reason` says how it ended, as far as that can be known."""
 
     def death(self) -> StageDead:
         return StageDead(f"host {self.name} died: {self.reason}")

@@ -307,8 +307,8 @@ class _Wire:
         log.warning("%s: somebody dialled who does not know the cluster's secret", self._host.name)
 
     def _look(self) -> bool:
-        """At the monitor: who came and who left. False: nobody. Events come late: that of the peer's coming may be read
-        after its hello, and behind that of the leaving of another connection, whose descriptor it has now."""
+        """Read the monitor: who came and who left. False: nobody. Events come late: a peer's arrival may be read after
+        its hello, and after the departure of an earlier connection that had the same descriptor."""
         looked = left = False
         while self._told():
             looked = True

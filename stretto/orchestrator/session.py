@@ -378,8 +378,8 @@ class Session:
 
 
 def oldest_turn(items: Sequence[Item]) -> list[Item]:
-    """What the user said first, and all up to what the user said next; never the system's words. Of the last turn the
-    older half of what the user has put together in a row, such as the pictures of a camera, never the last of it."""
+    """The user's first message and all up to the user's next one; never a system message. Of the last turn, the older
+    half of the user's messages in a row (such as a camera's pictures), never the last one."""
     spoken = [item for item in items if item.role not in ("system", "developer")]
     starts = [i for i, (a, b) in enumerate(pairwise([None, *spoken])) if _by_user(b) and not _by_user(a)]
     if len(starts) > 1:

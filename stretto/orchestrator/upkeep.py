@@ -96,7 +96,7 @@ class Upkeep:
 
     @property
     def trouble(self) -> str | None:
-        """Why some of its stages are not there now; None: all are, or were never."""
+        """Why some of its stages are down now; None: none is, or they have not been up yet."""
         if self.broken is not None:
             return self.broken
         return "; ".join(self._losses[i] for i in sorted(self._loss_at)) or None

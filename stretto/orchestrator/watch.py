@@ -58,7 +58,7 @@ class Watch:
             t.progressed = now
 
     def _in_line(self, t: Ticket) -> bool:
-        """Has it not had its turn yet in the last of its stages, while others get on? Then it may wait longer."""
+        """Is it still queued in its last stage while others make progress? Then it may wait longer."""
         if t.samples if len(t.stages) > 1 else t.ids:
             return False
         newest = max(o.progressed for o in self._tickets.values() if o.pipeline is t.pipeline)

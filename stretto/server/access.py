@@ -13,8 +13,8 @@ from stretto.server.failures import Refused
 
 @dataclass(slots=True)
 class Admission:
-    """Counts requests that are being answered. Those beyond the limit wait, first come, first served, if they are not
-    too many either; the rest is turned away. On the event loop."""
+    """Counts requests that are being answered. Those beyond the limit wait in a bounded queue, first
+    come, first served; the rest is refused. On the event loop."""
 
     limit: int
     limit_per_owner: int  # 0: none
@@ -33,7 +33,7 @@ class Admission:
         return len(self._waiting)
 
     def check(self, owner: str) -> None:
-        """Refuses whom there is neither a slot nor a place to wait for."""
+        """Refuse a request for which there is neither a slot nor a place in the queue."""
         if self.running >= self.limit and self.waiting >= self.queue:
             more = f", and {self.queue} wait already" if self.queue else ""
             raise self._full(f"the server answers {self.limit} requests at once, and does{more}", "server_busy")
@@ -81,7 +81,7 @@ class Admission:
         return 0.0
 
     async def _turn(self) -> float:
-        """Until a slot is handed over: it stays counted from hand to hand, so that nobody can slip in between."""
+        """Wait until a slot is handed over. It stays counted meanwhile, so that no other request can take it."""
         loop = asyncio.get_running_loop()
         turn, since = loop.create_future(), loop.time()
         self._waiting.append(turn)
@@ -99,7 +99,7 @@ class Admission:
         return loop.time() - since
 
     def _pass_on(self) -> None:
-        """A slot is free: the next in the queue has it, or nobody."""
+        """A slot is free: hand it to the next in the queue, if there is one."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

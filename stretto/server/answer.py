@@ -63,7 +63,7 @@ class GeneratingRoute(Generic[R]):
 
 
 def note(event: Event, visit: Visit) -> None:
-    """Takes down when things came; every event of an answer passes here, as soon as it is known."""
+    """Record when events came; every event of an answer passes here as soon as it is known."""
     match event:
         case TextDelta():
             visit.saw_text()
@@ -114,5 +114,5 @@ def slices(data: bytes) -> list[bytes]:
 
 
 def drop_none(values: dict[str, Any]) -> dict[str, Any]:
-    """Leaves to its default what the client did not say."""
+    """Leave what the client did not state at its default."""
     return {k: v for k, v in values.items() if v is not None}

@@ -248,7 +248,7 @@ async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[i
 
 
 def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
-    """In OpenAI's form, in which a token that ends the answer has no place: what is told is what was said."""
+    """In OpenAI's form, which does not list the token that ends the answer."""
 
     def letters(token: TokenLogprob) -> list[int] | None:
         return None if token.said is None else list(token.said)
@@ -371,7 +371,7 @@ class Writer:
             await self._delta(Delta(audio=AudioDelta(data=part)))
 
     def _take_told(self) -> ChoiceLogprobs | None:
-        """Of the tokens up to here. A token whose words wait for others' is told with those."""
+        """Log probabilities of the tokens up to here. Those of a token whose text is held back come with that text."""
         told, self.told = self.told, []
         found = logprobs_of(told)
         return found if found.content else None

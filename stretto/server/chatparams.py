@@ -18,7 +18,7 @@ NONE, _AUTO, _EMPTY = Raw(b'"none"'), Raw(b'"auto"'), Raw(b"[]")
 
 
 def refuse_unsupported(request: ChatRequest) -> None:
-    """Fields we know and cannot honour: better an error than an answer to another question."""
+    """Refuse fields that we know and cannot honour, rather than ignore them."""
     r = request
     refused: list[tuple[str, bool, str]] = [
         ("n", (r.n or 1) > 1 and "audio" in (r.modalities or ()), "one answer is spoken per request"),
@@ -83,7 +83,7 @@ def speech_fields(r: ChatRequest | SpeechFields) -> dict[str, Any]:
 
 
 def or_off(top_k: int | None) -> int | None:
-    """-1 is how others say off."""
+    """Other servers write -1 for off."""
     return None if top_k is None else max(0, top_k)
 
 

@@ -2,7 +2,7 @@
 
 An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from libsndfile and
 are run on worker threads by the routes (`slow`). A stream cannot have its header corrected at the end: wav and flac
-say that their length is open, opus needs no word about it, and mp3 has a constant bit rate, from which readers work
+say that their length is open, opus states no length, and mp3 has a constant bit rate, from which readers work
 it out. A file that is encoded whole says how long it is."""
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Compressed:
         return self._sink.take()
 
     def write(self, pcm: bytes) -> None:
-        """Without taking what comes of it: what is not taken yet can still be corrected."""
+        """Write without taking the output: what was not taken yet can still be corrected."""
         self._empty = self._empty and not pcm
         self._file.write(np.frombuffer(pcm, "<i2"))
 

@@ -1,8 +1,8 @@
-"""The first thing a request meets and the last: who may come in, ids, the log line, the numbers. An ASGI middleware.
+"""The outermost ASGI middleware: who may call, request ids, the log line, metrics.
 
 Everything is checked before a byte of the body is read: the name the server was called by, the page that calls, the
-key, the body's type. HTTP passes, and WebSockets to the routes that have one, which are refused in HTTP
-before the upgrade."""
+key, the body's type. HTTP passes, and so do WebSockets to routes that take them; refusals come as
+HTTP, before the upgrade."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Exchange:
         return message.get("body", b""), message.get("more_body", False)
 
     async def _linger(self, size: int, limit: int) -> None:
-        """Let a client that sends too much finish, within reason: while it sends, most do not look for an answer."""
+        """Let a client that sends too much finish, up to a limit: most clients read no answer while they send."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 more = True

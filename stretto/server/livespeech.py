@@ -143,7 +143,7 @@ class LiveReading:
             await asyncio.wait(work)
 
     async def _leave(self) -> None:
-        """When the server goes, who has said nothing yet is sent away; who is being answered has its answer."""
+        """When the server stops, connections without text are closed at once; running answers finish."""
         await self.service.sessions.draining.wait()
         if not self.length:
             raise _going()
@@ -152,7 +152,7 @@ class LiveReading:
     # ---- in
 
     async def _next(self) -> Message:
-        """The next message. A client that has begun a text may not be silent for long: it has a place of others."""
+        """The next message. A client that has begun a text may not be silent for long: others wait for its place."""
         idle = self.service.config.realtime_idle
         patience = None if self.told else min(WRITING_S, idle) if self.length else idle
         try:

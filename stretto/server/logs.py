@@ -11,7 +11,7 @@ from stretto.server.exchange import CutConnection
 
 
 class NotBroken(logging.Filter):
-    """Connections that we cut on purpose have been logged by whoever did; uvicorn takes them for accidents."""
+    """Drops uvicorn's errors about connections that we cut on purpose: these have been logged already."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], CutConnection))

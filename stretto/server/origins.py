@@ -39,7 +39,7 @@ class Callers:
         )
 
     def check_host(self, headers: Headers) -> str:
-        """The name and port the client asked for. HTTP demands exactly one; two would be read by each as they like."""
+        """The name and port the client asked for. HTTP demands exactly one: with two, others might read the other."""
         given = headers.getlist("host")
         if len(given) != 1:
             raise Refused(400, f"a request needs one Host header, got {len(given)}", code="bad_host")

@@ -61,7 +61,7 @@ class Pages:
         return Response(file.read_bytes(), 200, HEADERS, TYPES[file.suffix])
 
     def missing(self, request: Request) -> Response | None:
-        """A page to say so, for those who read pages."""
+        """The 404 page, for clients that accept HTML."""
         if "text/html" in request.headers.get("accept", ""):
             return Response(MISSING, 404, HEADERS, TYPES[".html"])
         return None

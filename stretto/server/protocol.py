@@ -266,7 +266,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(SLOW if self.head_begun else SILENT)
 
     def _check_taken(self, left: int) -> None:
-        """The end of an answer lies here: does the client take it? While it answers, the exchange looks after that."""
+        """The end of an answer is buffered: does the client read it? During the answer, the exchange checks that."""
         now = 0 if self.busy else self.transport.get_write_buffer_size()
         if now >= left:
             self.transport.abort()

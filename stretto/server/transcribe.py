@@ -107,7 +107,7 @@ def instruction(how: Transcription, request: TranscriptionRequest, translate: bo
 
 
 def most_tokens(seconds: float) -> int:
-    """Nobody says more in that time; a model that is lost would go on for ever."""
+    """More than anybody says in that time: the limit stops a model that repeats itself for ever."""
     return 64 + int(16 * seconds)
 
 

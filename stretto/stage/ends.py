@@ -1,4 +1,4 @@
-"""The ends of links that are in a host: laid when the orchestrator says so, watched in each round, taken up again.
+"""The ends of links that are in a host: made when the orchestrator says so, checked in each round, removed again.
 
 Couriers do the waiting. Links between stages of one host are none of these: their nodes hand payloads over. Called by
 the host; on the loop thread."""

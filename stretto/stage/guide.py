@@ -78,8 +78,8 @@ class GrammarGuide:
 
 class PenaltyGuide:
     """Of a request with a frequency or presence penalty, and of one that has a grammar (`inner`) besides: tokens that
-    the answer has are the less likely. At most `most` tokens have a bias: those that came first of the rarest lose
-    theirs."""
+    the answer already has become less likely. At most `most` tokens have a bias: the rarest lose theirs, of these
+    the latest."""
 
     def __init__(
         self, frequency: float, presence: float, stated: Mapping[int, float], most: int, inner: Guide | None = None

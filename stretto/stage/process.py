@@ -69,8 +69,8 @@ def serve(sock: socket.socket) -> int:
 
 
 def settle_down() -> None:
-    """What was made so far stays for good: without this, each full garbage collection would look through all of it, in
-    the middle of a step. And threads that wait for the interpreter get it soon: they bring messages."""
+    """Freeze what was made so far: otherwise each full garbage collection would scan all of it in the middle of a step.
+    And let waiting threads have the GIL soon: they bring messages."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_S)

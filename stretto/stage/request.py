@@ -100,7 +100,7 @@ class Cursor:
         self.filled, self.launched, self.confirmed = rows, launched, confirmed
 
     def disown(self, rows: int) -> None:
-        """Takes back a `reuse` that nobody has heard of: only `rows` rows were certain before it."""
+        """Undo a `reuse` that was not reported to anyone: only `rows` rows were certain before it."""
         if self.filled or rows > self.confirmed or self.launched != self.confirmed:
             raise Bug(f"cannot go back to {rows} rows: {self}")
         self.launched, self.confirmed = rows, rows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.copies import HIDDEN, ON, Link, told
+from bench.connectors.copies import HIDDEN, ON, Link, told
 
 
 def test_rows_arrive_in_the_other_process() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from bench.ablation import DEFAULT, Found, bases, ratios, variants
 from bench.ablation.plain import Plain
-from bench.engine import pieces, stream
+from bench.engine.load import pieces, stream
 from bench.harness.checkpoint import checkpoint, host_fields
 from stretto.client.bench import Sample, SystemClock
 from stretto.client.player import Packet

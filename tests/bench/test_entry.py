@@ -1,16 +1,19 @@
 """The one entry: the list without torch, help for each program, and what the harness makes of rounds and results."""
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from bench.__main__ import PROGRAMS, listing, main
-from bench.harness.results import ROOT, quantile, read, rounded, write
+from bench.harness.results import RESULTS, ROOT, quantile, read, rounded, write
 from bench.harness.rounds import Ratio, turns
-from bench.kernels import PARTS
+
+COMMAND = re.compile(r"(?:python -m bench|`bench)\s+([a-z_]+)(?:\s+--parts\s+([\w,]+))?")
 
 
 def test_the_list_names_all_programs_and_needs_no_torch() -> None:
@@ -29,14 +32,53 @@ def test_every_program_is_listed() -> None:
     assert there - {"__init__", "__main__", "harness"} == set(PROGRAMS)
 
 
-@pytest.mark.parametrize("name", [*([name] for name in PROGRAMS), *(["kernels", part] for part in PARTS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "name",
+    [*([name] for name in PROGRAMS), *([name, "--parts", part] for name, parts in PROGRAMS.items() for part in parts)],
+    ids=" ".join,
+)
 def test_help(name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*name, "--help"])
-    assert ended.value.code == 0
+    with suppress(SystemExit):
+        assert main([*name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: python -m bench {' '.join(name)} ")
     assert "python -m bench" in shown.partition("\n")[2]
+
+
+def test_parts_run_in_turn_and_have_a_result_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["kernels", "--parts", "rounding,rounding"]) == 0
+    once, twice = capsys.readouterr().out.splitlines(), main(["kernels", "--parts", "rounding"])
+    assert twice == 0
+    assert capsys.readouterr().out.splitlines() * 2 == once
+    for given, problem in (
+        (["--parts", "faster"], "no such part: faster"),
+        (["--parts", "wire,realtime", "--help"], "--out"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["fuzz", *given, "--out", str(tmp_path / "x.json")])
+        assert ended.value.code == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_documents_name_programs_and_parts_that_there_are() -> None:
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "bench").rglob("*.md"),
+    ]
+    pages += [*(ROOT / "bench").rglob("*.py"), *(ROOT / "stretto").rglob("*.py")]
+    found = [command for page in pages for command in COMMAND.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) > 50
+    for name, parts in found:
+        assert name in PROGRAMS, name
+        if PROGRAMS[name] and parts:
+            assert set(parts.split(",")) <= {*PROGRAMS[name], "PART"}, f"{name} --parts {parts}"
+
+
+def test_every_result_has_a_command() -> None:
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    assert {p.name for p in RESULTS.iterdir() if f"`{p.name}`" not in page} == set()
 
 
 def test_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

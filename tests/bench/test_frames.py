@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from bench.frames import main
 from bench.harness.results import read
+from bench.steps.cpu import main
 from stretto.models.qwen3_tts.tiny import write_tiny
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from bench.harness.host import STAGES, Asker
 from bench.harness.results import ROOT, read
 from bench.harness.workload import Question, Workload
-from bench.host import Tree, main, table
+from bench.host import scheduler
+from bench.host.loop import Tree, table
 from bench.host.measured import MeasuredHost
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -49,10 +50,8 @@ def test_the_table_of_two_checkouts_has_ratios_of_the_same_rounds() -> None:
 
 
 def test_the_scheduler_alone(tmp_path: Path, monkeypatch) -> None:
-    from bench.host import scheduler
-
     monkeypatch.setattr(scheduler, "STEPS", 12)
-    assert main(["--scheduler", "--out", str(tmp_path / "x.json")]) == 0
+    assert scheduler.main(["--out", str(tmp_path / "x.json")]) == 0
     runs = read(tmp_path / "x.json")["runs"]
     assert {(r["case"], r["rows"]) for r in runs} == {
         (c, n) for c in ("thinker", "talker", "full") for n in (1, 32, 128)

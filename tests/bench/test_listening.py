@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.engine import levels, settle
+from bench.engine.load import levels, settle
 from bench.harness.listening import Listeners, Listening, highest, smooth
 from stretto.client.bench import Closed, Level, Open, Sample, Targets
 from stretto.client.player import Packet

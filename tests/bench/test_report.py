@@ -8,7 +8,7 @@ import pytest
 
 from bench import report
 from bench.harness.results import ROOT
-from bench.report import tables
+from bench.report import tables, targets
 from bench.report.measured import THINKER, Results, distinct, layer_bytes, layers, one_step, row_flops, second
 from bench.report.pictures import PICTURES
 from bench.report.svg import Picture, Scale
@@ -95,13 +95,13 @@ def test_bytes_of_a_step_are_those_of_the_released_shape() -> None:
 
 
 def test_targets_are_met_by_both_runs_or_missed(tmp_path: Path) -> None:
-    lines = {line[0]: line for line in tables.step_goals(results(tmp_path, steps_h200=steps(2.15)))}
+    lines = {line[0]: line for line in targets.step_goals(results(tmp_path, steps_h200=steps(2.15)))}
     assert lines["thinker decode step, 1k context, batch 1"][2:] == ("2.15 / 2.25 ms", "**missed**")
     assert lines["talker frame with 15 predictor steps and sampling, batch 1"][3] == "met"
     assert lines["code2wav, 1 x 1 frame"][2] == tables.NOT_YET
-    assert tables.goal("streams", "", 64, [64, 96], 0, "≥")[3] == "met"
-    assert tables.goal("streams", "", 64, [64, 32], 0, "≥")[3] == "**missed**"
-    assert tables.goal("wait", "s", 0.0, [0.0, 0.001], 3)[3] == "**missed**"
+    assert targets.goal("streams", "", 64, [64, 96], 0, "≥")[3] == "met"
+    assert targets.goal("streams", "", 64, [64, 32], 0, "≥")[3] == "**missed**"
+    assert targets.goal("wait", "s", 0.0, [0.0, 0.001], 3)[3] == "**missed**"
 
 
 def test_nothing_measured_gives_nothing(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_one_start_is_told_once(tmp_path: Path) -> None:
     given = results(tmp_path, h200=one, h200_again=one)
     assert given.same_server()
     assert "two passes over one server" in tables.runs(given)
-    (line,) = [line for line in tables.serving_goals(given) if line[0].startswith("start-up")]
+    (line,) = [line for line in targets.serving_goals(given) if line[0].startswith("start-up")]
     assert line[2] == "47 s"
     told = [{"ready_s": s, "kernels_cached": n, "phases": []} for s, n in ((52.0, 0), (31.0, 400))]
     given = results(
@@ -197,10 +197,10 @@ def test_listeners_who_wait_in_every_run_are_told(tmp_path: Path) -> None:
     """The most that nobody waited in; if somebody did in each, how many, since fewer may not have been tried."""
     waited = {"streams": 128, "answers": 128, "stuttered": 2, "waited_s": 0.0066}
     carried = {"streams": 96, "answers": 96, "stuttered": 0, "waited_s": 0.0}
-    assert tables.listeners_goal([])[2:] == (tables.NOT_YET, "")
-    assert tables.listeners_goal([carried, waited])[2:] == ("96", "met")
-    assert tables.listeners_goal([waited])[2:] == ("2 of 128 waited, 6.6 ms in all; fewer not run", "**not shown**")
-    assert tables.listeners_goal([waited | {"streams": 64, "answers": 64}])[3] == "**missed**"
+    assert targets.listeners_goal([])[2:] == (targets.NOT_YET, "")
+    assert targets.listeners_goal([carried, waited])[2:] == ("96", "met")
+    assert targets.listeners_goal([waited])[2:] == ("2 of 128 waited, 6.6 ms in all; fewer not run", "**not shown**")
+    assert targets.listeners_goal([waited | {"streams": 64, "answers": 64}])[3] == "**missed**"
 
 
 def test_two_versions_and_two_placements_are_told_side_by_side(tmp_path: Path) -> None:

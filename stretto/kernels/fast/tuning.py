@@ -1,8 +1,8 @@
 """Launch parameters of kernels, by kernel and shape: tuned values from disk, else the kernel's own defaults.
 
-`tuned.json` beside this module holds what `python -m bench kernels alone` found on the hardware it names; a file of
-one's own (STRETTO_TUNING, or `~/.cache/stretto/tuning.json`) goes before it. Read once per process. Whoever tunes can
-put other values in their place for a while, and learn which ones are asked for."""
+`tuned.json` beside this module holds what `python -m bench kernels --parts alone` found on the hardware it names. A
+file of one's own (STRETTO_TUNING, or `~/.cache/stretto/tuning.json`) goes before it. Both are read once per process.
+A tuner can replace values for a while, and learn which ones are asked for."""
 
 from __future__ import annotations
 

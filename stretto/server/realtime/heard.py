@@ -64,5 +64,5 @@ class Playback:
 
     @property
     def lead(self) -> float:
-        """Seconds that lie at the player."""
+        """Seconds of sound that the player has not played yet."""
         return self.sent - self.played

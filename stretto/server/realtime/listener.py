@@ -1,4 +1,4 @@
-"""A session's ear: sound as it comes, cut into turns, given to the engine while it is spoken.
+"""A session's input: sound as it comes, cut into turns, given to the engine while it is spoken.
 
 Without turn detection all sound goes to the engine at once. With it, only a turn's own sound does: from a little before
 its first word to a short pause after its last, however long the silence is that ends it. So silence is never encoded,

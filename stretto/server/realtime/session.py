@@ -354,6 +354,6 @@ class RealtimeSession:
 
 
 def _named(error: Invalid, place: str) -> Invalid:
-    """The same of the item at this place of an event: the engine speaks of messages."""
+    """The same error with the item's place in the event, where the engine names a message."""
     message, param = (said and said.replace("messages[0]", place, 1) for said in (str(error), error.param))
     return Invalid(message or "", param)

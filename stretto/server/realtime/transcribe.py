@@ -1,5 +1,5 @@
 """The words of what the user said, by the model itself: a request of its own beside the conversation, for text alone
-and behind all others in line. Off the way of the answer: it begins when the answer's first sound is made."""
+and behind all others in line. It does not delay the answer: it begins when the answer's first sound is made."""
 
 from __future__ import annotations
 

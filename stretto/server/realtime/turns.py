@@ -79,6 +79,6 @@ class TurnDetector:
         return signals
 
     def reset(self) -> None:
-        """Nobody speaks any more, whatever was heard."""
+        """Forget what was heard: nobody is speaking."""
         self.speaking = self.paused = False
         self._run = self._silence = 0

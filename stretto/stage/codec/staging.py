@@ -25,7 +25,7 @@ class Staging:
 
     def inputs(self, slots: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The next place: codes [slots, groups, size] to be filled in, and counts [slots], all 0. (What older steps
-        left in the codes is never looked at, but it is codes or counts, so nothing that a table would not hold.)"""
+        left in the codes is never used, and is always a valid index of a table.)"""
         self._turn = (self._turn + 1) % self._places
         codes, counts = split(self.host(slots, size), slots, size)
         counts.zero_()

@@ -44,7 +44,7 @@ class MaskColumns:
         self._used: set[int] = set()  # rows with a mask
 
     def clear(self, row: int) -> None:
-        """A new tenant, which has none."""
+        """For a new request, which has none."""
         if row in self._used:
             self._used.discard(row)
             self.masked[row].fill_(False)
@@ -99,8 +99,8 @@ class FloorColumns:
 
 
 class BiasColumns:
-    """What requests add to the logits of some tokens, by row: applied by every step, so that a row which has none costs
-    a step nothing it would not do anyway. Unused places add nothing to token 0."""
+    """What requests add to the logits of some tokens, by row: every step applies them, so a row without any
+    adds no work. Unused places add nothing to token 0."""
 
     def __init__(self, num_rows: int, most: int, device: torch.device) -> None:
         self.ids = torch.zeros(num_rows, most, dtype=torch.int64, device=device)

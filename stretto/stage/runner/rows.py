@@ -79,7 +79,7 @@ class DeviceRows:
         self.masks, self.bias, self.head = masks, bias, head
 
     def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
-        """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty, and
+        """A new request: its table so far, its rotary offset, the tokens that count for its repetition penalty, and
         where its answer may end."""
         self.put_blocks([(row, 0, blocks)])
         self.offset[row].fill_(offset)

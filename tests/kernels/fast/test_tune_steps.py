@@ -57,7 +57,7 @@ def test_the_released_model_with_fewer_layers_and_its_candidates(stage: str, bat
     config = what.config()
     assert config.thinker.text.num_layers == config.talker.text.num_layers == 5
     assert config.thinker.text.moe.num_experts == 128
-    candidates = tune_steps.Candidates(what, most=12)
+    candidates = tune_steps.Candidates(batch, tiny=False, most=12)
     heads = {"thinker": (32, 4), "talker": (16, 2)}[stage]
     current = {"BLOCK": 64, "SPLITS": 2, "warps": 4, "soon": 0}
     some = candidates(tune_steps.tuning.TuningQuestion("decode", (batch, *heads), current, current))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.realtime_fuzz import Fuzz, Judge, fuzz_sessions
+from bench.fuzz.realtime import Fuzz, Judge, fuzz_sessions
 from stretto.orchestrator.api import AudioChunk
 from tests.server.conftest import Running
 from tests.server.realtime.client import Json, check, talk

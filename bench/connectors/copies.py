@@ -1,19 +1,19 @@
 """Copies of a link beside decode steps: two processes on one GPU, each overlap of the link switched off in turn.
 
-    python -m bench copies --out bench/results/copies_h200.json      # 2 min
-    python -m bench copies --tiny                                    # tries the program itself, on any GPU
+    python -m bench connectors --parts copies --out bench/results/copies_h200.json      # 2 min
+    python -m bench connectors --parts copies --tiny                                    # tries it, on any GPU
 
-The way is the one that serves between hosts: an outlet with its courier, shared memory, and a courier with an inlet in
-another process, which uploads to the same GPU. What is sent are rows of 2048 bf16 that lie on the device.
+The link is the one that serves between hosts: an outlet with its courier, shared memory, and a courier with an inlet in
+another process, which uploads to the same GPU. The payload is rows of 2048 bf16 values that are on the device.
 
-**Steps**: captured thinker steps in steady decode, two in flight, as a stage launches them; with each step so many rows
-leave (as those of a prompt with media would). For each way: the time of a step and of the gap to the next one by the
-device's own events, the share of the time in which no step runs, and the loop thread's own time for a step. Ways take
-turns, and `times` is the ratio of whole runs to those of the same round in which nothing is sent.
+**Steps**: captured thinker steps in steady decode, two in flight, as a stage launches them. With each step so many rows
+leave, as those of a prompt with media would. Measured for each way: the time of a step and the gap to the next one by
+CUDA events, the share of the time in which no step runs, and the loop thread's own time for a step. Ways take turns.
+`times` is the ratio of whole runs to those of the same round in which nothing is sent.
 
-**Path**: the same rows without steps, back to back. `of_pinned` is the speed over that of a pinned copy of the same
-size, one way, the slower of the two ways. A hop is one chunk and the answer that it is there. `sending half` is a
-receiver that does not upload, as with a GPU on each side. (Two processes get one GPU by turns.)"""
+**Path**: the same rows without steps, back to back. `of_pinned` is the speed as a share of a pinned copy of the same
+size (the slower of the two directions). A hop is one chunk and the answer that it has arrived. `sending half` is a
+receiver that does not upload, as with a GPU on each side. (Two processes on one GPU run by turns.)"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ import torch
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, quantile, write
 from bench.harness.rounds import Ratio, turns
-from bench.steps import ready
+from bench.steps.decode import ready
 from stretto.connector.contract import Endpoint, LinkOptions
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.connector.registry import Registry
@@ -70,7 +70,7 @@ HOPS = 60
 
 
 class Taker:
-    """Takes chunks as they land, and keeps the last element of each, so that it is known to be there."""
+    """Takes chunks as they arrive and keeps the last element of each, as proof that it has arrived."""
 
     def __init__(self, pipe: Connection, switches: OverlapSwitches, upload: bool) -> None:
         device = torch.device("cuda" if upload else "cpu")
@@ -154,7 +154,7 @@ class Link:
             sent = bool(self.outlet.flush())
 
     def end(self) -> float:
-        """Until all of it is on the other side; what that says it got."""
+        """Wait until the other side has all of it; what it says it got."""
         if not self.outlet.send(self.id, None, Mark.REQUEST_END):
             while not self.outlet.flush():
                 self.woken.acquire(timeout=0.01)
@@ -182,7 +182,7 @@ class Steps:
     context: int
 
     def run(self, count: int, link: Link | None, rows: torch.Tensor) -> dict[str, Any]:
-        """So many steps, two in flight; with each, rows leave if there is a link."""
+        """`count` steps, two in flight; each sends rows if there is a link."""
         marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARM + count)]
         host = np.zeros((3, self.batch), np.int64)
         host[0] = np.arange(self.batch)
@@ -297,7 +297,7 @@ def path(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def main(given: Sequence[str]) -> int:
-    p = parser("copies", __doc__)
+    p = parser("connectors --parts copies", __doc__)
     p.add_argument("--batch", type=int, default=8, help="rows of a thinker step (default: %(default)s)")
     p.add_argument("--rows", type=int, nargs="+", default=[64, 1024], help="that leave with each step")
     p.add_argument("--steps", type=int, default=80, help="of a run (default: %(default)s)")

@@ -1,11 +1,11 @@
 """What a frame of speech costs a CPU: talker, predictor and vocoder of a speech model, by type of weights and rows.
 
-    python -m bench frames --out bench/results/tts_cpu.json                       # the 0.6B shape, some minutes
-    python -m bench frames --model tts-1.7b --rows 1 --frames 4
-    python -m bench frames --model DIR --dtypes float32 --rows 1 2                # a checkpoint, such as a tiny one
+    python -m bench steps --parts cpu --out bench/results/tts_cpu_frames.json     # the 0.6B shape, some minutes
+    python -m bench steps --parts cpu --model tts-1.7b --rows 1 --frames 4
+    python -m bench steps --parts cpu --model DIR --dtypes float32 --rows 1 2     # a checkpoint, such as a tiny one
 
-Random weights, one thread, CPU time of that thread (the machine may be busy, which CPU time notices less) and wall time
-beside it. Types and rows take turns, so that what else the machine does meets all of them."""
+Random weights, one thread. Taken are the CPU time of that thread, which other load on the machine changes little, and
+wall time. Types and rows take turns, so that such load meets all of them alike."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def table(times: dict[tuple[str, str, int], list[tuple[float, float]]]) -> list[
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("frames", __doc__)
+    p = parser("steps --parts cpu", __doc__)
     p.add_argument("--model", default="tts-0.6b", help=f"{', '.join(SPEAKING)}, or a checkpoint directory")
     p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     p.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="streams in a step")

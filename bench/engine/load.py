@@ -21,13 +21,13 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import soundfile
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.harness.checkpoint import add_model_arguments, checkpoint, host_settings
 from bench.harness.env import describe
 from bench.harness.listening import Listeners, Listening, highest, smooth
 from bench.harness.results import arguments, parser, write
@@ -37,7 +37,7 @@ from stretto.client.player import Packet, play
 from stretto.client.report import rates, record, table
 from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.control.request import Manner
-from stretto.control.settings import EngineConfig, HostSettings, parse_placement
+from stretto.control.settings import EngineConfig, parse_placement
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
@@ -63,14 +63,13 @@ def add_engine_arguments(p: argparse.ArgumentParser, requests: int | None = 64) 
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    host = HostSettings(device=args.device or device_here(), dtype=args.dtype, load_format=load_format(args.model))  # type: ignore[arg-type]
     return EngineConfig(
         parse_placement(args.placement),
         args.connector,
         replicas=args.replicas,
         max_requests=args.max_requests,
         min_pace=args.min_pace,
-        host=replace(host, **host_fields(args.host)),
+        host=host_settings(args, dtype=args.dtype),
     )
 
 
@@ -109,7 +108,7 @@ async def stream(events: AsyncIterator[Event], clock: SystemClock) -> AsyncItera
 
 @dataclass(slots=True)
 class Questions:
-    """A workload's messages, made before they are sent: making a sound takes longer than a token."""
+    """A workload's messages, made before they are sent: making a sound takes longer than making a token."""
 
     workload: Workload
     tokenizer: Tokenizer
@@ -183,7 +182,7 @@ class Run:
             await self.search(bench, workload)
 
     async def level(self, bench: Bench, workload: Workload, load: Load, limits: Targets) -> Level:
-        """One part; reading aloud, it is ended where it takes much longer than it should."""
+        """One level; when reading aloud, it is cancelled after `--most-s` seconds."""
         task = asyncio.create_task(bench.run(load, limits))
         done, _ = await asyncio.wait({task}, timeout=self.args.most_s if self.args.read else None)
         if not done:
@@ -195,7 +194,7 @@ class Run:
         return level
 
     async def search(self, bench: Bench, workload: Workload) -> None:
-        """From what the closed loops made in a second, which listeners cannot be more than."""
+        """Search for the most listeners. The closed loops' seconds of audio per second are the upper limit."""
         closed = [level for w, level in self.levels if w is workload and type(level.load) is Closed]
         closed = [level for level in closed if len(level.samples) > 1]
         made = max((rates(level)["audio_s_per_s"] for level in closed), default=8.0)
@@ -258,7 +257,7 @@ def result(args: argparse.Namespace, config: EngineConfig, runs: list[tuple[Work
 
 
 def played(packets: Sequence[Packet]) -> dict[str, float] | None:
-    """What a player made of an answer, in place of its packets: a search has a thousand answers."""
+    """What a player would have heard of an answer. Kept instead of its packets: a search has a thousand answers."""
     heard = play(packets)
     return None if heard is None else {"first": heard.start, "underruns": heard.underruns, "waits": heard.wait}
 
@@ -289,7 +288,7 @@ def levels(args: argparse.Namespace) -> list[tuple[Load, Targets]]:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Fill in what was not said, by whether words are read aloud or answered."""
+    """Fill in defaults, which differ for reading aloud and for answering."""
     if args.read and args.concurrency is None and args.rate is None and not args.search:
         args.concurrency, args.rate, args.search = READ_STREAMS, READ_RATES, True
     elif args.concurrency is None and args.rate is None and not args.search:
@@ -304,7 +303,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("engine", __doc__)
+    p = parser("engine --parts load", __doc__)
     known = ", ".join(WORKLOADS)
     p.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"(default: text-100, or read) {known}"

@@ -1,25 +1,21 @@
 """The fault matrix: kill -9 of hosts at seeded moments with eight requests in flight, on the tiny model.
 
-    python -m bench faults --kills 300 --out bench/results/faults.json
-    python -m bench faults --table                            # what docs/faults.md shows of that file
+    python -m bench faults --parts kills --kills 300 --out bench/results/faults.json
 
-A moment is counted in events: the victim dies when the n-th event of the batch has been seen by its caller. Some kills
-are followed by that of another host while the first is coming back. After each, every caller must have an error of
-ours or its exact answer within the deadline, a new request must be exact, and nothing may be held: requests, blocks,
-vocoder slots, boxes and ring slots in the hosts, descriptors, tasks, children and host objects here, names in /dev/shm.
-The orchestrator's memory must be flat over the second half of the kills, as in `soak`, or grow by less than 4 KiB a
-kill (1.2 MiB in 300)."""
+A moment is counted in events: the host is killed when the callers have seen the n-th event of the batch. Some kills are
+followed by the kill of another host while the first comes back. After each kill, every caller must have one of our
+errors or its exact answer within the deadline, a new request must be exact, and nothing may be held: requests, blocks,
+vocoder slots, inboxes, outboxes and link slots in the hosts; descriptors, tasks, children and host objects here; names
+in /dev/shm. The orchestrator's memory must be flat over the second half of the kills, as in the part `soak`, or grow by
+less than 4 KiB a kill (1.2 MiB in 300)."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import random
 import signal
-import tempfile
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,8 +25,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import LEAST_SAMPLES, POLL_S, Answer, Case, Census, Memory, prepared, settle, trend
-from bench.harness.results import RESULTS, judged, parser, progress, quantile, read
+from bench.harness.leaks import LEAST_SAMPLES, POLL_S, Answer, Case, Census, Memory, on_tiny, prepared, settle, trend
+from bench.harness.results import judged, parser, progress, quantile
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.errors import StrettoError
@@ -39,7 +35,6 @@ from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.process import HostProcess
 
 STAGES = PIPELINE.names
-RESULT = RESULTS / "faults.json"
 IN_FLIGHT = 8
 LENGTHS = [(12, 16), (10, 14), (12, 12), (16, 16), (8, 20), (14, 10), (16, 16), (16, 16), (12, 12)]
 SECOND_EVERY = 6  # one kill in so many is followed by another
@@ -210,43 +205,11 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median": quantile(seconds, 0.5), "p99": quantile(seconds, 0.99), "most": max(seconds)}
 
 
-def table(result: dict[str, Any]) -> str:
-    rows = [
-        f"{result['kills']} kills -9 over the three hosts at {result['env']['commit']}, "
-        f"{result['followed_by_a_second']} of them followed by a second; callers: "
-        + ", ".join(f"{n:,} {what}" for what, n in sorted(result["outcomes"].items()))
-        + f"; problems: {len(result['problems'])}.",
-        "",
-        "| seconds | median | 99 % | most |",
-        "|---|---|---|---|",
-    ]
-    for what, name in (("to the last error", "seconds_to_last_error"), ("to ready again", "seconds_to_ready")):
-        s = result[name]
-        rows.append(f"| from the kill {what} | {s['median']:.2f} | {s['p99']:.2f} | {s['most']:.2f} |")
-    m = result["orchestrator_mib"]
-    return "\n".join(
-        [
-            textwrap.fill(rows[0], 120),
-            *rows[1:],
-            "",
-            f"Orchestrator: {m['start']:.1f} MiB before the first kill, {m['end']:.1f} MiB after the last; in the "
-            f"second half {m['slope']:.2f} ± {m['margin']:.2f} KiB per kill.",
-        ]
-    )
-
-
 def main(given: Sequence[str]) -> int:
-    p = parser("faults", __doc__)
+    p = parser("faults --parts kills", __doc__)
     p.add_argument("--kills", type=int, default=300)
     p.add_argument("--deadline", type=float, default=60.0, help="seconds within which every caller must be answered")
-    p.add_argument("--table", action="store_true", help="print what the documentation shows of a result, and end")
     args = p.parse_args(given)
     if args.kills < LEAST_SAMPLES:
         p.error(f"at least {LEAST_SAMPLES} kills: fewer do not tell whether memory grows")
-    if args.table:
-        print(table(read(args.out or RESULT)))
-        return 0
-    logging.basicConfig(level=logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(matrix(Path(folder) / "tiny", args.kills, args.deadline))
-    return judged(args.out, result)
+    return judged(args.out, on_tiny(lambda model: matrix(model, args.kills, args.deadline)))

@@ -1,11 +1,11 @@
 """What an answer by a grammar costs: its own steps, and those of answers beside it, at 1, 8 and 32 rows.
 
-    python -m bench guided                                   # the tiny model, on any machine
-    python -m bench guided --model released --out guided.json
+    python -m bench engine --parts guided                                   # the tiny model, on any machine
+    python -m bench engine --parts guided --model released --out bench/results/guided_h200.json
 
-In each round N text answers of a fixed length run together: once all free, once with one of them guided by a schema
-that never ends it. Rounds take turns, so that a busy machine is busy for both. Told are medians over the rounds of the
-time per token: of the free answers in either kind of round, and of the guided one."""
+In each round N text answers of a fixed length run together, twice: once all of them free, once with one of them guided
+by a schema that never ends it. Both take turns, so that other load on the machine hits both. Shown are medians over the
+rounds of the time per token: of the free answers in both kinds of round, and of the guided one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields, load_format
+from bench.engine.load import add_engine_arguments, engine_config
+from bench.harness.checkpoint import checkpoint
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
 from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings
 from stretto.orchestrator.api import TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 
@@ -62,28 +62,22 @@ async def measure(engine: PipelineEngine, rows: int, rounds: int, tokens: int) -
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    host = HostSettings(device=args.device or device_here(), load_format=load_format(args.model))  # type: ignore[arg-type]
-    config = EngineConfig(host=replace(host, **host_fields(args.host)))
     found: dict[str, Any] = {}
     with checkpoint(args.model) as directory:
-        async with PipelineEngine.open(directory, config) as engine:
+        async with PipelineEngine.open(directory, engine_config(args)) as engine:
             for rows in args.rows:
                 found[str(rows)] = one = await measure(engine, rows, args.rounds, args.tokens)
-                shown = {
-                    name.removesuffix("_s"): f"{1000 * value:.3f} ms"
-                    for name, value in one.items()
-                    if name != "samples"
-                }
-                print(f"{rows} rows: " + ", ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
+                shown = [f"{name[:-2]} {1000 * value:.3f} ms" for name, value in one.items() if name != "samples"]
+                print(f"{rows} rows: {', '.join(shown)}", flush=True)
     return {"env": describe(), "arguments": arguments(args), "rows": found}
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("guided", __doc__)
+    p = parser("engine --parts guided", __doc__)
     p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N")
     p.add_argument("--rounds", type=int, default=5, metavar="N", help="of each kind (default: %(default)s)")
     p.add_argument("--tokens", type=int, default=120, metavar="N", help="of each answer (default: %(default)s)")
-    add_model_arguments(p)
+    add_engine_arguments(p)
     args = p.parse_args(given)
     write(args.out, asyncio.run(run(args)))
     return 0

@@ -1,22 +1,19 @@
 """The soak: thousands of mixed requests on the tiny model, a dozen at a time, and not one wrong sample.
 
-    python -m bench soak --requests 20000 --out bench/results/soak.json
-    python -m bench soak --table                              # what docs/faults.md shows of that file
+    python -m bench faults --parts soak --requests 20000 --out bench/results/soak.json
 
 Requests come from a small pool whose answers the plain driver has given beforehand: text-only, spoken, with sound and
-pictures. Some are cancelled at a seeded event (by closing the iterator, or by cancelling the task that reads it), some
-have a listener that rests between events until the engine throttles them. At the end nothing may be held, every answer
-must have been exact and in time, and no process may have grown: **flat** is a line through the second half of its
-memory's samples whose slope is not above 0 with 95 % confidence, or is below 0.05 KiB per request (1 MiB in 20,000)."""
+pictures. Some are cancelled at a seeded event (by closing the iterator, or by cancelling the task that reads it). Some
+have a slow listener, who pauses between events until the engine throttles the request. At the end nothing may be held,
+every answer must have been exact and in time, and no process may have grown. **Flat** means: a line through the second
+half of a process's memory samples has a slope that is not above 0 with 95 % confidence, or is below 0.05 KiB per
+request (1 MiB in 20,000)."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import random
-import tempfile
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,8 +23,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import LEAST_SAMPLES, Answer, Case, Census, Memory, prepared, settle, trend
-from bench.harness.results import RESULTS, judged, parser, progress, read
+from bench.harness.leaks import LEAST_SAMPLES, Answer, Case, Census, Memory, on_tiny, prepared, settle, trend
+from bench.harness.results import judged, parser, progress
 from stretto.control.request import ChunkSizes, Params
 from stretto.control.settings import EngineConfig, HostSettings, parse_placement, places
 from stretto.models.qwen3_omni.family import PIPELINE
@@ -35,7 +32,6 @@ from stretto.orchestrator.api import AudioChunk
 from stretto.orchestrator.engine import PipelineEngine
 
 STAGES = PIPELINE.names
-RESULT = RESULTS / "soak.json"
 LENGTHS = [(4, 6), (6, 4), (2, 5), (5, 6), (3, 3), (6, 6), (4, 2), (2, 6), (6, 5), (4, 4), (6, 2), (3, 2)]
 SILENT = 3
 KINDS = {"whole": 55, "closed": 12, "cancelled": 13, "slow": 20}  # of a hundred
@@ -200,39 +196,14 @@ def due(numbers: Iterator[int], end: float) -> Iterator[int]:
         yield i
 
 
-def table(result: dict[str, Any]) -> str:
-    kinds = result["kinds"]
-    rows = [
-        f"{result['requests']:,} requests, {result['at_once']} at a time, in {result['seconds']:.0f} s at "
-        f"{result['env']['commit']}: {kinds['whole']:,} read to the end, {kinds['slow']:,} by a slow listener, "
-        f"{kinds['closed'] + kinds['cancelled']:,} to be closed or cancelled on the way. {result['exact']:,} answers "
-        f"were exact, {result['cut_by_the_caller']:,} were cut by their caller; problems: {len(result['problems'])}.",
-        "",
-        "| MiB | start | middle | end | second half, KiB per request | flat |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, m in result["memory_mib"].items():
-        cells = [name, *(f"{m[when]:.1f}" for when in ("start", "middle", "end"))]
-        cells += [f"{m['slope']:.3f} ± {m['margin']:.3f}", "yes" if m["flat"] else "no"]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join([textwrap.fill(rows[0], 120), *rows[1:]])
-
-
 def main(given: Sequence[str]) -> int:
-    p = parser("soak", __doc__)
+    p = parser("faults --parts soak", __doc__)
     p.add_argument("--requests", type=int, default=20_000)
     p.add_argument("--at-once", type=int, default=12)
     p.add_argument("--placement", default="processes")
     p.add_argument("--deadline", type=float, default=120.0, help="seconds within which a request must be answered")
     p.add_argument("--limit-s", type=float, default=14400.0, help="stop asking after so many seconds")
-    p.add_argument("--table", action="store_true", help="print what the documentation shows of a result, and end")
     args = p.parse_args(given)
     if args.requests < LEAST_SAMPLES:
         p.error(f"at least {LEAST_SAMPLES} requests: fewer do not tell whether memory grows")
-    if args.table:
-        print(table(read(args.out or RESULT)))
-        return 0
-    logging.basicConfig(level=logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(soak(Path(folder) / "tiny", args))
-    return judged(args.out, result)
+    return judged(args.out, on_tiny(lambda model: soak(model, args)))

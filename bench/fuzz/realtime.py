@@ -1,11 +1,12 @@
 """Nonsensical events over /v1/realtime: is every session answered, and does nothing stay behind?
 
-    python -m bench realtime_fuzz --events 100000 --out bench/results/fuzz_realtime.json
+    python -m bench fuzz --parts realtime --events 100000 --out bench/results/fuzz_realtime.json
 
 Starts `stretto serve` on the tiny model. Each session sends a few hundred events: valid ones, valid ones with a field
 replaced by nonsense, unknown ones, bytes that are no JSON, sound, silence, and speech. Then it must still answer. Fails
 if a session died without a reason, if anything was answered as the server's own fault, if an event that the server
-sends lacks its id, or if sessions, requests or memory were left at the end. Beside the given seed nothing is drawn."""
+sends lacks its id, or if sessions, requests or memory were left at the end. The seed decides everything that is
+random."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ OURS = {"server_error", "internal_error", "engine_error"}
 
 
 class Fuzz:
-    """Draws events. Ids of items that were told are used again, so that some events hit something."""
+    """Makes random events. Ids that the server reported are used again, so that some events refer to real items."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -163,7 +164,7 @@ Judge = Callable[[dict[str, Any]], None]
 
 
 async def session(url: str, fuzz: Fuzz, count: int, seen: Counter[str], judge: Judge | None = None) -> list[str]:
-    """Send so many events and look at all that comes back; what was wrong."""
+    """Send `count` events and check everything that comes back; a list of problems."""
     problems: list[str] = []
     async with connect(url, max_size=1 << 20, compression=None) as socket:
         reader = asyncio.create_task(_read(socket, fuzz, seen, problems, judge))
@@ -229,7 +230,7 @@ async def fuzz_sessions(
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = parser("realtime_fuzz", __doc__)
+    p = parser("fuzz --parts realtime", __doc__)
     p.add_argument("--events", type=int, default=100_000)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(arguments)

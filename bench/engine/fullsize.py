@@ -1,9 +1,9 @@
 """The released configuration with random weights: how long loading takes, and one request from text to sound.
 
-    python -m bench fullsize --out bench/results/fullsize_h200.json
+    python -m bench engine --parts fullsize --out bench/results/fullsize_h200.json
 
-Through the plain driver, without scheduler and graphs: what is checked is that all of it loads, fits and runs, and that
-the waveform is finite and as long as its frames say."""
+Runs through the plain driver, without scheduler and graphs. Checks that everything loads, fits and runs, and that the
+waveform is finite and as long as its frames say."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompt(kind: str, config: OmniConfig) -> Prompt:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("fullsize", __doc__)
+    p = parser("engine --parts fullsize", __doc__)
     p.add_argument("--device", default="cuda")
     p.add_argument("--text-tokens", type=int, default=16)
     p.add_argument("--frames", type=int, default=24)

@@ -1,0 +1,162 @@
+"""Damaged control messages from hosts to an engine. The hosts are simulated here. For control.py."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.fuzz.mutants import IDS, LINKS, LOOK_EVERY, PARAMS, Frame, Said, changed, named, readable
+from bench.harness.host import STAGES
+from bench.harness.leaks import CHATS
+from stretto.control.life import Broken, Connect, LinkDown, Linked, Listen, Listening, Loading, Ready, Stats
+from stretto.control.messages import PREFIX, Ended, Failed, FromHost, decode_from_host, decode_to_host, encode, lengths
+from stretto.control.settings import EngineConfig
+from stretto.errors import StageDead, StrettoError
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.orchestrator.admission import Ask
+from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.process import HostProcess
+from stretto.prompt.jobs import BuiltPrompt
+from stretto.prompt.packed import Packed, pack
+
+
+class Wire:
+    """A channel to a simulated host: it confirms links when told to make them, and ignores the rest."""
+
+    def __init__(self, host: HostProcess) -> None:
+        self.host = host
+
+    def write(self, data: bytes) -> None:
+        if len(data) < PREFIX.size or sum(lengths(data[: PREFIX.size])) == 0:
+            return
+        header, _ = lengths(data[: PREFIX.size])
+        if len(data) != PREFIX.size + header:
+            return  # a blob
+        match decode_to_host(data[PREFIX.size :]):
+            case Listen(link=link, generation=generation):
+                self._say(Listening(link, generation, b"here"))
+            case Connect(link=link, generation=generation):
+                self._say(Linked(link, generation))
+
+    def _say(self, message: FromHost) -> None:
+        asyncio.get_running_loop().call_soon(self.host.take, encode(message))
+
+    def close(self) -> None:
+        pass
+
+
+class Played:
+    """An engine with simulated hosts, and some requests that wait for them."""
+
+    def __init__(self, model: Path) -> None:
+        config = EngineConfig(placement="processes", restart=False, max_buffered_s=0.1)
+        self.engine = PipelineEngine(model, config)
+        self.builder = PromptBuilder.open(model, OmniConfig.read(model))
+        self.prompt = pack(self.builder.build(CHATS["text"]))
+        self.pipeline = self.engine._pipelines[0]
+        self.engine._up = self.pipeline.upkeep.started = True
+        links = self.pipeline.upkeep.links
+        links.up = dict.fromkeys(links.up, True)
+        self.pipeline.upkeep.hosts = [self.host(i) for i in range(len(STAGES))]
+
+    def host(self, index: int) -> HostProcess:
+        host = self.pipeline.upkeep.make_host(index)
+        host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
+        return host
+
+    def ticket(self, prompt: Packed, ask: Ask) -> Any:
+        return self.engine._admit(BuiltPrompt(prompt), ask, 0.0)
+
+    @property
+    def tickets(self) -> list[Any]:
+        return list(self.engine._tickets.values())
+
+    async def fill(self) -> None:
+        """Replace dead hosts and finished requests, so that there is always something to damage."""
+        for i, host in enumerate(self.pipeline.upkeep.hosts):
+            if host.state == "dead":
+                self.pipeline.upkeep.hosts[i] = self.host(i)
+        while not self.pipeline.ready(STAGES):
+            await self.pipeline.upkeep.links.join()
+        for t in self.tickets:
+            while not t.events.empty():
+                event = t.events.get_nowait()
+                if isinstance(event, StrettoError) or type(event).__name__ == "Finished":
+                    t.over = not isinstance(event, StrettoError)
+                    self.engine._leave(t)
+                elif type(event).__name__ == "AudioChunk":
+                    t.take(len(event.samples), self.engine.config.max_buffered_s)
+        while len(self.engine._tickets) < len(IDS):
+            self.ticket(self.prompt, Ask(len(self.engine._tickets) % 3 > 0, None, PARAMS, None))
+
+    def look(self) -> None:
+        p = self.pipeline
+        assert len(self.engine._tickets) == p.active == len(IDS), (len(self.engine._tickets), p.active)
+        assert set(p.upkeep.progress) == set(STAGES), p.upkeep.progress
+        assert set(p.upkeep.memory) <= {*STAGES, "allocated"}, p.upkeep.memory
+        assert len(p.upkeep._tasks) <= len(LINKS) + 1, p.upkeep._tasks
+        assert self.engine.progress.state == "ready"
+        assert all(isinstance(v, int | float) for v in self.engine.metrics().values())
+
+    def check_death(self, host: HostProcess, index: int) -> None:
+        """A host that talked nonsense is dead, and so are the requests that need it."""
+        stages = {STAGES[index]}
+        for t in self.tickets:
+            assert t.failed or not stages & t.unfinished, f"{t.id} waits for a dead host"
+        assert isinstance(host.death(), StageDead)
+
+
+def spoken(reports: Said) -> list[Frame]:
+    """Messages of every kind that a host sends."""
+    r = IDS[0]
+    more: list[FromHost] = [
+        Loading("talker", "loading"),
+        Ready(("talker",), 1.0, {"talker": 5, "allocated": 7}),
+        Broken("StageDead", "it broke"),
+        Listening("thinker>talker", 1, b"here"),
+        Linked("talker>code2wav", 1),
+        LinkDown("thinker>talker", 1, "it broke"),
+        LinkDown("talker>code2wav", 1, "it broke"),
+        Failed(r, "talker", "Busy", "full"),
+        Failed(r, "thinker", "ValueError", "what"),
+        Stats(1, {"stretto_x": 1.0, 'stretto_y{stage="talker"}': 2.0}),
+        *(Ended(r, stage, "stop", 1.0, (1.5, 2.0), 3, (1.2,)) for stage in STAGES),
+    ]
+    return [(encode(m)[PREFIX.size :], b) for m, b in [*reports, *((m, b"") for m in more)]]
+
+
+async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
+    rng, outcomes = random.Random(seed), Counter[str]()
+    corpus, played = spoken(reports), Played(model)
+    for index in range(inputs):
+        await played.fill()
+        header, blob = changed(rng, corpus, [t.id for t in played.tickets])
+        which = rng.randrange(len(STAGES))
+        host = played.pipeline.upkeep.hosts[which]
+        with named(index, "from a host", header, blob):
+            message = readable(decode_from_host, header)
+            what = "refused" if message is None else type(message).__name__
+            data = PREFIX.pack(len(header), len(blob)) + header + blob
+            cut = rng.randrange(len(data))
+            host.take(data[:cut])
+            host.take(data[cut:])
+            if host.state == "dead":
+                played.check_death(host, which)
+            assert message is not None or host.state == "dead", "what cannot be read must end the host"
+            outcomes[f"from a host: {what}{', it is killed' if host.state == 'dead' else ''}"] += 1
+            if index % LOOK_EVERY == LOOK_EVERY - 1:
+                await played.fill()
+                await asyncio.sleep(0)
+                played.look()
+        step()
+    for t in played.tickets:
+        played.engine._leave(t)
+    assert not played.engine._tickets
+    assert not played.pipeline.active
+    await played.engine.close()
+    return outcomes

@@ -1,0 +1,55 @@
+"""Tables of docs/faults.md: kills, the soak, and damaged input. They stand in tables.py."""
+
+from __future__ import annotations
+
+import textwrap
+
+from bench.harness.markdown import markdown
+from bench.report.measured import Results
+
+
+def kills(results: Results) -> str:
+    if (r := results.file("faults")) is None:
+        return ""
+    callers = ", ".join(f"{n:,} {what}" for what, n in sorted(r["outcomes"].items()))
+    head = textwrap.fill(
+        f"{r['kills']} kills -9 over the three hosts at {r['env']['commit']}, {r['followed_by_a_second']} of them "
+        f"followed by a second; callers: {callers}; problems: {len(r['problems'])}.", 120
+    )  # fmt: skip
+    lines = []
+    for what, name in (("to the last error", "seconds_to_last_error"), ("to ready again", "seconds_to_ready")):
+        lines.append((f"from the kill {what}", *(f"{r[name][key]:.2f}" for key in ("median", "p99", "most"))))
+    m = r["orchestrator_mib"]
+    memory = (
+        f"Orchestrator: {m['start']:.1f} MiB before the first kill, {m['end']:.1f} MiB after the last; in the second "
+        f"half {m['slope']:.2f} ± {m['margin']:.2f} KiB per kill."
+    )
+    return "\n\n".join([head, markdown(("seconds", "median", "99 %", "most"), lines), memory])
+
+
+def soak(results: Results) -> str:
+    if (r := results.file("soak")) is None:
+        return ""
+    kinds = r["kinds"]
+    head = textwrap.fill(
+        f"{r['requests']:,} requests, {r['at_once']} at a time, in {r['seconds']:.0f} s at {r['env']['commit']}: "
+        f"{kinds['whole']:,} read to the end, {kinds['slow']:,} by a slow listener, "
+        f"{kinds['closed'] + kinds['cancelled']:,} to be closed or cancelled on the way. {r['exact']:,} answers "
+        f"were exact, {r['cut_by_the_caller']:,} were cut by their caller; problems: {len(r['problems'])}.", 120
+    )  # fmt: skip
+    lines = [
+        (
+            name, *(f"{m[when]:.1f}" for when in ("start", "middle", "end")),
+            f"{m['slope']:.3f} ± {m['margin']:.3f}", "yes" if m["flat"] else "no",
+        )
+        for name, m in r["memory_mib"].items()
+    ]  # fmt: skip
+    return f"{head}\n\n{markdown(('MiB', 'start', 'middle', 'end', 'second half, KiB per request', 'flat'), lines)}"
+
+
+def fuzz(results: Results) -> str:
+    if (r := results.file("fuzz_wire")) is None:
+        return ""
+    head = f"{r['inputs']:,} inputs at {r['env']['commit']}, seed {r['seed']}; problems: {len(r['problems'])}."
+    lines = [(name, f"{p['inputs']:,}", f"{p['read']:,}", f"{p['seconds']:.0f}") for name, p in r["parts"].items()]
+    return f"{head}\n\n{markdown(('', 'inputs', 'could be read', 'seconds'), lines)}"
