@@ -4,6 +4,7 @@
     python -m bench serve --parts latency --last-first --out bench/results/h200_again.json  # a second run
     python -m bench serve --parts host --add --out bench/results/h200.json                  # one part more
     python -m bench serve --host 'expert_weights="float8"'                                   # another setting
+    python -m bench serve --parts latency --host memory_share=0.9 --beside 2                # a card with others on it
     python -m bench serve --model tiny --device cpu --quick                                 # tries the program itself
 
 Parts, in this order (one that fails is reported, and the others go on):
@@ -39,6 +40,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.harness.beside import tiny_servers
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_fields
 from bench.harness.crowd import PREBUFFERS, Crowd, Questions, told
 from bench.harness.env import command
@@ -273,10 +275,12 @@ def over_http(
     try:
         crowd = Crowd(server, folder, gpu, args.processes)
         stand = Stand(args, crowd, Questions(directory.name, Tokenizer.open(directory)))
-        for name in parts:
-            if server.process.poll() is not None:
-                raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
-            run_part(name, getattr(stand, name), result, args.out)
+        with tiny_servers(args, args.beside, folder, gpu) as heard_beside:
+            for name in parts:
+                if server.process.poll() is not None:
+                    raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
+                run_part(name, getattr(stand, name), result, args.out)
+            result["beside"] = heard_beside()
         result["metrics_at_end"] = server.metrics()
     finally:
         gpu.close()
@@ -324,6 +328,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--lead", type=float, default=1.0, help="players read so many seconds ahead (default: %(default)s)")
     p.add_argument("--last-first", action="store_true", help="the latency levels in reverse, for a second run")
     p.add_argument("--max-rows", type=int, default=128, help="of the server (default: %(default)s)")
+    p.add_argument("--beside", type=int, default=0, metavar="N", help="servers of the tiny model on the same device")
     p.add_argument("--processes", type=int, default=6, help="of listeners, at most (default: %(default)s)")
     p.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last")
     p.add_argument("--host-streams", type=int, nargs="+", default=[1, 8, 32, 64])
