@@ -18,7 +18,6 @@ from stretto.child import die_with_parent
 from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
 from stretto.prompt.spool import Spool
 
-NICE = 19  # running answers come first
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
 NAME = Path("/proc/self/comm")  # as ps and top show it
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
@@ -124,8 +123,10 @@ class Children:
             for spare in self._spares:
                 os.close(spare.pidfd)
                 spare.told.close()
-            os.nice(NICE)
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
+            # Running answers come first. Linux takes a core that runs nothing but such work for a free one: there it
+            # wakes the server and its hosts, rather than on the one core that the other of them is on. No niceness says
+            # as much.
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             NAME.write_text("prompt spare")
             warm()
             data, fds, _, _ = socket.recv_fds(told, MAX_DATAGRAM, MAX_FDS)

@@ -19,6 +19,13 @@ MUTATIONS = [
         [f"{POOL}::test_limits_of_time_and_memory"],
     ),
     (
+        "a job has the cores that nobody needs",
+        APART,
+        "    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n",
+        "",
+        [f"{POOL}::test_long_work_has_the_cores_that_nobody_needs"],
+    ),
+    (
         "a caller that leaves ends its process",
         "stretto/prompt/pool.py",
         "            self.worker.tell(Stop(call.number))\n",

@@ -271,6 +271,21 @@ def test_the_worker_has_one_thread_and_has_met_all_media(roomy_dir: Path) -> Non
     with_pool(roomy_dir, test)
 
 
+def test_long_work_has_the_cores_that_nobody_needs(roomy_dir: Path) -> None:
+    async def test(pool: PromptPool) -> None:
+        long = asyncio.create_task(pool.build(heavy()))
+        idle = lambda: any(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in processes(pool))  # noqa: E731
+        await until(lambda: long.done() or idle())
+        assert not long.done()
+        assert pool.worker.process is not None
+        assert os.sched_getscheduler(pool.worker.process.pid) == os.SCHED_OTHER  # which does short texts
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+        await until(lambda: not pool.lane.running)
+
+    with_pool(roomy_dir, test)
+
+
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         long = [asyncio.create_task(pool.build(heavy(sender="a"))) for _ in range(4)]
