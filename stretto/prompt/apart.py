@@ -20,6 +20,7 @@ from stretto.prompt.spool import Spool
 
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
 NAME = Path("/proc/self/comm")  # as ps and top show it
+SHORT_S = 0.05  # of CPU time: ten seconds of sound, a photo
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
 Work = Callable[[Job, list[Spool]], tuple[FromWorker, Spool | None]]
@@ -123,10 +124,7 @@ class Children:
             for spare in self._spares:
                 os.close(spare.pidfd)
                 spare.told.close()
-            # Running answers come first. Linux takes a core that runs nothing but such work for a free one: there it
-            # wakes the server and its hosts, rather than on the one core that the other of them is on. No niceness says
-            # as much.
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
             NAME.write_text("prompt spare")
             warm()
             data, fds, _, _ = socket.recv_fds(told, MAX_DATAGRAM, MAX_FDS)
@@ -138,6 +136,8 @@ class Children:
 
     def _do(self, job: Job, answer: int, *files: int) -> None:
         NAME.write_text("prompt job")
+        signal.signal(signal.SIGPROF, step_back)
+        signal.setitimer(signal.ITIMER_PROF, SHORT_S)
         limit(self.limits)
         try:
             result = self.work(job, [Spool.taken(f) for f in files])
@@ -147,6 +147,12 @@ class Children:
         except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
             result = failed(e), None
         say(socket.socket(fileno=answer), *result)
+
+
+def step_back(number: int, frame: object) -> None:
+    """This job is a long one: running answers and short jobs come first. Linux takes a core that runs nothing but such
+    work for a free one, and wakes the server and its hosts there. No niceness says as much."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def limit(limits: WorkerLimits) -> None:

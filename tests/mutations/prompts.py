@@ -19,11 +19,18 @@ MUTATIONS = [
         [f"{POOL}::test_limits_of_time_and_memory"],
     ),
     (
-        "a job has the cores that nobody needs",
+        "a long job has the cores that nobody needs",
         APART,
-        "    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n",
+        "        signal.setitimer(signal.ITIMER_PROF, SHORT_S)\n",
         "",
         [f"{POOL}::test_long_work_has_the_cores_that_nobody_needs"],
+    ),
+    (
+        "a short job does not wait for an idle core",
+        APART,
+        "os.SCHED_BATCH",
+        "os.SCHED_IDLE",
+        [f"{POOL}::test_children_wait_for_the_next_jobs"],
     ),
     (
         "a caller that leaves ends its process",

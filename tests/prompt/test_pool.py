@@ -238,6 +238,7 @@ def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
 
         await until(lambda: len(spares()) == 2)
         first = spares()
+        assert {os.sched_getscheduler(pid) for pid in first} == {os.SCHED_BATCH}
         long = asyncio.create_task(pool.build(heavy(sender="a")))
         await until(lambda: len(processes(pool)) == 1)
         assert set(processes(pool)) | spares() == first
