@@ -26,6 +26,13 @@ MUTATIONS = [
         [f"{POOL}::test_long_work_has_the_cores_that_nobody_needs"],
     ),
     (
+        "jobs that are never short use up their credit",
+        APART,
+        "            if not short:\n                make_idle(self.pid)\n",
+        "",
+        [f"{POOL}::test_without_credit_a_job_has_the_cores_that_nobody_needs"],
+    ),
+    (
         "a short job does not wait for an idle core",
         APART,
         "os.SCHED_BATCH",
