@@ -36,44 +36,70 @@ GIB = 1 << 30
 
 FITTED: dict[str, dict[str, float]] = {
     "h200": {
-        "text_128_ms": 63.0,
-        "frames_128_ms": 13.5579,
-        "text_alike": 0.68,
-        "frames_alike": 0.9,
+        "frames_all_ms": 8.0,
+        "text_spread": 0.55,
+        "frames_spread": 0.8,
         "mixed": 0.42,
-        "beside_prompt": 0.6212,
-        "frames_beside_prompt": 0.36,
         "beside_vocoder": 0.5,
         "vocoder_beside": 0.85,
         "overhead_ms": 3.5619,
         "serial_ms": 1.3,
+        "hop_us": 300.0,
         "host_us": 56.7636,
         "server_us": 252.9014,
     }
 }
-LARGE = 128
+EXPERTS, PICKS = 128, {"text": 8, "frames": 6}  # of a layer, and of those that a row picks
 SEEDS = 3
-MILLISECONDS = ("text_128_ms", "frames_128_ms", "overhead_ms", "serial_ms", "host_us", "server_us")
+MILLISECONDS = ("text_128_ms", "frames_all_ms", "overhead_ms", "serial_ms", "host_us", "server_us")
 """Those that are times; the others are shares, and at most 1."""
 
 
 def measured(gpu: str) -> dict[str, Any]:
     """The curves of steps alone."""
     steps = read(RESULTS / f"steps_{gpu}.json")["steps"]
-    beside = [r for r in read(RESULTS / f"together_{gpu}.json")["runs"] if r["how"] == "service priorities"]
+    both = read(RESULTS / f"together_{gpu}.json")
+    beside = [r for r in both["runs"] if r["how"] == "service priorities"]
     passes = read(RESULTS / f"prefill_{gpu}.json")["times_us"]
     vocoder = read(RESULTS / f"code2wav_{gpu}.json")["runs"]
     found: dict[str, Any] = {"vocoder": [(r["slots"], r["frames"], r["median_ms"]) for r in vocoder if r["graph"]]}
-    per = read(RESULTS / f"together_{gpu}.json")["steps"]
-    found["beside"] = {r["batch"]: shares(r) for r in beside}
+    # Newer ones of the same, where the steps alone are as in `steps`.
+    newer = {int(k.split()[-1]): r for k, r in both["partitions"].items() if k.startswith("service priorities ")}
+    found["beside"] = {**{r["batch"]: shares(r) for r in beside}, **{n: shares(r) for n, r in newer.items()}}
+    found["beside"][2] = found["beside"][8]  # steps of one row have kernels of their own; those of more are of a kind
+    alone = dict(found_rows(passes, "thinker"))
+    found["prompt_beside"] = [(p["prompt_rows"], alone[p["prompt_rows"]] / p["pass_beside_ms"]) for p in both["prompts"]]
+    found["beside_prompt"] = [
+        (p["prompt_rows"], p["frame_alone_ms"]["p50"] / p["frame_beside_ms"]["p50"]) for p in both["prompts"]
+    ]
     for stage, (what, name) in STAGES.items():
-        times = {s["batch"]: sum(s["p50_ms"]) / len(s["p50_ms"]) for s in steps if s["what"] == what}
-        for r in beside:
-            times.setdefault(r["batch"], r[f"{name}_alone_ms"] / per[name])
-        prefix = f"{name} pass graph rows="
-        rows = {int(k.removeprefix(prefix)): us / 1e3 for k, us in passes.items() if k.startswith(prefix)}
-        found[stage] = {"decode": sorted(times.items()), "prompt": sorted(rows.items())}
+        times = {s["distinct_experts"]: sum(s["p50_ms"]) / len(s["p50_ms"]) for s in steps if s["what"] == what}
+        (_, one), *more = sorted(times.items())
+        found[stage] = {"one": one, "decode": more, "prompt": found_rows(passes, name)}
     return found
+
+
+def line(curve: Sequence[tuple[float, float]], size: float) -> float:
+    """Straight through the last two points."""
+    (a, low), (b, high) = curve[-2:]
+    return low + (high - low) * (size - a) / (b - a)
+
+
+def launch_ms(runs: Mapping[str, Any], stage: str) -> tuple[float, float]:
+    """Of the host, for a step that only decodes and for one that holds prompts, on average over all runs."""
+
+    def total(what: str, kinds: Sequence[str]) -> float:
+        names = [f'stretto_stage_launch_seconds_{what}{{stage="{stage}",kind="{kind}"}}' for kind in kinds]
+        return sum(runs["metrics_at_end"].get(n, 0.0) - runs["metrics_at_start"].get(n, 0.0) for n in names)
+
+    alone, prompts = ((1e3 * total("sum", k), total("count", k)) for k in (["decode"], ["prefill", "mixed"]))
+    return alone[0] / alone[1], prompts[0] / max(1.0, prompts[1])
+
+
+def found_rows(passes: Mapping[str, float], name: str) -> list[tuple[int, float]]:
+    """What captured passes over prompts take, in milliseconds, by rows."""
+    prefix = f"{name} pass graph rows="
+    return sorted((int(k.removeprefix(prefix)), us / 1e3) for k, us in passes.items() if k.startswith(prefix))
 
 
 def shares(run: Mapping[str, Any]) -> tuple[float, float]:
@@ -89,24 +115,23 @@ def table_of(gpu: str, found: Mapping[str, Any], k: Mapping[str, float], runs: M
     """`k`: what is fitted."""
     host = runs["parts"]["host"]["found"][0]
     memory = runs["env"]["gpu"]["memory_gib"]
-    text, frames = dict(found["text"]["decode"]), dict(found["frames"]["decode"])
-    text[LARGE], frames[LARGE] = k["text_128_ms"], k["frames_128_ms"]
+    text, frames = ([(picks, line(found[name]["decode"], picks)), *found[name]["decode"]] for name, picks in PICKS.items())
     kept = {name: host["memory"][stage] for name, (_, stage) in STAGES.items()}
     weights = 66.0  # of all stages, as the plan of a host says
     pools = max(0.0, sum(kept.values()) / GIB - weights)
     tokens = int(pools * GIB / (KV_BYTES["text"] + KV_BYTES["frames"]))
     return Table(
         gpu=gpu, model=MODEL, memory_gib=memory, weights_gib=weights, max_rows=int(runs["arguments"]["max_rows"]),
-        text=StageTimes(sorted(text.items()), found["text"]["prompt"], k["mixed"], k["text_alike"], tokens),
-        frames=StageTimes(sorted(frames.items()), found["frames"]["prompt"], 0.0, k["frames_alike"], tokens),
-        vocoder=found["vocoder"],
+        text=StageTimes(found["text"]["one"], [*text, (EXPERTS, line(text, EXPERTS))], EXPERTS, PICKS["text"], k["text_spread"], found["text"]["prompt"], k["mixed"], tokens, *launch_ms(runs, "thinker")),
+        frames=StageTimes(found["frames"]["one"], [*frames, (EXPERTS, k["frames_all_ms"])], EXPERTS, PICKS["frames"], k["frames_spread"], found["frames"]["prompt"], 0.0, tokens, *launch_ms(runs, "talker")),
+        vocoder=found["vocoder"], launch_vocoder=launch_ms(runs, "code2wav")[0],
         together=Together(
-            text=[(n, text) for n, (text, _) in sorted(found["beside"].items())], prompt=k["beside_prompt"],
+            text=[(n, text) for n, (text, _) in sorted(found["beside"].items())], prompt=found["prompt_beside"],
             frames=[(n, frames) for n, (_, frames) in sorted(found["beside"].items())],
-            frames_prompt=k["frames_beside_prompt"], vocoder=k["beside_vocoder"], beside_vocoder=k["vocoder_beside"],
+            frames_prompt=found["beside_prompt"], vocoder=k["beside_vocoder"], beside_vocoder=k["vocoder_beside"],
         ),
         frame_s=FRAME_S, opening_s=OPENING_S, overhead_ms=k["overhead_ms"], serial_ms=k["serial_ms"],
-        host_us=k["host_us"], server_us=k["server_us"], made_by=f"python -m bench plan --gpu {gpu}",
+        hop_us=k["hop_us"], host_us=k["host_us"], server_us=k["server_us"], made_by=f"python -m bench plan --gpu {gpu}",
     )  # fmt: skip
 
 
