@@ -4,20 +4,21 @@ vocoder in the shapes that it is captured in, and the server's one thread. Time 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from stretto.planner.heard import Heard
 from stretto.planner.table import StageTimes, Table, at, vocoder_ms
 from stretto.stage.ahead import Ahead, Flight
 from stretto.stage.loop import TICK_NS
 from stretto.stage.pace import Pace
-from stretto.stage.request import State, StageRequest
+from stretto.stage.request import StageRequest, State
 from stretto.stage.scheduler.batch import Batch, Outcome, StepResult
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
-
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows that decode steps are captured with
 LEAD_NS = 1_500_000  # `launch_lead_ms`
@@ -49,8 +50,8 @@ class Stage:
         self._known: dict[int, float] = {}  # what decodes take, by rows
 
     def launch(self, busy: Callable[[float], float]) -> None:
-        """The next step, or two, as `stage/stage.py` has it: one that brings no prompt is held back. `busy` has the host
-        work for some milliseconds and says when it is done."""
+        """The next step, or two, as `stage/stage.py` has it: one that brings no prompt is held back. `busy` has the
+        host work for some milliseconds and says when it is done."""
         self.due = None
         while len(self.running) < DEPTH:
             due = self.ahead.due_ns()
@@ -85,7 +86,7 @@ class Stage:
         """That a step reads: the more rows, the fewer of what another one picks are not read yet. A step that is padded
         up to a captured size has a row more, which picks as if by chance."""
         t = self.times
-        read = min(t.experts, t.picks * rows**t.spread)
+        read = min(t.experts, t.picks * math.pow(rows, t.spread))
         return read if rows in SIZES else read + t.picks * (1 - read / t.experts)
 
     def retire(self) -> list[Outcome]:

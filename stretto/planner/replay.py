@@ -10,11 +10,12 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from random import Random
 from typing import Literal
 
+from stretto.planner.heard import Asked, Heard
 from stretto.planner.lanes import Call, Stage, Step, Thread, Vocoder, Voice
 from stretto.planner.table import Table, share_at
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
@@ -27,44 +28,6 @@ OPENING = 8  # rows of a frames prompt behind those of the text; the last one co
 FIRST, EACH, RAMP = 1, 8, 2  # frames of packets
 JITTER = 0.3
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025  # tokens that are told together, at most, and how long one waits for that
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request of a load."""
-
-    prompt: int
-    text: int
-    frames: int
-
-
-@dataclass(slots=True)
-class Heard:
-    """What its listener got. Times in seconds; packets are (when, seconds of sound)."""
-
-    arrived: float
-    asked: Asked
-    first_text: float | None = None
-    packets: list[tuple[float, float]] = field(default_factory=list)
-    end: float | None = None
-
-    @property
-    def first_audio(self) -> float | None:
-        return self.packets[0][0] - self.arrived if self.packets else None
-
-    @property
-    def rtf(self) -> float:
-        assert self.end is not None
-        return (self.end - self.arrived) / sum(s for _, s in self.packets)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that a player who starts at once had nothing to play."""
-        total, until = 0.0, self.packets[0][0]
-        for when, seconds in self.packets:
-            total += max(0.0, when - until)
-            until = max(until, when) + seconds
-        return total
 
 
 class Card:
@@ -121,7 +84,8 @@ class Card:
         self._launch()
         rates = self._rates()
         times = [self.now + step.left_ms / 1e3 / rate for step, rate in rates.values()]
-        times += [q[0].starts for q in self._queues() if q and q[0].starts > self.now]
+        queues = (self.text.running, self.frames.running, self.vocoder.calls)
+        times += [q[0].starts for q in queues if q and q[0].starts > self.now]
         times += [max(due, self._host) for due in (self.text.due, self.frames.due) if due is not None]
         times += [] if self._server.next is None else [self._server.next]
         times += [t for t, _, _ in self._later[:1]]
@@ -147,27 +111,28 @@ class Card:
     def _rates(self) -> dict[Lane, tuple[Step | Call, float]]:
         """What runs, and how fast."""
         t = self.table.together
-        text, frames, calls = ([s for s in queue if s.starts <= self.now][:1] for queue in self._queues())
-        slowed = t.beside_vocoder if calls else 1.0
+        text, frames, call = self._at_work(self.text.running), self._at_work(self.frames.running), self._call()
+        slowed = t.beside_vocoder if call else 1.0
         found: dict[Lane, tuple[Step | Call, float]] = {}
         if text:
-            batch, beside = text[0].batch, 1.0
-            if frames:
-                beside = share_at(t.text, len(batch.spans)) if batch.decode_only else share_at(t.prompt, batch.num_tokens)
-            found["text"] = (text[0], beside * slowed)
+            prompts = not text.batch.decode_only
+            beside = share_at(t.prompt, text.batch.num_tokens) if prompts else share_at(t.text, len(text.batch.spans))
+            found["text"] = (text, slowed * (beside if frames else 1.0))
         if frames:
-            beside = 1.0
-            if text:
-                batch = text[0].batch
-                alone = share_at(t.frames, len(frames[0].batch.spans))
-                beside = alone if batch.decode_only else share_at(t.frames_prompt, batch.num_tokens)
-            found["frames"] = (frames[0], beside * slowed)
-        if calls:
-            found["vocoder"] = (calls[0], t.vocoder if found else 1.0)
+            beside = share_at(t.frames, len(frames.batch.spans))
+            if text and not text.batch.decode_only:
+                beside = share_at(t.frames_prompt, text.batch.num_tokens)
+            found["frames"] = (frames, slowed * (beside if text else 1.0))
+        if call:
+            found["vocoder"] = (call, t.vocoder if found else 1.0)
         return found
 
-    def _queues(self) -> tuple[deque[Step], deque[Step], deque[Call]]:
-        return self.text.running, self.frames.running, self.vocoder.calls
+    def _at_work(self, steps: deque[Step]) -> Step | None:
+        return steps[0] if steps and steps[0].starts <= self.now else None
+
+    def _call(self) -> Call | None:
+        calls = self.vocoder.calls
+        return calls[0] if calls and calls[0].starts <= self.now else None
 
     def _busy(self, ms: float) -> float:
         """The host's thread does something as soon as it can. When that is done."""
@@ -217,7 +182,7 @@ class Card:
             if last:
                 frames.end_text(id)
             voice.told, voice.untold, voice.told_at = voice.told + voice.untold, 0, self.now
-            self._server.add(self.table.server_us / 1e3, lambda heard=voice.heard: self._read(heard))
+            self._deliver(partial(self._read, voice.heard))
 
     def _spoke(self, outcomes: list[Outcome]) -> None:
         for o in outcomes:
@@ -254,9 +219,12 @@ class Card:
             voice.begun = voice.begun or self.now
             voice.sounded_s += seconds
             voice.deadline = voice.begun + voice.sounded_s
-            self._server.add(self.table.server_us / 1e3, lambda v=voice, s=seconds, e=last: self._heard(v, s, e))
+            self._deliver(partial(self._heard, voice, seconds, last))
 
     # -- the way back
+
+    def _deliver(self, then: Callable[[], None]) -> None:
+        self._server.add(self.table.server_us / 1e3, then)
 
     def _read(self, heard: Heard) -> None:
         if heard.first_text is None:

@@ -63,6 +63,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     made_by: str
     error: dict[str, float] = {}  # of the replay against the measured runs, as shares: the mean
     worst: dict[str, float] = {}  # and of the run that it is farthest from
+    between: dict[str, float] = {}  # how far measured runs of the same load were from each other, at most
 
 
 def read_table(path: Path) -> Table:
