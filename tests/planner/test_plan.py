@@ -162,6 +162,14 @@ def test_the_host_does_one_thing_at_a_time() -> None:
     assert heard.first_text == pytest.approx(0.002 + 0.003 + 0.010 + 0.0005 + 0.00025)
 
 
+def test_prompts_that_come_while_the_host_launches_share_the_next_step() -> None:
+    slow = with_(text=msgspec.structs.replace(TABLE.text, launch_prompt=5.0))
+    word = Asked(16, 1, 20)  # of which no further step follows that of the prompt
+    heard = replay(Card(slow), iter([(0.0, word), (0.002, word), (0.004, word)]), 1.0)
+    first, second, third = (h.arrived + (h.first_text or 0.0) for h in heard)
+    assert first < second == pytest.approx(third)
+
+
 def test_a_step_waits_on_the_device_as_the_real_stage_has_it() -> None:
     """Short steps are launched one ahead of the other at once; long ones are held back until shortly before the end."""
     for ms, ahead in ((2.0, 2), (20.0, 1)):
