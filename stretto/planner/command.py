@@ -40,8 +40,8 @@ def add_plan_parser(jobs: Any) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
+    from stretto.planner.heard import Asked
     from stretto.planner.plan import Goal, Load, make_plan
-    from stretto.planner.replay import Asked
     from stretto.planner.table import find_table, read_table
 
     table = read_table(args.table or find_table(args.gpu))
@@ -56,6 +56,7 @@ def run_plan(args: argparse.Namespace) -> int:
     cost = plan.cost(price)
     if args.json:
         told = {**asdict(plan), "cost_per_speech_hour": cost, "error": table.error, "worst": table.worst}
+        told["between"] = table.between
         sys.stdout.write(json.dumps(told) + "\n")
         return 0
     s = plan.seen
@@ -63,6 +64,8 @@ def run_plan(args: argparse.Namespace) -> int:
         f"{name} {100 * value:.0f} % (worst {100 * table.worst.get(name, value):.0f} %)"
         for name, value in table.error.items()
     )
+    apart = ", ".join(f"{name} {100 * value:.0f} %" for name, value in table.between.items())
+    apart = f"               measured runs of the same load differ by up to: {apart}\n" if apart else ""
     sys.stdout.write(
         f"{plan.cards} x {table.gpu} for {load.sessions} sessions of {table.model}: {s.sessions} on each, which would "
         f"carry {plan.most}{' or more' if plan.or_more else ''}\n"
@@ -74,6 +77,7 @@ def run_plan(args: argparse.Namespace) -> int:
         f"{min(table.text.tokens, table.frames.tokens):,} tokens each, at most {100 * s.cache:.0f} % of them in use\n"
         f"  cost         {cost:.3g} for an hour of speech, at {args.price:g} an hour for a card\n"
         f"  error        of the replay against measured runs: {errors or 'not known'}\n"
+        f"{apart}"
     )
     return 0
 

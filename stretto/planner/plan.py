@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from random import Random
 
 from stretto.errors import Invalid
-from stretto.planner.replay import Asked, Card, Heard, replay
+from stretto.planner.heard import Asked, Heard
+from stretto.planner.replay import Card, replay
 from stretto.planner.table import Table
 
 WARM_S, LOOKED_S = 10.0, 25.0

@@ -19,20 +19,25 @@ Curve = list[tuple[float, float]]
 
 
 class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    decode: Curve  # rows: a step in which each row is one request's next token
+    one: float  # a step for one request's next token, which has kernels of its own
+    decode: Curve  # experts that are read: a step for the next token of several
+    experts: float  # of a layer, and how many of them a row picks
+    picks: float
+    spread: float  # power of rows by which the experts that are read grow; 1: no two rows pick the same
     prompt: Curve  # rows of a step that holds prompts
     mixed: float  # of a step with both: what the quicker part adds to the slower one
-    alike: float  # power of what more rows take, since rows in service choose experts less at random than measured ones
     tokens: int  # that its KV pool holds
+    launch: float  # of the host's thread, for a decode step
+    launch_prompt: float  # and for one that holds prompts
 
 
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast steps run beside others, of what they run alone."""
 
     text: Curve  # of the text stage beside the frames stage, by rows
-    prompt: float  # of a step of it that holds prompts
+    prompt: Curve  # of a step of it that holds prompts, by rows
     frames: Curve  # of the frames stage beside the text stage, by its rows
-    frames_prompt: float  # of the same beside a step that holds prompts
+    frames_prompt: Curve  # of the same beside a step that holds prompts, by the rows of that
     vocoder: float  # beside any of them
     beside_vocoder: float  # of any of them
 
@@ -46,16 +51,19 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: StageTimes
     frames: StageTimes
     vocoder: list[tuple[float, float, float]]  # streams, frames of each, milliseconds
+    launch_vocoder: float
     together: Together
     frame_s: float
     opening_s: float  # of the first frame that is not sounded
     overhead_ms: float  # from a request's arrival to its announcement, and back to the client
     serial_ms: float  # of that, what the server does for one request after the other
+    hop_us: float  # of the host's thread, from the end of a step to what follows from it
     host_us: float  # of the host's thread, for each row of a step
     server_us: float  # of the server's thread, for each packet and each piece of text
     made_by: str
     error: dict[str, float] = {}  # of the replay against the measured runs, as shares: the mean
     worst: dict[str, float] = {}  # and of the run that it is farthest from
+    between: dict[str, float] = {}  # how far measured runs of the same load were from each other, at most
 
 
 def read_table(path: Path) -> Table:
@@ -85,15 +93,9 @@ def at(curve: Sequence[tuple[float, float]], size: float) -> float:
     return low + (high - low) * (size - a) / (b - a)
 
 
-def power_at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """The same for times that grow as a power of the size, as those of a decode step do: the more rows, the fewer of
-    the experts that each of them needs are not read yet."""
-    return math.exp(at([(math.log(s), math.log(t)) for s, t in curve], math.log(size)))
-
-
 def share_at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """The same for shares, which beyond the last point stay as they are."""
-    return at(curve, min(size, curve[-1][0]))
+    """The same for shares, by how often the size doubles; beyond the last point they stay as they are."""
+    return at([(math.log(s), share) for s, share in curve], math.log(min(size, curve[-1][0])))
 
 
 def vocoder_ms(table: Table, streams: int, frames: int) -> float:
