@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import secrets
@@ -28,6 +29,7 @@ from typing import Any
 import httpx
 
 from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
+from bench.harness.env import describe
 from bench.harness.parts import add_parts
 from bench.harness.results import arguments, parser, quantile, write
 from tests.cluster import environment
@@ -192,11 +194,19 @@ def until_answered(base: str) -> None:
         time.sleep(0.2)
 
 
-def ingress(port: int, rounds: int) -> dict[str, Any]:
+def serve_plainly(port: int) -> None:
+    """In a process of its own, as a replica is: in this one it would wait for its clients' interpreter."""
     import uvicorn
+
+    uvicorn.run(stream_app(), port=port, log_level="warning", access_log=False)
+
+
+def ingress(port: int, rounds: int) -> dict[str, Any]:
     from ray import serve
 
-    @serve.deployment(max_ongoing_requests=200, ray_actor_options={"num_cpus": 0.5})
+    from stretto.cluster.app import ACTOR
+
+    @serve.deployment(max_ongoing_requests=200, ray_actor_options=ACTOR)
     @serve.ingress(stream_app)
     class Stream:
         pass
@@ -205,9 +215,8 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         plain = s.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(stream_app(), port=plain, log_level="warning", access_log=False))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
+    server = multiprocessing.get_context("spawn").Process(target=serve_plainly, args=(plain,), daemon=True)
+    server.start()
     ways = {"uvicorn": f"http://127.0.0.1:{plain}", "haproxy": f"http://127.0.0.1:{port}"}
     for base in ways.values():
         until_answered(base)
@@ -217,8 +226,8 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
             firsts, delays = asyncio.run(hear(base))
             heard[name][0].extend(firsts)
             heard[name][1].extend(delays)
-    server.should_exit = True
-    thread.join()
+    server.terminate()
+    server.join()
     serve.delete("stream")
     found = {
         name: {"first_byte_ms": quantiles([1e3 * v for v in first]), "packet_ms": quantiles([1e3 * v for v in each])}
@@ -246,7 +255,7 @@ def main(given: Sequence[str]) -> int:
         "replicas": lambda it, model, port: replicas(model, port),
         "ingress": lambda it, model, port: ingress(port, args.rounds),
     }
-    found: dict[str, Any] = {"arguments": arguments(args)}
+    found: dict[str, Any] = {"arguments": arguments(args), "env": describe()}
     run = os.environ[MARK] = secrets.token_hex(8)
     before = segments()
     with tempfile.TemporaryDirectory() as folder, cluster() as it:
