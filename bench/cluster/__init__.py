@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import random
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -31,7 +32,7 @@ import httpx
 from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
 from bench.harness.env import describe
 from bench.harness.parts import add_parts
-from bench.harness.results import arguments, parser, quantile, write
+from bench.harness.results import ROOT, arguments, parser, quantile, write
 from tests.cluster import environment
 
 ENVIRONMENT = {
@@ -194,13 +195,6 @@ def until_answered(base: str) -> None:
         time.sleep(0.2)
 
 
-def serve_plainly(port: int) -> None:
-    """In a process of its own, as a replica is: in this one it would wait for its clients' interpreter."""
-    import uvicorn
-
-    uvicorn.run(stream_app(), port=port, log_level="warning", access_log=False)
-
-
 def ingress(port: int, rounds: int) -> dict[str, Any]:
     from ray import serve
 
@@ -215,8 +209,9 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         plain = s.getsockname()[1]
-    server = multiprocessing.get_context("spawn").Process(target=serve_plainly, args=(plain,), daemon=True)
-    server.start()
+    # In a process of its own, as a replica is: in this one it would wait for its clients' interpreter.
+    command = [sys.executable, "-m", "uvicorn", "--factory", "bench.cluster:stream_app", "--port", str(plain)]
+    server = subprocess.Popen([*command, "--log-level", "warning", "--no-access-log"], cwd=ROOT)
     ways = {"uvicorn": f"http://127.0.0.1:{plain}", "haproxy": f"http://127.0.0.1:{port}"}
     for base in ways.values():
         until_answered(base)
@@ -227,7 +222,7 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
             heard[name][0].extend(firsts)
             heard[name][1].extend(delays)
     server.terminate()
-    server.join()
+    server.wait()
     serve.delete("stream")
     found = {
         name: {"first_byte_ms": quantiles([1e3 * v for v in first]), "packet_ms": quantiles([1e3 * v for v in each])}
