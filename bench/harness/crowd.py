@@ -88,10 +88,11 @@ class Crowd:
         spread: float = 0.0,
         arrivals: Sequence[float] | None = None,
         lead: float | None = None,
+        beside: Sequence[subprocess.Popen[str]] = (),
     ) -> tuple[Level, dict[str, Any], list[Heard]]:
         """One level, whose listeners share `bodies`; the first `warmup` are not counted. Closed: each of so many sends
         its next request when it has its answer. With `arrivals`: each body is sent at its own time, whatever
-        happened to the others."""
+        happened to the others. Processes `beside` begin when the listeners do."""
         streams = load.streams if isinstance(load, Closed) and arrivals is None else len(bodies)
         many = min(self.processes, streams)
         jobs = [
@@ -109,11 +110,11 @@ class Crowd:
                 job.bodies, job.out = str(self.folder / f"{name}.jsonl"), str(self.folder / f"{name}.json")
                 Path(job.bodies).write_bytes(b"\n".join(bodies[i::many]))
                 started.append(self._start(job))
-            for process in started:
+            for process in (*started, *beside):
                 if self._line(process) != "ready":
                     raise Stopped("a listener did not start")
             begin = time.monotonic() + 0.2
-            for process in started:
+            for process in (*started, *beside):
                 self._tell(process, f"{begin!r}\n")
             for process in started:
                 process.wait(seconds + timeout + 30)

@@ -9,7 +9,8 @@ to the first packet, the latency of /live, what the attackers were answered, and
 Fails if a listener waited longer than in the quiet runs beyond their noise, if /live took 50 ms more at worst, if
 anything was held, or if anybody was answered with a 5xx.
 
-Attackers are processes of low priority (they stand for other machines), but they do share this one's cores:
+Attackers stand for other machines, but share this one's cores. So they are a process of the lowest priority, in a
+session of its own of the lowest weight; how much of each attack was sent is kept, and the CPU time that it took them.
 `--attacks control` is work of their own that no server should mind, and tells how much of a delay is theirs."""
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +33,7 @@ from bench.harness.env import describe
 from bench.harness.listener import Heard
 from bench.harness.results import ROOT, parser, quantile, write
 from bench.harness.serving import GpuWatch, Server, environment, serving
-from bench.hostile.attacks import ATTACKS, BODIES, attack
+from bench.hostile.attacks import ATTACKS, BODIES, attack, step_back
 from stretto.client.bench import Closed
 from stretto.client.player import play
 from stretto.models.qwen3_omni.tiny import write_tiny
@@ -41,6 +41,8 @@ from stretto.models.qwen3_omni.tiny import write_tiny
 LISTENERS = 8
 PROBE_S = 0.02
 LIVE_BUDGET_S = 0.05
+
+
 # ---- the probe
 
 
@@ -74,7 +76,13 @@ class Phase:
         seconds = seconds or self.seconds
         roles = [self._role("probe", seconds)] + ([self._role("attack", seconds, *attacks)] if attacks else [])
         _, _, heard = self.crowd.listen(
-            Closed(LISTENERS), self.bodies, seconds=seconds, timeout=seconds + 60, spread=1.0, lead=self.lead
+            Closed(LISTENERS),
+            self.bodies,
+            seconds=seconds,
+            timeout=seconds + 60,
+            spread=1.0,
+            lead=self.lead,
+            beside=roles,
         )
         told = [json.loads(p.communicate()[0]) for p in roles]
         return self._summary(name, heard, told[0], told[1] if attacks else {})
@@ -82,7 +90,10 @@ class Phase:
     def _role(self, role: str, seconds: float, *attacks: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "bench", "hostile", "--role", role, "--port", str(self.port), "--seconds"]
         command += [str(seconds), "--folder", str(self.folder / "attacks"), "--attacks", *attacks]
-        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=role == "attack",
+        )  # fmt: skip
 
     def _summary(self, name: str, heard: list[Heard], live: list[float], told: dict[str, Any]) -> dict[str, Any]:
         answers = [h.sample for h in heard]
@@ -156,14 +167,20 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     p.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args(given)
+    return run(args) if args.role == "main" else play_role(args)
+
+
+def play_role(args: argparse.Namespace) -> int:
+    """Say that it has loaded what it needs, begin when it is told to, and print what came of it."""
+    bodies = {name: (args.folder / name).read_bytes() for name in BODIES if args.role == "attack"}
+    print("ready", flush=True)
+    time.sleep(max(0.0, float(sys.stdin.readline()) - time.monotonic()))
     if args.role == "probe":
         print(json.dumps(asyncio.run(probe(args.port, args.seconds))))
-        return 0
-    if args.role == "attack":
-        os.nice(19)
-        print(json.dumps(asyncio.run(attack(args.port, args.attacks, args.seconds, args.folder))))
-        return 0
-    return run(args)
+    else:
+        step_back()
+        print(json.dumps(asyncio.run(attack(args.port, args.attacks, args.seconds, bodies))))
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:

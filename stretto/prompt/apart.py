@@ -10,6 +10,7 @@ import resource
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,10 @@ from stretto.child import die_with_parent
 from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
 from stretto.prompt.spool import Spool
 
-NICE = 19  # running answers come first
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
 NAME = Path("/proc/self/comm")  # as ps and top show it
+SHORT_S = 0.05  # of CPU time: ten seconds of sound, a photo
+BURST_S, SHARE = 0.25, 0.05  # CPU time that jobs have to be short in: at once, and of each second
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
 Work = Callable[[Job, list[Spool]], tuple[FromWorker, Spool | None]]
@@ -42,14 +44,37 @@ class Child:
     pidfd: int
     told: socket.socket  # where it is told
 
-    def tell(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
+    def tell(self, job: Job, answer: socket.socket, files: Sequence[Spool], short: bool) -> None:
         with self.told:
+            if not short:
+                make_idle(self.pid)
             socket.send_fds(self.told, [encode(job)], [answer.fileno(), *(f.fd for f in files)])
 
-    def end(self) -> int:
-        """Its status. It has ended, or was killed."""
+    def end(self) -> tuple[int, float]:
+        """Its status, and the CPU time that it took. It has ended, or was killed."""
         os.close(self.pidfd)
-        return os.waitpid(self.pid, 0)[1]
+        _, status, used = os.wait4(self.pid, 0)
+        return status, used.ru_utime + used.ru_stime
+
+
+@dataclass(slots=True)
+class Credit:
+    """CPU time in which jobs may be short. Many jobs, each ended by its client soon, use it up."""
+
+    clock: Callable[[], float] = time.monotonic
+    left: float = BURST_S
+    at: float = 0.0
+
+    def take(self) -> float:
+        """What a job that starts now has of it."""
+        now = self.clock()
+        self.left, self.at = min(BURST_S, self.left + SHARE * (now - self.at)), now
+        taken = SHORT_S if self.left >= SHORT_S else 0.0
+        self.left -= taken
+        return taken
+
+    def give_back(self, seconds: float) -> None:
+        self.left += max(0.0, seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +84,8 @@ class Children:
     work: Work
     warm: Callable[[], None]  # run by a child that waits: what it touches for the first time takes long
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _running: dict[int, tuple[Child, socket.socket]] = field(default_factory=dict)  # by job, with its answer
+    credit: Credit = field(default_factory=Credit)
+    _running: dict[int, tuple[Child, socket.socket, float]] = field(default_factory=dict)  # by job; credit it has taken
     _spares: list[Child] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,14 +102,14 @@ class Children:
             self._spares.append(self._fork(self.warm))
 
     def start(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
-        child = self._spares.pop(0) if self._spares else self._fork()
+        child, taken = self._spares.pop(0) if self._spares else self._fork(), self.credit.take()
         try:
-            child.tell(job, answer, files)
+            child.tell(job, answer, files, taken > 0)
         except OSError:  # it was killed
             child.end()
             child = self._fork()
-            child.tell(job, answer, files)
-        self._running[job.number] = child, answer
+            child.tell(job, answer, files, taken > 0)
+        self._running[job.number] = child, answer, taken
         self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
 
     def stop(self, number: int) -> None:
@@ -92,9 +118,10 @@ class Children:
             os.kill(self._running[number][0].pid, signal.SIGKILL)
 
     def reap(self, number: int) -> None:
-        child, answer = self._running.pop(number)
+        child, answer, taken = self._running.pop(number)
         self._selector.unregister(child.pidfd)
-        status = child.end()
+        status, used = child.end()
+        self.credit.give_back(taken - used)
         with answer:
             if status:
                 say(answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None)
@@ -118,13 +145,12 @@ class Children:
             die_with_parent(worker)
             self.control.close()
             self._selector.close()
-            for child, answer in self._running.values():
+            for child, answer, _ in self._running.values():
                 os.close(child.pidfd)
                 answer.close()
             for spare in self._spares:
                 os.close(spare.pidfd)
                 spare.told.close()
-            os.nice(NICE)
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
             NAME.write_text("prompt spare")
             warm()
@@ -137,6 +163,8 @@ class Children:
 
     def _do(self, job: Job, answer: int, *files: int) -> None:
         NAME.write_text("prompt job")
+        signal.signal(signal.SIGPROF, lambda *_: make_idle(0))
+        signal.setitimer(signal.ITIMER_PROF, SHORT_S)
         limit(self.limits)
         try:
             result = self.work(job, [Spool.taken(f) for f in files])
@@ -146,6 +174,12 @@ class Children:
         except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
             result = failed(e), None
         say(socket.socket(fileno=answer), *result)
+
+
+def make_idle(pid: int) -> None:
+    """A long job: running answers and short jobs come first. Linux takes a core that runs nothing but such work for a
+    free one, and wakes the server and its hosts there. No niceness says as much."""
+    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
 def limit(limits: WorkerLimits) -> None:

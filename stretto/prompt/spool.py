@@ -9,14 +9,16 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread
 
 from stretto.errors import WireError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 Buffer = bytes | bytearray | memoryview
-_CLOSERS = ThreadPoolExecutor(1, "spool-closer")
+_CLOSING: SimpleQueue[int] = SimpleQueue()
 
 
 @dataclass(slots=True, eq=False)
@@ -83,14 +85,16 @@ class Spool:
             os.close(self.fd)
             self.fd = -1
 
-    def release(self) -> None:
-        """Like `close`, on another thread: to free the pages of 100 MB takes 20 ms, which no event loop has."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            try:
-                _CLOSERS.submit(os.close, fd)
-            except RuntimeError:  # the interpreter is shutting down
-                os.close(fd)
+
+@cache
+def _start_closing() -> None:
+    """A thread that closes files: to free the pages of 100 MB takes 20 ms, which no event loop has."""
+
+    def close() -> None:
+        while True:
+            os.close(_CLOSING.get())
+
+    Thread(target=close, name="spool-closer", daemon=True).start()
 
 
 class Stored:
@@ -99,6 +103,7 @@ class Stored:
 
     def __init__(self, file: Spool, start: int) -> None:
         self._file, self._start = file, start
+        _start_closing()
 
     def __len__(self) -> int:
         return self._file.size - self._start
@@ -111,4 +116,7 @@ class Stored:
         return self[:]
 
     def __del__(self) -> None:
-        self._file.release()
+        # Anything may be under way on this thread, with any lock held: this queue's `put` is made for that.
+        fd, self._file.fd = self._file.fd, -1
+        if fd >= 0:
+            _CLOSING.put(fd)

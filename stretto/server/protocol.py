@@ -17,18 +17,20 @@ from typing import Any, NoReturn, cast
 import httptools
 import uvicorn
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused, respond
+from stretto.server.floods import Floods
 
 # Requests waiting for the answer before theirs, and bytes of body of each. Browsers and common clients send none ahead.
 MAX_AHEAD, AHEAD_BYTES = 8, HIGH_WATER_LIMIT  # beyond this, uvicorn would stop reading
-# Chunks of a body, and headers behind it, in one read (of at most 256 KiB). Each is a call from the parser, and no
-# other client is served meanwhile: chunks of a byte would be 40,000 calls.
-MAX_PIECES = 4096
+# Chunks of a body, and headers behind it, in one read (of at most 256 KiB). Each is a call from the parser: chunks of a
+# byte would be 40,000 calls, for which no other client is served. So after so many (a millisecond) others come first.
+MAX_PIECES, TURN_PIECES = 4096, 1024
+SLICE_BYTES = 8 << 10  # parsed at once of what may hold many pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Front:
     send_timeout: float
     count: Callable[[str], None]  # called with a refusal's reason
     idle: dict[Connection, None] = field(default_factory=dict)  # nothing asked or all answered; longest idle first
+    floods: Floods = field(default_factory=Floods)
 
     @classmethod
     def of(cls, config: ServerConfig, count: Callable[[str], None]) -> Front:
@@ -85,7 +88,28 @@ class Front:
         return True
 
 
+class Flow(FlowControl):
+    """Nothing is read, either, while what was read waits for its turn to be parsed."""
+
+    waits = False
+
+    def wait(self) -> None:
+        self.waits = True
+        self._transport.pause_reading()
+
+    def go_on(self) -> None:
+        if not self.read_paused:
+            self._transport.resume_reading()
+
+    def resume_reading(self) -> None:
+        super().resume_reading()
+        if self.waits:
+            self._transport.pause_reading()
+
+
 class Connection(HttpToolsProtocol):
+    flow: Flow
+
     def __init__(
         self,
         front: Front,
@@ -102,7 +126,9 @@ class Connection(HttpToolsProtocol):
         self.head_bytes = 0  # of the block that is coming, and of a header behind its body
         self.head_next = True  # what comes next is a block of headers, or more of it; else it is a body
         self.head_begun = False
-        self.pieces = 0  # of a body, in what is being read
+        self.pieces = 0  # of a body, in what was read at once
+        self.chunked = False  # the body that comes
+        self.held = b""  # read and not parsed
         self.refusal = GARBAGE  # if the parser gives up
 
     @property
@@ -113,6 +139,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
+        self.flow = Flow(self.transport)
         if len(self.connections) > self.front.max_connections:
             self.connections.discard(self)
             if not self.front.make_room(self.connections):
@@ -131,34 +158,58 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        self._unset_keepalive_if_required()
-        self.pieces = 0
-        rest: bytes | memoryview = data
-        room = self.front.header_bytes - self.head_bytes
-        if self.head_next and len(data) > room:
-            # Only so much of it can be headers. The common request is shorter than that, and is not cut.
-            heads, view = self.heads, memoryview(data)
-            if not self._feed(view[:room]):
+        if self.flow.waits:  # a transport may have had more in its hands
+            self.held += data
+        elif not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self.pieces = 0
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        """All of it, unless it comes in many pieces: then the rest has its turn later."""
+        at, before, view = 0, self.pieces, memoryview(data)
+        while at < len(data) and self.pieces - before < TURN_PIECES:
+            size = SLICE_BYTES if self.head_next or self.chunked else len(data)  # other bodies are one call
+            if not self._take(view[at : at + size]):
                 return
-            if self.heads == heads:
-                self._refuse(LARGE)
-                return
-            rest = view[room:]
-        before = self.head_next, self.heads
-        if not self._feed(rest):
-            return
-        if before == (self.head_next, self.heads) and not self.pieces:  # part of a header, before or behind a body
-            self.head_bytes += len(rest)
-            if self.head_bytes > self.front.header_bytes:
-                self._refuse(LARGE)
-                return
+            at += size
+        if self.pieces - before >= TURN_PIECES:
+            self.held = data[at:]
+            self.flow.wait()
+            self.front.floods.wait(self.loop, self._go_on)
         if not self.busy:
             self._wait()
 
-    def _feed(self, data: bytes | memoryview) -> bool:
-        """Parse; whether this is still a connection for HTTP."""
+    def _go_on(self) -> None:
+        held, self.held, self.flow.waits = self.held, b"", False
+        if not self.transport.is_closing():
+            self._parse(held)
+        if not self.flow.waits:
+            self.flow.go_on()
+
+    def _take(self, data: memoryview) -> bool:
+        """Parse, within the limits of headers; whether this is still a connection for HTTP."""
+        room = self.front.header_bytes - self.head_bytes
+        if self.head_next and len(data) > room:
+            # Only so much of it can be headers.
+            heads = self.heads
+            if not self._feed(data[:room]):
+                return False
+            if self.heads == heads:
+                self._refuse(LARGE)
+                return False
+            data = data[room:]
+        before = self.head_next, self.heads, self.pieces
+        if not self._feed(data):
+            return False
+        if before == (self.head_next, self.heads, self.pieces):  # part of a header, before or behind a body
+            self.head_bytes += len(data)
+            if self.head_bytes > self.front.header_bytes:
+                self._refuse(LARGE)
+                return False
+        return True
+
+    def _feed(self, data: memoryview) -> bool:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -195,6 +246,7 @@ class Connection(HttpToolsProtocol):
             self._stop_parsing(AHEAD)
         self.heads += 1
         self.head_next, self.head_begun = False, False
+        self.chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._unset_deadline()
         super().on_headers_complete()
         if self.busy:

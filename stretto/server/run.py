@@ -15,7 +15,9 @@ import socket
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,6 +25,7 @@ from starlette.applications import Starlette
 from stretto.errors import StrettoError
 from stretto.server.app import make_app
 from stretto.server.config import ServerConfig
+from stretto.server.floods import Floods
 from stretto.server.pages import WEB
 from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
@@ -90,7 +93,7 @@ class Server:
         app = make_app(config, open_engine, web)
         metrics = app.state.service.metrics
         front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
-        server = _Uvicorn(_with_tls(_settings(config, app)), front)
+        server = _Uvicorn(_with_tls(_settings(config, app, front.floods)), front)
         metrics.connections.set_function(lambda: len(server.server_state.connections))
         return cls(config, app, [listener], server)
 
@@ -181,7 +184,7 @@ def _raise_file_limit(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _settings(config: ServerConfig, app: Starlette) -> uvicorn.Config:
+def _settings(config: ServerConfig, app: Starlette, floods: Floods) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         root_path=config.root_path,
@@ -189,7 +192,7 @@ def _settings(config: ServerConfig, app: Starlette) -> uvicorn.Config:
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=config.ssl_keyfile_password,
         http="httptools",
-        ws=Socket,
+        ws=cast(type[asyncio.Protocol], partial(Socket, floods)),
         ws_max_size=WS_MAX_BYTES,
         ws_per_message_deflate=False,
         access_log=False,

@@ -1,8 +1,8 @@
 """uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that large ones are not
 decoded on the event loop for nothing. A connection that is closing and whose client takes nothing is cut, where uvicorn
 would wait for ever. And no client holds up the others by tiny frames, of which one read may bring 40,000: they are
-parsed in short turns of the event loop, a message has so many fragments, and whoever takes no answers to its pings is
-cut. `run.py` gives it to uvicorn."""
+parsed in short turns of the event loop, all who send them share a small part of its time, a message has so many
+fragments, and whoever takes no answers to its pings is cut. `run.py` gives it to uvicorn."""
 
 from __future__ import annotations
 
@@ -14,47 +14,62 @@ from typing import Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
+from stretto.server.floods import Floods
+
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
 SLICE_BYTES = 512  # parsed at once: 85 frames at most
 TURN_S = 0.001  # of parsing, then others have their turn
+MANY, TINY_BYTES = 64, 64  # a turn that brought so many frames, of fewer bytes on average, is part of a flood
 MAX_FRAGMENTS = 16_384  # of a message
 MAX_UNREAD_BYTES = 4 << 20  # that a client may leave here; the app itself waits at a small part of that
 
 
 class Socket(WebSocketsSansIOProtocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, floods: Floods, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.floods = floods
         self.cut: TimerHandle | None = None
-        self.rest = b""  # read and not parsed; nothing more is read until it is
+        self.rest = b""  # read and not parsed
+        self.waits = False  # for its turn to parse that; nothing more is read until then
+        self.parsed = 0  # frames, in this turn
 
     def data_received(self, data: bytes) -> None:
-        if self.rest:  # a transport may have had more in its hands
+        if self.waits:  # a transport may have had more in its hands
             self.rest += data
         else:
             self._parse(data)
 
+    def handle_events(self) -> None:
+        self.parsed += len(self.conn.events)
+        super().handle_events()
+
     def _parse(self, data: bytes) -> None:
-        began, at = time.perf_counter(), 0
+        began, at, self.parsed = time.perf_counter(), 0, 0
         while at < len(data) and not self.transport.is_closing():
             super().data_received(data[at : at + SLICE_BYTES])
             at += SLICE_BYTES
             if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self.transport.abort()
             elif at < len(data) and time.perf_counter() - began >= TURN_S:
-                self.rest = data[at:]
-                self.transport.pause_reading()
+                break
+        flood = self.parsed >= MANY and self.parsed * TINY_BYTES > min(at, len(data))
+        if not self.transport.is_closing() and (flood or at < len(data)):
+            self.rest, self.waits = data[at:], True
+            self.transport.pause_reading()
+            if flood:
+                self.floods.wait(self.loop, self._parse_rest)
+            else:
                 self.loop.call_soon(self._parse_rest)
-                return
 
     def _parse_rest(self) -> None:
-        rest, self.rest = self.rest, b""
+        rest, self.rest, self.waits = self.rest, b"", False
         self._parse(rest)
-        if not self.rest and not self.read_paused:
+        if not self.waits and not self.read_paused:
             self.transport.resume_reading()
 
     async def receive(self) -> Any:
         message = await super().receive()  # which resumes the reading
-        if self.rest:
+        if self.waits:
             self.transport.pause_reading()
         return message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from typing import Any
 
@@ -130,15 +131,59 @@ def test_slabs_hold_whole_frames_and_change_nothing(encoder: VisionEncoder, monk
         monkeypatch.setattr(vision_encoder, name, 40)
     for name in ("PAIRS", "PAIRS_CPU"):
         monkeypatch.setattr(vision_encoder, name, 64 * 24)
+    monkeypatch.setattr(vision_encoder, "TILE_CPU", 8)
+    monkeypatch.setattr(vision_encoder, "ROWS_CPU", 16)
     frames = [(h, w) for t, h, w in grids for _ in range(t)]
     groups = list(slabs(frames, 40))
     assert [f for g in groups for f in g] == frames
     assert [sum(h * w for h, w in g) for g in groups] == [32, 32, 32, 16, 64, 16]
     ours = encoder.encode(patches, grids)
     assert_rows(ours, expected)
-    # Six slabs, one of which is a large frame, three times 24 patches in each block: so often can others have a turn.
+    # Six slabs, one of which is a large frame. Its patches are embedded 40 at a time, its places are two more parts,
+    # and three times 24 queries look at all in each block. The rest, twice a block and once a merger, is done at once
+    # on a GPU and 16 patches at a time on a CPU. So often can others have a turn.
     parts = encoder.encoding(patches.split([112, 64, 16]), grids)
-    assert 1 + sum(1 for _ in parts) == len(groups) + 2 + 3 * len(encoder.blocks)
+    rest = 4 if encoder.pos_embed.weight.device.type == "cpu" else 1
+    large = 2 + 2 + (3 + 2 * rest) * len(encoder.blocks) + rest * (len(encoder.merger_list) + 1)
+    assert 1 + sum(1 for _ in parts) == len(groups) - 1 + large
+
+
+def test_no_part_of_a_large_picture_is_long(encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, whose listeners wait for each part: the rows that a layer is given in it, and the pairs of patches that
+    look at each other, do not grow with the picture."""
+    monkeypatch.setattr(vision_encoder, "PAIRS_CPU", 1 << 13)
+    monkeypatch.setattr(vision_encoder, "TILE_CPU", 8)
+    monkeypatch.setattr(vision_encoder, "ROWS_CPU", 64)
+    ours, attend = deepcopy(encoder).cpu(), vision_encoder.attend
+    rows: Counter[torch.nn.Module] = Counter()
+    pairs: list[int] = []
+
+    def watch(layer: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+        rows[layer] += given[0][..., 0].numel()
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frames: int) -> torch.Tensor:
+        pairs.append(len(q) * len(k))
+        return attend(q, k, v, frames)
+
+    for layer in ours.modules():
+        if isinstance(layer, vision_encoder.Linear | torch.nn.LayerNorm):
+            layer.register_forward_pre_hook(watch)
+    monkeypatch.setattr(vision_encoder, "attend", watched)
+    grid = (1, 18, 20)
+    patches = random_patches([grid], seed=8)
+    parts, seen = ours.encoding([patches], [grid]), None
+    most_rows = most_pairs = 0
+    while seen is None:
+        try:
+            next(parts)
+        except StopIteration as end:
+            seen = end.value
+        most_rows, most_pairs = max(most_rows, *rows.values(), 0), max(most_pairs, sum(pairs))
+        rows.clear()
+        pairs.clear()
+    assert most_rows == 64
+    assert most_pairs == 16 * 360  # of 8192, in whole tiles
+    assert_rows(seen, encoder.encode(patches, [grid]))
 
 
 def test_nothing_in_nothing_out(encoder: VisionEncoder) -> None:

@@ -4,6 +4,7 @@
 
 ORIGINS, DOOR = "stretto/server/origins.py", "stretto/server/door.py"
 PROTOCOL, RUN, SOCKET = "stretto/server/protocol.py", "stretto/server/run.py", "stretto/server/websocket.py"
+FLOODS = "stretto/server/floods.py"
 
 
 def pages(*names: str) -> list[str]:
@@ -59,7 +60,7 @@ MUTATIONS = [
     # ---- bytes
     ("headers of any size", PROTOCOL, "if self.head_next and len(data) > room:", "if False:",
      connections("headers_are_bounded_however_they_are_cut")),
-    ("pieces of headers do not add up", PROTOCOL, "self.head_bytes += len(rest)", "pass",
+    ("pieces of headers do not add up", PROTOCOL, "self.head_bytes += len(data)", "pass",
      connections("headers_are_bounded_however_they_are_cut")),
     ("a body in any number of pieces", PROTOCOL, "if self.pieces > MAX_PIECES:", "if False:",
      connections("pieces_of_a_body_are_bounded_in_one_read")),
@@ -74,10 +75,9 @@ MUTATIONS = [
     ("bytes of earlier requests add up", PROTOCOL,
      "self.head_bytes, self.head_next = 0, True", "self.head_next = True",
      connections("each_request_of_a_connection_has_its_own_bytes")),
-    ("what is cut off is lost", PROTOCOL, "rest = view[room:]", 'rest = b""',
+    ("what is cut off is lost", PROTOCOL, "data = data[room:]", "data = data[:0]",
      connections("a_body_does_not_count_as_headers")),
-    ("bytes after the end are read", PROTOCOL,
-     "        if self.transport.is_closing():\n            return\n        self._unset", "        self._unset",
+    ("bytes after the end are read", PROTOCOL, "elif not self.transport.is_closing():", "else:",
      connections("what_comes_after_the_end_is_not_read")),
     ("a refusal within an answer", PROTOCOL,
      "if refusal.answer and (not self.busy or self._unanswered()):", "if refusal.answer:",
@@ -102,7 +102,7 @@ MUTATIONS = [
      "        if now >= left:\n            pass", connections("an_answer_that_is_not_taken")),
     ("an answer that is taken slowly is cut", PROTOCOL, "        if now >= left:", "        if now:",
      connections("an_answer_that_is_not_taken")),
-    ("TLS takes any time", RUN, "ssl_handshake_timeout=limit", "ssl_handshake_timeout=None",
+    ("TLS takes any time", RUN, "ssl_handshake_timeout=limit", "ssl_handshake_timeout=1e6",
      connections("a_client_that_never_speaks_tls")),
     # ---- number
     ("connections without end", PROTOCOL, "if len(self.connections) > self.front.max_connections:", "if False:",
@@ -140,15 +140,37 @@ MUTATIONS = [
     # ---- packets
     ("Nagle's algorithm", RUN, "socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)", "socket.socket(family)",
      connections("small_packets_do_not_wait")),
+    # ---- pieces
+    ("pieces have no turns", PROTOCOL, "while at < len(data) and self.pieces - before < TURN_PIECES:",
+     "while at < len(data):", connections("pieces_have_short_turns_and_share_them")),
+    ("pieces do not rest", PROTOCOL, "            self.front.floods.wait(self.loop, self._go_on)",
+     "            self._go_on()", connections("pieces_have_short_turns_and_share_them")),
+    ("chunks are parsed at once", PROTOCOL, "size = SLICE_BYTES if self.head_next or self.chunked else len(data)",
+     "size = len(data)", connections("pieces_have_short_turns_and_share_them")),
+    ("more is read while pieces wait", PROTOCOL, "        if self.waits:\n            self._transport.pause_reading()",
+     "", connections("pieces_have_short_turns_and_share_them")),
+    ("pieces of a client that left are parsed", PROTOCOL,
+     "        if not self.transport.is_closing():\n            self._parse(held)", "        self._parse(held)",
+     connections("nothing_of_a_client_that_left_is_parsed_in_its_turn")),
+    ("all bodies wait for turns", PROTOCOL, "self.pieces - before >= TURN_PIECES:", "True:",
+     connections("other_bodies_are_parsed_as_they_come")),
     # ---- frames
     ("frames are parsed at once", SOCKET, "elif at < len(data) and time.perf_counter() - began >= TURN_S:",
      "elif False:", frames("tiny_frames_leave_others_their_turn")),
-    ("more is read beside a rest", SOCKET, "        if self.rest:\n            self.transport.pause_reading()",
+    ("more is read beside a rest", SOCKET, "        if self.waits:\n            self.transport.pause_reading()",
      "        if False:\n            pass", frames("nothing_more_is_read_while_there_is_a_rest")),
-    ("reading is not resumed", SOCKET, "if not self.rest and not self.read_paused:", "if False:",
+    ("reading is not resumed", SOCKET, "if not self.waits and not self.read_paused:", "if False:",
      frames("tiny_frames_leave_others_their_turn")),
-    ("reading is resumed though the app is busy", SOCKET, "if not self.rest and not self.read_paused:",
-     "if not self.rest:", frames("nothing_is_read_before_the_app_has_taken_what_there_is")),
+    ("reading is resumed though the app is busy", SOCKET, "if not self.waits and not self.read_paused:",
+     "if not self.waits:", frames("nothing_is_read_before_the_app_has_taken_what_there_is")),
+    ("floods do not rest", SOCKET, "            if flood:", "            if False:",
+     frames("a_flood_waits_for_its_turn")),
+    ("floods in small reads do not rest", SOCKET, "(flood or at < len(data)):", "at < len(data):",
+     frames("a_flood_waits_for_its_turn")),
+    ("each flood rests for itself", FLOODS, "        if len(self.waiting) == 1:", "        if True:",
+     frames("floods_share_one_turn")),
+    ("all frames are floods", SOCKET, "self.parsed >= MANY and self.parsed", "self.parsed > 0 or self.parsed",
+     frames("what_is_no_flood_does_not_wait")),
     ("any number of fragments", SOCKET, "if len(self.frames) < MAX_FRAGMENTS:", "if True:",
      frames("fragments_of_a_message_are_bounded")),
     ("any number of pongs", SOCKET, "if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:", "if False:",

@@ -19,6 +19,27 @@ MUTATIONS = [
         [f"{POOL}::test_limits_of_time_and_memory"],
     ),
     (
+        "a long job has the cores that nobody needs",
+        APART,
+        "        signal.setitimer(signal.ITIMER_PROF, SHORT_S)\n",
+        "",
+        [f"{POOL}::test_long_work_has_the_cores_that_nobody_needs"],
+    ),
+    (
+        "jobs that are never short use up their credit",
+        APART,
+        "            if not short:\n                make_idle(self.pid)\n",
+        "",
+        [f"{POOL}::test_without_credit_a_job_has_the_cores_that_nobody_needs"],
+    ),
+    (
+        "a short job does not wait for an idle core",
+        APART,
+        "os.SCHED_BATCH",
+        "os.SCHED_IDLE",
+        [f"{POOL}::test_children_wait_for_the_next_jobs"],
+    ),
+    (
         "a caller that leaves ends its process",
         "stretto/prompt/pool.py",
         "            self.worker.tell(Stop(call.number))\n",

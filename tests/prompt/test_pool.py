@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +22,20 @@ from stretto.errors import Busy, CheckpointError, Invalid, MediaError, StageDead
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt import pool as pool_module
+from stretto.prompt.apart import BURST_S, SHARE, SHORT_S, Children, Credit, WorkerLimits
 from stretto.prompt.fairqueue import FairQueue
-from stretto.prompt.jobs import Apart, Build, Built, Conversation
+from stretto.prompt.jobs import (
+    MAX_DATAGRAM,
+    Apart,
+    Build,
+    Built,
+    Conversation,
+    Cut,
+    FromWorker,
+    Job,
+    JobFailed,
+    decode_from_worker,
+)
 from stretto.prompt.packed import Packed, PieceMeta, PromptMeta
 from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.prompt.prompt import DIGEST_BYTES
@@ -238,6 +251,7 @@ def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
 
         await until(lambda: len(spares()) == 2)
         first = spares()
+        assert {os.sched_getscheduler(pid) for pid in first} == {os.SCHED_BATCH}
         long = asyncio.create_task(pool.build(heavy(sender="a")))
         await until(lambda: len(processes(pool)) == 1)
         assert set(processes(pool)) | spares() == first
@@ -269,6 +283,61 @@ def test_the_worker_has_one_thread_and_has_met_all_media(roomy_dir: Path) -> Non
         assert all(name in mapped for name in ("_pocketfft", "_imaging", "soxr"))
 
     with_pool(roomy_dir, test)
+
+
+def test_long_work_has_the_cores_that_nobody_needs(roomy_dir: Path) -> None:
+    async def test(pool: PromptPool) -> None:
+        long = asyncio.create_task(pool.build(heavy()))
+        idle = lambda: any(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in processes(pool))  # noqa: E731
+        await until(lambda: long.done() or idle())
+        assert not long.done()
+        assert pool.worker.process is not None
+        assert os.sched_getscheduler(pool.worker.process.pid) == os.SCHED_OTHER  # which does short texts
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+        await until(lambda: not pool.lane.running)
+
+    with_pool(roomy_dir, test)
+
+
+def test_jobs_that_are_never_short_use_up_their_credit() -> None:
+    now = 100.0
+    credit = Credit(lambda: now)
+    assert [credit.take() for _ in range(6)] == [SHORT_S] * 5 + [0.0]  # five at once
+    now += SHORT_S / SHARE
+    assert [credit.take(), credit.take()] == [SHORT_S, 0.0]
+    for used in (0.01, 0.2):
+        now += SHORT_S / SHARE
+        credit.give_back(credit.take() - used)
+    assert credit.left == pytest.approx(SHORT_S - 0.01)
+    now += 1e6
+    assert [credit.take() for _ in range(6)] == [SHORT_S] * 5 + [0.0]
+
+
+def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
+    def work(job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+        return JobFailed("MediaError", str(os.sched_getscheduler(0)), "messages"), None
+
+    def policy(children: Children, number: int) -> int:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            children.start(Job(number, Cut(1.0), True), theirs, [])
+            assert list(children.wait()) == [number]
+            children.reap(number)
+            answer = decode_from_worker(ours.recv(MAX_DATAGRAM))
+            assert isinstance(answer, JobFailed)
+            return int(answer.message)
+
+    control, server = socket.socketpair()
+    with control, server:
+        children = Children(control, WorkerLimits(10, 100), work, lambda: None, credit=Credit(lambda: 0.0))
+        assert policy(children, 1) == os.SCHED_BATCH
+        assert 0.0 < BURST_S - children.credit.left < SHORT_S  # what it used
+        children.credit.left = 0.0
+        assert policy(children, 2) == os.SCHED_IDLE
+        for spare in children._spares:
+            spare.told.close()
+            spare.end()
 
 
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:

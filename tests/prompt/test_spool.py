@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import gc
 import os
+import threading
 
 import pytest
 
@@ -28,10 +30,33 @@ def test_the_file_goes_with_what_is_stored_in_it() -> None:
     stored = Stored(file, 0)
     del stored
     gc.collect()
-    spool._CLOSERS.submit(lambda: None).result()
+    until_all_are_closed()
     assert file.fd == -1
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+def until_all_are_closed() -> None:
+    """They are closed in their order, and so is the pipe's end behind them."""
+    reading, writing = os.pipe()
+    spool._CLOSING.put(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_what_is_stored_may_go_at_any_moment() -> None:
+    """The garbage collector may find it while this thread hands work to an executor, whose lock it then holds."""
+    stored = [Stored(Spool.of(b"x"), 0)]
+
+    def drop() -> None:
+        with concurrent.futures.thread._global_shutdown_lock:
+            stored.clear()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    until_all_are_closed()
 
 
 def test_a_file_that_gives_too_little_is_refused() -> None:

@@ -22,7 +22,16 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from stretto.server.config import ServerConfig
-from stretto.server.protocol import AHEAD_BYTES, MAX_AHEAD, MAX_PIECES, Connection, Front
+from stretto.server.floods import REST_S
+from stretto.server.protocol import (
+    AHEAD_BYTES,
+    MAX_AHEAD,
+    MAX_PIECES,
+    SLICE_BYTES,
+    TURN_PIECES,
+    Connection,
+    Front,
+)
 from stretto.server.run import AT_ONCE, _raise_file_limit, resource
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
@@ -68,6 +77,7 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.sent, self.left, self.stuck, self.closing, self.lost = b"", 0, False, False, False
+        self.paused = False
         self.protocol: Any = None
 
     def write(self, data: Any) -> None:
@@ -91,9 +101,11 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closing
 
-    def pause_reading(self) -> None: ...
+    def pause_reading(self) -> None:
+        self.paused = True
 
-    def resume_reading(self) -> None: ...
+    def resume_reading(self) -> None:
+        self.paused = False
 
 
 class House:
@@ -143,6 +155,9 @@ class House:
             if not wire.lost:
                 wire.protocol.data_received(part)
             await settle()
+            while wire.protocol.flow.waits and not wire.lost:
+                self.clock.advance(REST_S)
+                await settle()
         return wire.sent[before:]
 
     async def answer(self, path: str) -> None:
@@ -251,6 +266,84 @@ def test_pieces_of_a_body_are_bounded_in_one_read(behind: bytes) -> None:
         assert house.refused == {"pieces": 1}
         await settle()
         assert house.left == ["/body"]
+
+    run(main)
+
+
+PIECE = b"1\r\nb\r\n"
+MOST = TURN_PIECES + SLICE_BYTES // len(PIECE) + 1  # in one turn
+
+
+def test_pieces_have_short_turns_and_share_them() -> None:
+    async def main() -> None:
+        house = House()
+        wires = [house.connect() for _ in range(3)]
+        for wire in wires:
+            wire.protocol.data_received(CHUNKED + PIECE * MAX_PIECES)
+        while any(w.protocol.flow.waits for w in wires):
+            before = [w.protocol.pieces for w in wires]
+            assert max(before) <= MAX_PIECES
+            await settle()  # the app takes them, and uvicorn would read on
+            assert all(w.paused for w in wires if w.protocol.flow.waits)
+            house.clock.advance(REST_S)
+            taken = [w.protocol.pieces - b for w, b in zip(wires, before, strict=True)]
+            assert sorted(map(bool, taken)) == [False, False, True]  # one of them
+            assert max(taken) <= MOST
+        await settle()
+        assert [w.protocol.pieces for w in wires] == [MAX_PIECES] * 3
+        assert not any(w.paused for w in wires)
+        for wire in wires:
+            assert (await house.put(wire, b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert house.seen == [("/body", MAX_PIECES)] * 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("size", [TURN_PIECES, TURN_PIECES + 200])
+def test_pieces_in_small_reads_wait_too(size: int) -> None:
+    async def main() -> None:
+        house = House()
+        wire = house.connect()
+        wire.protocol.data_received(CHUNKED)
+        wire.protocol.data_received(PIECE * size)
+        assert wire.paused
+        house.clock.advance(REST_S)
+        assert not wire.paused
+        assert (await house.put(wire, b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert house.seen == [("/body", size)]
+
+    run(main)
+
+
+def test_nothing_of_a_client_that_left_is_parsed_in_its_turn() -> None:
+    async def main() -> None:
+        house = House()
+        wire = house.connect()
+        wire.protocol.data_received(CHUNKED + PIECE * MAX_PIECES)
+        await settle()
+        taken = wire.protocol.pieces
+        wire.abort()
+        await settle()
+        house.clock.advance(REST_S)
+        assert wire.protocol.pieces == taken
+        assert house.left == ["/body"]
+        assert not house.front.floods.waiting
+
+    run(main)
+
+
+def test_other_bodies_are_parsed_as_they_come() -> None:
+    async def main() -> None:
+        house = House()
+        for head, body in (
+            (b"POST /plain HTTP/1.1\r\nHost: x\r\nContent-Length: 250000\r\n\r\n", b"b" * 250_000),
+            (CHUNKED, (b"fa0\r\n" + b"b" * 4000 + b"\r\n") * 60 + b"0\r\n\r\n"),
+        ):
+            wire = house.connect()
+            wire.protocol.data_received(head + body)
+            assert not house.front.floods.waiting
+            await settle()
+        assert house.seen == [("/plain", 250_000), ("/body", 240_000)]
 
     run(main)
 

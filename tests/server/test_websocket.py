@@ -12,8 +12,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from stretto.server import websocket
-from stretto.server.websocket import MAX_FRAGMENTS, MAX_UNREAD_BYTES, SLICE_BYTES, Socket
+from stretto.server import floods, websocket
+from stretto.server.floods import Floods
+from stretto.server.websocket import MANY, MAX_FRAGMENTS, MAX_UNREAD_BYTES, SLICE_BYTES, TINY_BYTES, Socket
 from tests.server.test_connections import Wire, settle
 
 TEXT, CONTINUED, PING = 1, 0, 9
@@ -25,18 +26,9 @@ HELLO = (
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice in each turn of the loop, however fast the machine."""
+    """A slice in each turn of the loop, however fast the machine, and no time in between."""
     monkeypatch.setattr(websocket, "TURN_S", 0.0)
-
-
-class Line(Wire):
-    paused = False
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
+    monkeypatch.setattr(floods, "REST_S", 0.0)
 
 
 class Talk:
@@ -48,8 +40,9 @@ class Talk:
         self.takes.set()
         self.turns = 0  # of the loop that it needs for a message
         config = uvicorn.Config(self.app, interface="asgi3", log_config=None, ws_ping_interval=None)
-        self.line = Line()
-        self.line.protocol = self.socket = Socket(config=config, server_state=ServerState(), app_state={})
+        self.line = Wire()
+        self.floods = Floods()
+        self.line.protocol = self.socket = Socket(self.floods, config=config, server_state=ServerState(), app_state={})
         self.socket.connection_made(self.line)
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -124,6 +117,81 @@ def test_tiny_frames_leave_others_their_turn() -> None:
             await asyncio.sleep(0)  # one turn of the loop
         assert max(b - a for a, b in itertools.pairwise(answered)) <= SLICE_BYTES // len(ping) + 1
         assert not talk.line.paused
+
+    run(test)
+
+
+class Turns:
+    """A loop of which one wants to know what it is asked to call later."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self.asked.append((seconds, lambda: call(*args)))
+
+    def go_on(self) -> None:
+        [(seconds, call)] = self.asked
+        assert seconds == floods.REST_S
+        self.asked.clear()
+        call()
+
+
+def test_floods_share_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: a rest, one turn, a rest."""
+    monkeypatch.setattr(floods, "REST_S", 7.0)
+    loop, line, done = Turns(), Floods(), []
+
+    def flood(name: str, turns: int) -> None:
+        done.append(name)
+        if turns > 1:
+            line.wait(loop, lambda: flood(name, turns - 1))  # type: ignore[arg-type]
+
+    for name, turns in (("a", 3), ("b", 1), ("c", 2)):
+        line.wait(loop, lambda name=name, turns=turns: flood(name, turns))  # type: ignore[arg-type, misc]
+    for count in range(6):
+        assert len(done) == count
+        loop.go_on()
+    assert "".join(done) == "abcaca"
+    assert not loop.asked
+    line.wait(loop, lambda: flood("d", 1))  # type: ignore[arg-type]
+    loop.go_on()
+    assert done[-1] == "d"
+
+
+@pytest.mark.parametrize("count", [MANY, 40_000])
+def test_a_flood_waits_for_its_turn(count: int) -> None:
+    """Also one that brings its frames in small reads. The app goes on reading meanwhile: that does not end the wait."""
+
+    async def test(talk: Talk) -> None:
+        turns: list[Callable[[], None]] = []
+        talk.floods.wait = lambda loop, turn: turns.append(turn)  # type: ignore[method-assign]
+        tiny = frame(TEXT, b"")
+        await talk.say(tiny * count)
+        heard, waits = 0, 0
+        while turns:
+            await settle()
+            assert talk.line.paused
+            assert heard < len(talk.got) <= heard + SLICE_BYTES // len(tiny) + 1
+            heard, waits = len(talk.got), waits + 1
+            turns.pop()()
+        await settle()
+        assert len(talk.got) == count
+        assert waits >= count / (SLICE_BYTES // len(tiny) + 1)
+        assert not talk.line.paused
+
+    run(test)
+
+
+def test_what_is_no_flood_does_not_wait() -> None:
+    """Few frames, however small, and many that bring something."""
+
+    async def test(talk: Talk) -> None:
+        talk.floods.wait = None  # type: ignore[assignment, method-assign]
+        await talk.say(frame(TEXT, b"") * (MANY - 1))
+        await talk.say(frame(TEXT, b"x" * TINY_BYTES) * 1000)
+        while len(talk.got) < MANY - 1 + 1000:
+            await asyncio.sleep(0)
 
     run(test)
 

@@ -35,9 +35,12 @@ NORM_EPS = 1e-6
 SLAB_PATCHES = 4096
 SLAB_PATCHES_CPU = 256
 
-# Attention of a larger frame is cut by pairs of patches: 10 ms there, as much of a core with a tiny model.
+# Attention of a larger frame is cut by pairs of patches: 10 ms there, as much of a core with a tiny model. All else of
+# it is cut on a CPU only, by rows, which must be whole merge blocks.
 PAIRS = 1 << 30
-PAIRS_CPU = 1 << 21
+PAIRS_CPU = 1 << 20
+TILE_CPU = 32  # queries that attention on a CPU takes at once: a part of a tile costs nearly as much
+ROWS_CPU = 1024
 
 Grid = tuple[int, int, int]  # t, h, w in patches
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [patches, 1, head_dim / 2], float32
@@ -49,6 +52,21 @@ Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class VisionRows:
     main: torch.Tensor  # [patches / merge**2, out]
     deep: tuple[torch.Tensor, ...]  # as main: level l is added to the thinker's hidden state after its layer l
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """How much of a frame larger than a slab is done at a time."""
+
+    patches: int  # embedded
+    rows: int  # in all else but attention: a GPU does all of them at once, launches being what it waits for
+    queries: int  # of attention, each to all patches
+
+    @classmethod
+    def of(cls, frame: int, most: int, cpu: bool) -> PartSize:
+        if not cpu:
+            return cls(most, frame, max(1, PAIRS // frame))
+        return cls(most, ROWS_CPU, max(1, PAIRS_CPU // frame // TILE_CPU) * TILE_CPU)
 
 
 class PatchEmbed(nn.Module):
@@ -114,15 +132,14 @@ class Block(nn.Module):
         out: torch.Tensor = x + self.mlp(self.norm2(x))
         return out
 
-    def in_parts(self, x: torch.Tensor, rope: Rope, most: int) -> Parts[torch.Tensor]:
-        """One frame, whose patches all see each other: so many of them at a time look at all."""
-        q, k, v = self.attn.project(self.norm1(x), rope)
-        mixed: list[torch.Tensor] = []
-        for some in torch.split(q, most):
-            if mixed:
-                yield
-            mixed.append(attend(some, k, v, 1))
-        return self.finish(x, self.attn.proj(torch.cat(mixed)))
+    def in_parts(self, x: torch.Tensor, rope: Rope, size: PartSize) -> Parts[torch.Tensor]:
+        """One frame, whose patches all see each other."""
+        q, k, v = yield from by_rows(lambda x, *r: self.attn.project(self.norm1(x), r), size.rows, x, *rope)
+        yield
+        (mixed,) = yield from by_rows(lambda q: (attend(q, k, v, 1),), size.queries, q)
+        yield
+        (x,) = yield from by_rows(lambda x, m: (self.finish(x, self.attn.proj(m)),), size.rows, x, mixed)
+        return x
 
 
 class Merger(nn.Module):
@@ -180,7 +197,7 @@ class VisionEncoder(nn.Module):
             empty = self.pos_embed.weight.new_empty(0, self.config.output_size)
             return VisionRows(empty, (empty,) * len(self.merger_list))
         cpu = self.pos_embed.weight.device.type == "cpu"
-        most, pairs = (SLAB_PATCHES_CPU, PAIRS_CPU) if cpu else (SLAB_PATCHES, PAIRS)
+        most = SLAB_PATCHES_CPU if cpu else SLAB_PATCHES
         patches = (
             p[i * h * w : (i + 1) * h * w] for p, (t, h, w) in zip(pictures, grids, strict=True) for i in range(t)
         )
@@ -190,7 +207,8 @@ class VisionEncoder(nn.Module):
                 yield
             frame, *more = islice(patches, len(slab))
             if len(frame) > most:
-                parts.append((yield from self._encode_large(frame, slab[0], most, max(1, pairs // len(frame)))))
+                size = PartSize.of(len(frame), most, cpu)
+                parts.append((yield from self._encode_large(frame, slab[0], size)))
             else:
                 x = [self._upload(p) for p in (frame, *more)]
                 parts.append(self._encode(torch.cat(x) if more else x[0], slab))
@@ -214,22 +232,25 @@ class VisionEncoder(nn.Module):
         runs = [(len(list(same)), n) for n, same in groupby(h * w for h, w in frames)]
         return self.transform(x, rope, lambda q, k, v: attend_runs(q, k, v, runs))
 
-    def _encode_large(
-        self, patches: torch.Tensor | Array, frame: tuple[int, int], most: int, queries: int
-    ) -> Parts[VisionRows]:
-        """A frame of more than `most` patches. Attention is for so many `queries` at a time."""
-        rows: list[torch.Tensor] = []
-        for at in range(0, len(patches), most):
-            rows.append(self.patch_embed(self._upload(patches[at : at + most])))
-            yield
-        x, rope = self._placed(torch.cat(rows), [frame])
+    def _encode_large(self, patches: torch.Tensor | Array, frame: tuple[int, int], size: PartSize) -> Parts[VisionRows]:
+        """A frame of more patches than a slab has."""
+        (x,) = yield from by_rows(lambda p: (self.patch_embed(self._upload(p)),), size.patches, patches)
+        yield
+        places = self._positions(*frame)
+        yield
+        x, rope = x + places, self._rope(*frame)
         deep: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
             yield
             assert isinstance(block, Block)
-            x = yield from block.in_parts(x, rope, queries)
-            self._look(i, x, deep)
-        return VisionRows(self.merger(x), tuple(deep))
+            x = yield from block.in_parts(x, rope, size)
+            if i in self.config.deepstack_layers:
+                yield
+                merger = self.merger_list[self.config.deepstack_layers.index(i)]
+                deep += yield from by_rows(lambda x, merger=merger: (merger(x),), size.rows, x)
+        yield
+        (main,) = yield from by_rows(lambda x: (self.merger(x),), size.rows, x)
+        return VisionRows(main, tuple(deep))
 
     def embed(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Rope]:
         """What the blocks start from, for frames of (height, width): rows [patches, hidden] and their turns."""
@@ -274,6 +295,18 @@ class VisionEncoder(nn.Module):
         shape = (height, width, quarter)
         angle = block_order(torch.cat([down.expand(shape), across.expand(shape)], -1), self.config.merge)[:, None]
         return angle.cos(), angle.sin()
+
+
+def by_rows(
+    work: Callable[..., Sequence[torch.Tensor]], rows: int, *given: torch.Tensor | Array
+) -> Parts[tuple[torch.Tensor, ...]]:
+    """What `work` makes of all rows, so many in each part."""
+    done: list[Sequence[torch.Tensor]] = []
+    for at in range(0, len(given[0]), rows):
+        if done:
+            yield
+        done.append(work(*(g[at : at + rows] for g in given)))
+    return tuple(made[0] if len(made) == 1 else torch.cat(made) for made in zip(*done, strict=True))
 
 
 def attend_runs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -1,0 +1,29 @@
+"""Turns for what clients cut into many tiny pieces, on purpose or not: chunks of a body (`protocol.py`), frames of a
+WebSocket (`websocket.py`). Each piece is a call, so that a read of them takes a hundred times as long as any other."""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Callable
+
+REST_S = 0.02  # between two turns of about a millisecond: floods have a twentieth of the event loop's time
+
+
+class Floods:
+    """The connections of a server that flood it. They wait in a line: one has a turn, then nobody for a while, however
+    many they are. On the event loop."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()
+
+    def wait(self, loop: AbstractEventLoop, turn: Callable[[], None]) -> None:
+        self.waiting.append(turn)
+        if len(self.waiting) == 1:
+            loop.call_later(REST_S, self._next, loop)
+
+    def _next(self, loop: AbstractEventLoop) -> None:
+        turn = self.waiting.popleft()
+        if self.waiting:
+            loop.call_later(REST_S, self._next, loop)
+        turn()  # which may put it at the end of the line
