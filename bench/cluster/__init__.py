@@ -17,6 +17,8 @@ import random
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -28,8 +30,9 @@ from typing import Any
 import httpx
 
 from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
+from bench.harness.env import describe
 from bench.harness.parts import add_parts
-from bench.harness.results import arguments, parser, quantile, write
+from bench.harness.results import ROOT, arguments, parser, quantile, write
 from tests.cluster import environment
 
 ENVIRONMENT = {
@@ -193,10 +196,11 @@ def until_answered(base: str) -> None:
 
 
 def ingress(port: int, rounds: int) -> dict[str, Any]:
-    import uvicorn
     from ray import serve
 
-    @serve.deployment(max_ongoing_requests=200, ray_actor_options={"num_cpus": 0.5})
+    from stretto.cluster.app import ACTOR
+
+    @serve.deployment(max_ongoing_requests=200, ray_actor_options=ACTOR)
     @serve.ingress(stream_app)
     class Stream:
         pass
@@ -205,9 +209,9 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         plain = s.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(stream_app(), port=plain, log_level="warning", access_log=False))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
+    # In a process of its own, as a replica is: in this one it would wait for its clients' interpreter.
+    command = [sys.executable, "-m", "uvicorn", "--factory", "bench.cluster:stream_app", "--port", str(plain)]
+    server = subprocess.Popen([*command, "--log-level", "warning", "--no-access-log"], cwd=ROOT)
     ways = {"uvicorn": f"http://127.0.0.1:{plain}", "haproxy": f"http://127.0.0.1:{port}"}
     for base in ways.values():
         until_answered(base)
@@ -217,8 +221,8 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
             firsts, delays = asyncio.run(hear(base))
             heard[name][0].extend(firsts)
             heard[name][1].extend(delays)
-    server.should_exit = True
-    thread.join()
+    server.terminate()
+    server.wait()
     serve.delete("stream")
     found = {
         name: {"first_byte_ms": quantiles([1e3 * v for v in first]), "packet_ms": quantiles([1e3 * v for v in each])}
@@ -246,7 +250,7 @@ def main(given: Sequence[str]) -> int:
         "replicas": lambda it, model, port: replicas(model, port),
         "ingress": lambda it, model, port: ingress(port, args.rounds),
     }
-    found: dict[str, Any] = {"arguments": arguments(args)}
+    found: dict[str, Any] = {"arguments": arguments(args), "env": describe()}
     run = os.environ[MARK] = secrets.token_hex(8)
     before = segments()
     with tempfile.TemporaryDirectory() as folder, cluster() as it:

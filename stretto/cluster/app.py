@@ -38,6 +38,10 @@ from stretto.server.service import Service
 from stretto.server.settings import as_names
 
 REPLICA_CPUS = 0.5
+OWN_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+"""The application runs in the replica's own event loop. By default it has a thread and a loop to itself: then every
+message crosses threads twice, and a client that reads slowly is not felt."""
+ACTOR = {"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": OWN_LOOP}}
 POLL_S = 0.05
 LAST_S = 10.0  # beside the time that running requests have, for the hosts to end
 DEAD_S = 120.0  # without a pipeline, after which a replica is given up: its own restarts have had their chance
@@ -97,7 +101,7 @@ def application(spec: Spec) -> serve.Application:
     options = serve.deployment(
         name="Replica",
         max_ongoing_requests=spec.server.max_concurrent + 64,  # probes and refusals beside requests
-        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        ray_actor_options=ACTOR,
         placement_group_bundles=[{"CPU": REPLICA_CPUS}, *([bundle_of(c)] * spec.hosts)],
         placement_group_strategy="PACK",
         graceful_shutdown_timeout_s=spec.server.drain_timeout + LAST_S,
@@ -131,7 +135,8 @@ def replica_app(spec: Spec) -> Starlette:
         secret = read_secret(spec.cluster.cluster_secret_file)
         starter = RayStarter(group, spec.model, spec.cluster)
         launcher = RemoteLauncher(starter, secret, ray.util.get_node_ip_address())
-        engine = PipelineEngine(Path(spec.model), spec.engine.replica(0), launcher)
+        # In a thread: a large vocabulary takes seconds to read, and Serve asks for the replica's state on this loop.
+        engine = await asyncio.to_thread(PipelineEngine, Path(spec.model), spec.engine.replica(0), launcher)
         await engine.start()
         return engine
 

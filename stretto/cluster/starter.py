@@ -64,21 +64,25 @@ class RayStarter:
     def patience(self, number: int) -> float:
         return min(FIRST_CHECK_S * 2.0 ** self._silent[number], CHECK_S)
 
+    def _actor(self, number: int) -> Any:
+        return (
+            ray.remote(HostAgent)
+            .options(
+                num_cpus=self._config.host_cpus,
+                num_gpus=self._config.host_gpus,
+                max_restarts=0,
+                max_concurrency=CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number + 1),
+            )
+            .remote()
+        )
+
     async def start(self, invitation: Invitation, number: int) -> RayAgent:
-        where = PlacementGroupSchedulingStrategy(self._group, number + 1)
         actor = None
         try:
-            actor = (
-                ray.remote(HostAgent)
-                .options(
-                    num_cpus=self._config.host_cpus,
-                    num_gpus=self._config.host_gpus,
-                    max_restarts=0,
-                    max_concurrency=CALLS,
-                    scheduling_strategy=where,
-                )
-                .remote()
-            )
+            # In a thread: Ray asks the cluster's head for it, which may be slow to answer. An actor that nobody waits
+            # for any more ends with its handle.
+            actor = await asyncio.to_thread(self._actor, number)
             check = actor.check.remote(self._model, self._secret_file)
             lacks = await asyncio.wait_for(_answer(check), self.patience(number))
             del self._silent[number]

@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +204,44 @@ def test_a_replica_whose_engine_does_not_open_tells_serve_why(
     run(work())
     with pytest.raises(Invalid, match="a directory that every machine has"):
         spec_of("org/name", EngineConfig(), ServerConfig(), config)
+
+
+def test_what_may_take_long_is_not_done_on_the_event_loop(
+    config: ClusterConfig, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the replica's own: Serve's checks and other answers wait for it."""
+    pytest.importorskip("ray", reason="`make ray` installs it and runs this")
+    from ray.exceptions import RayError
+
+    from stretto.cluster import app
+    from stretto.cluster.starter import RayStarter
+    from stretto.server.config import ServerConfig
+
+    where: dict[str, int] = {}
+
+    def opens(*_: Any) -> None:
+        where["engine"] = threading.get_ident()
+        raise StageDead("far enough")
+
+    def creates(*_: Any) -> None:
+        where["actor"] = threading.get_ident()
+        raise RayError("far enough")
+
+    monkeypatch.setattr(app, "get_current_placement_group", lambda: "a group")
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(app, "PipelineEngine", opens)
+    monkeypatch.setattr(RayStarter, "_actor", creates)
+
+    async def work() -> None:
+        it = app.replica_app(app.spec_of(str(tiny_dir), EngineConfig(), ServerConfig(), config))
+        async with it.router.lifespan_context(it):
+            assert it.state.service.failure == "far enough"
+        with pytest.raises(OSError, match="far enough"):
+            await RayStarter(None, str(tiny_dir), config).start(Invitation("127.0.0.1:1", "nonce", "p0.0"), 0)
+
+    run(work())
+    assert set(where) == {"engine", "actor"}
+    assert threading.get_ident() not in where.values()
 
 
 def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(

@@ -4,11 +4,13 @@ Skipped where Ray is not installed; `make ray` installs it and runs these."""
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,21 +120,58 @@ def test_replicas_tell_their_numbers_to_ray(served: Served, cluster: Any) -> Non
 
 def test_a_replica_shows_when_it_is_told_to_go(served: Served) -> None:
     """The flag that is no API is there in this version of Ray, and false while the replica serves."""
-    import ray
-    from ray.util.state import list_actors
-
     from stretto.cluster.leaving import shutdown_flag
 
     def look(replica: Any) -> bool | None:
         going = shutdown_flag()
         return None if going is None else going()
 
+    assert asked(look) == [False, False]
+    assert shutdown_flag() is None, "this process has no replica"
+
+
+def asked(look: Callable[[Any], Any]) -> list[Any]:
+    """What `look` finds in each of the two replicas' processes."""
+    import ray
+    from ray.util.state import list_actors
+
     found = list_actors(filters=[("state", "=", "ALIVE")])
     names = [(a.name, a.ray_namespace) for a in found if "ServeReplica" in a.class_name]
     assert len(names) == 2
     handles = [ray.get_actor(name, namespace) for name, namespace in names]
-    assert ray.get([h.__ray_call__.remote(look) for h in handles]) == [False, False]
-    assert shutdown_flag() is None, "this process has no replica"
+    answers: list[Any] = ray.get([h.__ray_call__.remote(look) for h in handles])
+    return answers
+
+
+def test_the_application_runs_in_the_replicas_own_loop(served: Served) -> None:
+    """Else every message crosses threads twice. Nor do other processes of the machine come first."""
+
+    def look(replica: Any) -> tuple[bool, int]:
+        from ray import serve
+
+        service = serve.get_replica_context().servable_object.app.state.service
+        return service.cut.get_loop() is replica._replica_impl._event_loop, os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert asked(look) == [(True, os.getpriority(os.PRIO_PROCESS, 0))] * 2
+
+
+def test_a_prompt_worker_that_dies_in_a_replica_is_replaced(served: Served) -> None:
+    """Ray's loop is uvloop, in a thread that is not the process's first, and must still hear of a child's end."""
+
+    def worker(replica: Any) -> int:
+        from ray import serve
+
+        pid: int = serve.get_replica_context().servable_object.app.state.service.engine().prompts.worker.process.pid
+        return pid
+
+    before = asked(worker)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not set(before) & set(asked(worker)), "other prompt workers")
+    for number in range(4):
+        session = {"x-session-id": f"p{number}"}
+        answer = httpx.post(f"{served.base}/v1/chat/completions", json=ASK, headers=session, timeout=60)
+        assert answer.status_code == 200
 
 
 @contextmanager
