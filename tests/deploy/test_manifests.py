@@ -263,7 +263,6 @@ def test_the_service_is_what_the_code_serves(service: RayService) -> None:
         given = {v.name: v.value for v in container.env}
         assert given["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
         assert given["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] == "hdr(x-session-id)"
-        assert given["RAY_SERVE_HAPROXY_NBTHREAD"] == "1", "as in docs/deploy.md"
         assert given["RAY_worker_niceness"] == "0", "as in docs/deploy.md"
     [secret] = [v.secret for v in pod.volumes if v.secret]
     assert {i.path for i in secret.items} == {str(ours.cluster_secret_file).rpartition("/")[2]}
