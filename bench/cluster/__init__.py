@@ -213,16 +213,18 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "uvicorn", "--factory", "bench.cluster:stream_app", "--port", str(plain)]
     server = subprocess.Popen([*command, "--log-level", "warning", "--no-access-log"], cwd=ROOT)
     ways = {"uvicorn": f"http://127.0.0.1:{plain}", "haproxy": f"http://127.0.0.1:{port}"}
-    for base in ways.values():
-        until_answered(base)
     heard: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-    for _ in range(rounds):
-        for name, base in ways.items():
-            firsts, delays = asyncio.run(hear(base))
-            heard[name][0].extend(firsts)
-            heard[name][1].extend(delays)
-    server.terminate()
-    server.wait()
+    try:
+        for base in ways.values():
+            until_answered(base)
+        for _ in range(rounds):
+            for name, base in ways.items():
+                firsts, delays = asyncio.run(hear(base))
+                heard[name][0].extend(firsts)
+                heard[name][1].extend(delays)
+    finally:
+        server.terminate()
+        server.wait()
     serve.delete("stream")
     found = {
         name: {"first_byte_ms": quantiles([1e3 * v for v in first]), "packet_ms": quantiles([1e3 * v for v in each])}

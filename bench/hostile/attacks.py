@@ -20,6 +20,10 @@ import numpy as np
 
 PART_BYTES = 256 << 10
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+HANDSHAKE = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
 Attack = Callable[["Enemy"], Awaitable[None]]
 
 
@@ -87,7 +91,11 @@ class Enemy:
     async def post(self, name: str, leave_after: float | None = None) -> None:
         """A request with the body of this name."""
         body = self.bodies[name]
-        await self.send(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode(), body, leave_after=leave_after)
+        await self.send(head(body), body, leave_after=leave_after)
+
+
+def head(body: bytes) -> bytes:
+    return f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
 
 
 def ask(content: Any, **more: Any) -> bytes:
@@ -218,20 +226,17 @@ async def slow_bodies(e: Enemy) -> None:
 
 async def pieces(e: Enemy) -> None:
     """Bodies in chunks of one byte, from four at once."""
-    head = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
-    await asyncio.gather(*(e.send(head, e.bodies["chunks"]) for _ in range(4)))
+    chunked = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
+    await asyncio.gather(*(e.send(chunked, e.bodies["chunks"]) for _ in range(4)))
 
 
 async def frames(e: Enemy) -> None:
     """Empty fragments of one message on a WebSocket, and pings, as fast as they are taken."""
-    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
-    hello = f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\n{upgrade}{key}\r\n".encode()
     for flood in ("fragments", "pings"):
         with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
             async with asyncio.timeout(max(0.1, e.until - time.monotonic()) + 5.0):
                 reader, writer = await e.connect()
-                writer.write(hello)
+                writer.write(HANDSHAKE)
                 e.statuses[(await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()] += 1
                 await e.write(writer, e.bodies[flood])
                 writer.close()
@@ -251,13 +256,11 @@ async def silent(e: Enemy) -> None:
 async def strangers(e: Enemy) -> None:
     """What a page of another origin can send, bad hosts, and a handshake for a WebSocket."""
     hi = ask("hi")
-    request = f"{HEAD}Content-Length: {len(hi)}\r\n\r\n".encode() + hi
+    request = head(hi) + hi
     await e.send(request.replace(b"Host:", b"Origin: https://evil.example\r\nHost:"))
     await e.send(request.replace(b"application/json", b"text/plain"))
     await e.send(request.replace(b"Host: 127.0.0.1", b"Host: evil.example"))
-    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
-    await e.send(f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\n{upgrade}{key}\r\n".encode())
+    await e.send(HANDSHAKE)
     await e.send(os.urandom(4096))
 
 

@@ -22,7 +22,7 @@ from stretto.prompt.spool import Spool
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
 NAME = Path("/proc/self/comm")  # as ps and top show it
 SHORT_S = 0.05  # of CPU time: ten seconds of sound, a photo
-BURST_S, SHARE = 0.25, 0.05  # CPU time that jobs have to be short in: at once, and of each second
+BURST_S, SHARE = 0.25, 0.05  # CPU time of all jobs while they are short: the most at once, and of each second
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
 Work = Callable[[Job, list[Spool]], tuple[FromWorker, Spool | None]]
@@ -59,7 +59,8 @@ class Child:
 
 @dataclass(slots=True)
 class Credit:
-    """CPU time in which jobs may be short. Many jobs, each ended by its client soon, use it up."""
+    """A token bucket of CPU time: each job spends its first part from it at the worker's priority, and is idle without.
+    Clients that send long work and leave soon empty it."""
 
     clock: Callable[[], float] = time.monotonic
     left: float = BURST_S
@@ -83,8 +84,8 @@ class Children:
     limits: WorkerLimits
     work: Work
     warm: Callable[[], None]  # run by a child that waits: what it touches for the first time takes long
-    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     credit: Credit = field(default_factory=Credit)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _running: dict[int, tuple[Child, socket.socket, float]] = field(default_factory=dict)  # by job; credit it has taken
     _spares: list[Child] = field(default_factory=list)
 

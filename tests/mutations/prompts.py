@@ -33,6 +33,13 @@ MUTATIONS = [
         [f"{POOL}::test_without_credit_a_job_has_the_cores_that_nobody_needs"],
     ),
     (
+        "what a short job does not use goes back",
+        APART,
+        "        self.credit.give_back(taken - used)\n",
+        "",
+        [f"{POOL}::test_without_credit_a_job_has_the_cores_that_nobody_needs"],
+    ),
+    (
         "a short job does not wait for an idle core",
         APART,
         "os.SCHED_BATCH",

@@ -244,9 +244,8 @@ class VisionEncoder(nn.Module):
             yield
             assert isinstance(block, Block)
             x = yield from block.in_parts(x, rope, size)
-            if i in self.config.deepstack_layers:
+            if (merger := self._merger_after(i)) is not None:
                 yield
-                merger = self.merger_list[self.config.deepstack_layers.index(i)]
                 deep += yield from by_rows(lambda x, merger=merger: (merger(x),), size.rows, x)
         yield
         (main,) = yield from by_rows(lambda x: (self.merger(x),), size.rows, x)
@@ -255,10 +254,7 @@ class VisionEncoder(nn.Module):
     def embed(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Rope]:
         """What the blocks start from, for frames of (height, width): rows [patches, hidden] and their turns."""
         weight = self.patch_embed.proj.weight
-        return self._placed(self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True)), frames)
-
-    def _placed(self, x: torch.Tensor, frames: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Rope]:
-        """Embedded patches with their places added, and their turns."""
+        x = self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True))
         places = {size: self._positions(*size) for size in set(frames)}
         ropes = {size: self._rope(*size) for size in set(frames)}
         x = x + torch.cat([places[f] for f in frames])
@@ -269,13 +265,14 @@ class VisionEncoder(nn.Module):
         deep: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
             x = block(x, rope, mix)
-            self._look(i, x, deep)
+            if (merger := self._merger_after(i)) is not None:
+                deep.append(merger(x))
         return VisionRows(self.merger(x), tuple(deep))
 
-    def _look(self, block: int, x: torch.Tensor, deep: list[torch.Tensor]) -> None:
-        """Some blocks' rows are DeepStack rows, too."""
-        if block in self.config.deepstack_layers:
-            deep.append(self.merger_list[self.config.deepstack_layers.index(block)](x))
+    def _merger_after(self, block: int) -> nn.Module | None:
+        """What makes a level of the deep rows of a block's output, if anything does."""
+        layers = self.config.deepstack_layers
+        return self.merger_list[layers.index(block)] if block in layers else None
 
     def _positions(self, height: int, width: int) -> torch.Tensor:
         """The learned square table, resampled (bilinear, corners on corners) to the grid, in patch order."""
