@@ -1,9 +1,19 @@
-"""Tokens that a row must not pick: those of a mask, as bits by token, and those far less likely than the best. Plain
-PyTorch; `fast/masks.py` has the kernels."""
+"""What a row's logits are changed by: biases of some tokens, and tokens that it must not pick: those of a mask, as bits
+by token, and those far less likely than the best. Plain PyTorch; `fast/masks.py` has the kernels."""
 
 from __future__ import annotations
 
 import torch
+
+
+def bias_rows(
+    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Add values[rows[i], j] to logits[i, ids[rows[i], j]], in place, for j below counts[rows[i]]: `counts` [rows],
+    `ids` and `values` [rows, most]. A token is there once at most."""
+    there = torch.arange(ids.shape[1], device=logits.device) < counts[rows][:, None]
+    added = torch.where(there, values[rows], 0.0).to(logits.dtype)
+    logits.scatter_add_(1, torch.where(there, ids[rows], 0), added)
 
 
 def mask_rows(logits: torch.Tensor, rows: torch.Tensor, masked: torch.Tensor, bits: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ class FusedLayers:
         self.layers = [_layer(layer) for layer in decoder.layers]
         self.final = (decoder.norm.weight, decoder.norm.eps)
         self.tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        self._split = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
+        self.split_counters = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
 
     def paged(
         self,
@@ -113,7 +113,7 @@ class FusedLayers:
         def attend(i: int, layer: _Layer, qkv: torch.Tensor) -> torch.Tensor:
             return attention.decode(
                 qkv, layer.gains, cos, sin, cache.data[i], paging.slots, paging.tables, paging.lengths,
-                self._split, self.heads,
+                self.split_counters, self.heads,
             )  # fmt: skip
 
         return normalise(self._run(x, attend, after), *self.final, out=out)

@@ -69,10 +69,11 @@ def run_prefill(
     from stretto.kernels.fast.prefill import add_norm
 
     norms = [_first_norm(layer) for layer in decoder.layers] + [decoder.norm]
+    counters = decoder.fused.split_counters if decoder.fused is not None else None
     stream, normed = add_norm(x, None, norms[0].weight, norms[0].eps, ragged.count)
     for i, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
-        mixed = _attention(layer, normed, cos, sin, cache.data[i], ragged)
+        mixed = _attention(layer, normed, cos, sin, cache.data[i], ragged, counters)
         norm = layer.post_attention_layernorm
         stream, normed = add_norm(stream, mixed, norm.weight, norm.eps, ragged.count)
         stream, normed = _mlp(layer.mlp, stream, normed, norms[i + 1], ragged.count)
@@ -89,15 +90,16 @@ def _first_norm(layer: torch.nn.Module) -> RMSNorm:
 
 
 def _attention(
-    layer: DecoderLayer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: torch.Tensor, ragged: Ragged
-) -> torch.Tensor:
+    layer: DecoderLayer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: torch.Tensor, ragged: Ragged,
+    counters: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     from stretto.kernels.fast.attention_prefill import attend
     from stretto.kernels.fast.prefill import qkv_write
 
     a = layer.self_attn
     qkv = F.linear(normed, a.qkv.weight)
     q = qkv_write(qkv, a.q_norm.weight, a.k_norm.weight, a.q_norm.eps, cos, sin, kv, ragged.slots, ragged.count)
-    mixed = attend(q, kv, ragged.starts, ragged.lengths, ragged.tables)
+    mixed = attend(q, kv, ragged.starts, ragged.lengths, ragged.tables, counters=counters)
     return F.linear(mixed.flatten(1), a.o_proj.weight)
 
 

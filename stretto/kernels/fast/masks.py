@@ -1,13 +1,45 @@
-"""`stretto.kernels.masks` as a kernel each: rows that have no mask, or no least share, leave at once, so a step in
-which no row has one pays for the launches alone. Called by lanes on the stage's stream, inside captured graphs."""
+"""`stretto.kernels.masks` as a kernel each: rows that have no bias, mask or least share leave at once, so a step in
+which no row has one pays for the launches alone. Each waits for the kernel in front before it leaves: the one behind it
+relies on that. Called by lanes on the stage's stream, inside captured graphs."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from stretto.kernels.fast.linear import protocol
 
 BLOCK = 4096
+BIASES = 128  # at a time
+
+
+def bias_rows(
+    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+) -> None:
+    """See `stretto.kernels.masks.bias_rows`."""
+    _bias[(len(logits),)](
+        logits, logits.stride(0), rows, counts, ids, values, ids.stride(0), BLOCK=BIASES, **protocol(logits)
+    )
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _bias(logits, stride, rows, counts, ids, values, most, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + at)
+    count = tl.load(counts + row)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        there = place < count
+        token = tl.load(ids + row * most + place, there, other=0)
+        added = tl.load(values + row * most + place, there, other=0.0).to(logits.dtype.element_ty)
+        one = logits + at * stride + token
+        total = tl.load(one, there, other=0.0).to(tl.float32) + added.to(tl.float32)
+        tl.store(one, total.to(logits.dtype.element_ty), there)
 
 
 def mask_rows(logits: torch.Tensor, rows: torch.Tensor, masked: torch.Tensor, bits: torch.Tensor) -> None:
@@ -15,12 +47,16 @@ def mask_rows(logits: torch.Tensor, rows: torch.Tensor, masked: torch.Tensor, bi
     batch, size = logits.shape
     grid = (batch, triton.cdiv(size, BLOCK))
     _mask[grid](
-        logits, logits.stride(0), rows, masked.view(torch.uint8), bits, bits.stride(0), SIZE=size, BLOCK=BLOCK
+        logits, logits.stride(0), rows, masked.view(torch.uint8), bits, bits.stride(0), SIZE=size, BLOCK=BLOCK,
+        **protocol(logits),
     )  # fmt: skip
 
 
 @triton.jit
-def _mask(logits, stride, rows, masked, bits, words, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _mask(logits, stride, rows, masked, bits, words, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     at = tl.program_id(0)
     row = tl.load(rows + at)
     if tl.load(masked + row) != 0:
@@ -50,7 +86,7 @@ def floor_rows(
     positions, ends, end = held
     _floor[(batch,)](
         logits, logits.stride(0), rows, min_p, temperature, penalty, seen.view(torch.uint8), seen.stride(0),
-        positions, ends, END=end, SIZE=size, BLOCK=BLOCK,
+        positions, ends, END=end, SIZE=size, BLOCK=BLOCK, **protocol(logits),
     )  # fmt: skip
 
 
@@ -64,8 +100,11 @@ def _penalised(logits, seen, token, inside, penalty, held):
 @triton.jit
 def _floor(
     logits, stride, rows, min_p, temperature, penalty, seen, seen_stride, positions, ends,
-    END: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    END: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     at = tl.program_id(0)
     row = tl.load(rows + at)
     least = tl.load(min_p + row)

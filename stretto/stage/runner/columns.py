@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from stretto.errors import Bug
-from stretto.kernels.masks import floor_rows, mask_rows
+from stretto.kernels.masks import bias_rows, floor_rows, mask_rows
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
 from stretto.stage.scheduler.batch import RowSpan
@@ -99,25 +99,32 @@ class FloorColumns:
 
 
 class BiasColumns:
-    """What requests add to the logits of some tokens, by row: every step applies them, so a row without any
-    adds no work. Unused places add nothing to token 0."""
+    """What requests add to the logits of some tokens, by row; a row without any costs a captured step nothing but the
+    launch."""
 
-    def __init__(self, num_rows: int, most: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, most: int, device: torch.device, fused: bool) -> None:
+        self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.ids = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
         self.values = torch.zeros(num_rows, most, device=device)
-        self._used: set[int] = set()  # rows with a bias, now or once
+        self._fused = fused
+        self._used: set[int] = set()  # rows with a bias
 
     def write(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
-        if row in self._used:
-            self.ids[row].zero_()
-            self.values[row].zero_()
+        """Each token once."""
         if bias:
-            self._used.add(row)
             ids, values = np.array([i for i, _ in bias]), np.array([v for _, v in bias], dtype=np.float32)
             self.ids[row, : len(bias)] = to_device(ids, self.ids.device, torch.int64)
             self.values[row, : len(bias)] = to_device(values, self.values.device, torch.float32)
+        if bias or row in self._used:
+            self.counts[row].fill_(len(bias))
+        (self._used.add if bias else self._used.discard)(row)
 
     def add(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
-        if self._used or self.ids.device.type != "cpu":
-            logits.scatter_add_(1, self.ids[rows], self.values[rows].to(logits.dtype))
+        given = logits, rows, self.counts, self.ids, self.values
+        if self._fused:
+            from stretto.kernels.fast.masks import bias_rows as fast
+
+            fast(*given)
+        elif self._used or self.ids.device.type != "cpu":
+            bias_rows(*given)

@@ -1,13 +1,32 @@
-"""Masked logits of the kernel are those of the reference, bit for bit."""
+"""Biased and masked logits of the kernels are those of the references, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from stretto.kernels.masks import floor_rows, mask_rows
+from stretto.kernels.masks import bias_rows, floor_rows, mask_rows
 
 fast = pytest.importorskip("stretto.kernels.fast.masks")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_adds_what_the_reference_does(device: torch.device, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(4)
+    size, most = 3000, 300
+    counts = torch.tensor([0, 1, 300, 129, 0, 7], dtype=torch.int32)
+    ids = torch.stack([torch.randperm(size, generator=draw)[:most] for _ in counts])
+    values = 10 * torch.randn(len(counts), most, generator=draw)  # those behind the count are of earlier requests
+    rows = torch.tensor([5, 0, 3, 2])
+    logits = torch.randn(len(rows), size, generator=draw).to(dtype)
+    expected = logits.clone()
+    for at, row in enumerate(rows.tolist()):
+        for j in range(int(counts[row])):
+            expected[at, ids[row, j]] += values[row, j].to(dtype)
+    for add in (bias_rows, fast.bias_rows):
+        ours = logits.clone().to(device)
+        add(ours, *(t.to(device) for t in (rows, counts, ids, values)))
+        assert torch.equal(ours.cpu(), expected)
 
 
 @pytest.mark.parametrize("size", [70, 1920, 5000])

@@ -54,7 +54,7 @@ class ThinkerLane:
         vocab, blocks = model.config.thinker.text.vocab_size, -(-max_context // cache.block_size)
         self.fused = model.model.fused is not None
         self.params = SamplingColumns(num_rows + 1, model.device)
-        self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device)
+        self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device, self.fused)
         self.floors = FloorColumns(num_rows + 1, model.device, self.fused)
         self.masks = MaskColumns(num_rows + 1, vocab, model.device, self.fused)
         self.rows = DeviceRows(num_rows, blocks, vocab, cache, self.masks, self.bias, model.logits)

@@ -1,0 +1,72 @@
+"""What the rule for first packets (`stretto.stage.pace.Rhythm`) would have done in a recorded run.
+
+    python -m bench.first_packets [bench/results/h200.json ...]
+
+Replays the packets that listeners got in runs of `bench/h200.py`: with what the pace of all streams was just before,
+each first packet is held back as the rule says (or until the second came), and a player starts then. Printed for each
+number of streams: listeners that had to wait, for how long in all, and the median of the first sound, without and
+with it. A replay knows nothing of how later packets would have changed; it shows the size of the gain and of the
+price."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from stretto.client.player import Packet, play
+from stretto.stage.pace import FRAME_S, Rhythm
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def paces(samples: list[Any]) -> list[tuple[float, float]]:
+    """(when, seconds per frame) of all packets but the first ones, of all streams."""
+    found = []
+    for s in samples:
+        for (before, _), (now, sound) in zip(s["packets"], s["packets"][1:], strict=False):
+            found.append((s["sent"] + now, (now - before) / max(1, round(sound / FRAME_S))))
+    return sorted(found)
+
+
+def replay(samples: list[Any]) -> dict[str, list[float]]:
+    """By answer, in seconds: wait and first sound as they were, and with the rule."""
+    seen, rhythm, at = paces(samples), Rhythm(), 0
+    found: dict[str, list[float]] = {"wait": [], "first": [], "wait, held": [], "first, held": []}
+    for s in sorted(samples, key=lambda s: s["sent"] + s["packets"][0][0]):
+        (first, sound), *others = s["packets"]
+        begun = s["sent"] + first
+        while at < len(seen) and seen[at][0] <= begun:
+            rhythm.took(seen[at][1], seen[at][0])
+            at += 1
+        start = min(first + rhythm.hold(sound, begun), others[0][0] if others else first)
+        for name, when in (("", first), (", held", start)):
+            heard = play([Packet(max(t, when), seconds) for t, seconds in s["packets"]])
+            assert heard is not None
+            found[f"wait{name}"].append(heard.wait)
+            found[f"first{name}"].append(when)
+    return found
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("files", nargs="*", type=Path, default=[RESULTS / "h200.json", RESULTS / "h200_again.json"])
+    args = p.parse_args()
+    print(f"{'':28} waited      in all ms         first sound p50 ms")
+    for file in args.files:
+        parts = json.loads(file.read_text(encoding="utf-8"))["parts"]
+        for level in [*parts["latency"]["found"], *parts.get("realtime", {"found": []})["found"]]:
+            found = replay([s for s in level["samples"] if s["packets"]])
+            waited = [sum(w > 1e-9 for w in found[name]) for name in ("wait", "wait, held")]
+            total = [1e3 * sum(found[name]) for name in ("wait", "wait, held")]
+            first = [1e3 * statistics.median(found[name]) for name in ("first", "first, held")]
+            print(
+                f"{file.stem} {level['workload']:>9} x {level['streams']:<4} {waited[0]:4} -> {waited[1]:<4}"
+                f" {total[0]:7.1f} -> {total[1]:<7.1f} {first[0]:7.1f} -> {first[1]:.1f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""The whole engine at full size, as a client sees it: starts `stretto serve`, asks it over HTTP, writes one JSON file.
+
+    python -m bench.h200 --out FILE                                 # everything
+    python -m bench.h200 --parts latency --last-first --out AGAIN   # a second run, with a server of its own
+    python -m bench.h200 --parts host --add --out FILE              # one more part for that file
+    python -m bench.h200 --model tiny --device cpu --quick          # tries the program itself, on any machine
+
+Parts, in this order (one that fails is reported, and the others go on):
+
+    latency    closed loop at each of --levels: first text, first audio, RTF, what a player would hear
+    prompts    first audio of one stream with a prompt of 2,000 tokens, and of 10 s of sound
+    open       open loop: requests at random moments, --rates a second on average, whether or not the server keeps up
+    realtime   --streams listeners within two seconds, 60 s of speech each, read as fast as it comes
+    players    as many as the largest of --streams, at random moments within --arrive seconds, 60 s of speech each; each
+               reads as it plays, at most --lead seconds ahead
+    timeline   where the time to the first packet goes, stage by stage (one stream, and eight)
+    host       what the loop thread does with its time, and the share of time in which the GPU stands still; in a
+               process of its own, after the server has gone (bench/host.py)
+
+Every run starts its own server, with the released shape and random weights, in one process per host as in service; the
+listeners are processes of their own (bench/listener.py), whose players are simulated. Each part in the file carries its
+commit, whether the tree was clean, and every raw sample. Start-up is timed by phase as the server reports them, beside
+the number of kernels that were compiled before. The GPU's busy share during each part comes from nvidia-smi (its own
+sampling: share of time with any kernel running)."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bench.crowd import PREBUFFERS, Crowd, Questions, told
+from bench.listener import Heard
+from bench.pipeline import checkpoint, rounded
+from bench.serving import ROOT, GpuWatch, Server, Stopped, environment, serving
+from bench.workload import Workload, read
+from stretto.client.bench import Closed, Level, Open
+from stretto.client.player import play
+from stretto.client.report import client, table
+from stretto.client.workload import poisson
+from stretto.orchestrator.settings import HostSettings
+from stretto.prompt.template import Tokenizer
+from stretto.server.command import ModelConfig, find_device
+from stretto.server.settings import add_flags
+
+PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
+PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")
+WITHIN_S = 2.0  # all listeners of `realtime` come within so many seconds
+
+
+# ---- parts
+
+
+@dataclass(slots=True)
+class Stand:
+    """What the parts share."""
+
+    args: argparse.Namespace
+    crowd: Crowd
+    questions: Questions
+
+    def closed(
+        self, workload: Workload, streams: int, requests: int, seconds: float, timeline: bool = False
+    ) -> tuple[dict[str, Any], list[Heard]]:
+        bodies = self.questions.bodies(workload, requests + streams, timeline)
+        level, extra, heard = self.crowd.listen(Closed(streams), bodies, warmup=streams, seconds=seconds)
+        print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}\n", flush=True)
+        return told(level, extra) | {"workload": workload.name}, heard
+
+    def latency(self) -> Iterator[dict[str, Any]]:
+        workload = self.workload("text-100")
+        for streams in reversed(self.args.levels) if self.args.last_first else self.args.levels:
+            requests = max(self.args.requests, 3 * streams)
+            yield self.closed(workload, streams, requests, self.args.seconds)[0]
+
+    def prompts(self) -> Iterator[dict[str, Any]]:
+        """Only the first audio is looked at: short answers will do."""
+        for name in ("text-2000", "audio-10s"):
+            given = self.workload(name)
+            short = replace(given, text_tokens=min(16, given.text_tokens), frames=min(25, given.frames))
+            yield self.closed(short, 1, self.args.requests, self.args.seconds / 2)[0]
+
+    def open(self) -> Iterator[dict[str, Any]]:
+        """The same seed, so the same moments, in every run."""
+        workload = self.workload("text-100")
+        self.closed(workload, 4, 4, self.args.open_seconds)  # nothing is cold, whatever ran before
+        for rate in self.args.rates:
+            load = Open(rate)
+            arrivals = list(itertools.takewhile(lambda at: at < self.args.open_seconds, poisson(rate, load.seed)))
+            bodies = self.questions.bodies(workload, len(arrivals))
+            level, extra, _ = self.crowd.listen(load, bodies, seconds=self.args.open_seconds, arrivals=arrivals)
+            yield self.heard(workload, level, extra)
+
+    def realtime(self) -> Iterator[dict[str, Any]]:
+        """Every listener comes once, within the first two seconds. Stops at the first number that stutters badly."""
+        workload = self.workload("long-60s")
+        for streams in self.args.streams:
+            bodies = self.questions.bodies(workload, streams)
+            level, extra, _ = self.crowd.listen(
+                Closed(streams), bodies, seconds=30.0, timeout=self.args.patience, spread=WITHIN_S
+            )
+            found = self.heard(workload, level, extra) | {"within_s": WITHIN_S, "lead_s": None}
+            yield found
+            if len(level.good) < streams or found["stuttered"] > streams // 2:
+                break
+
+    def players(self) -> Iterator[dict[str, Any]]:
+        """A listener every now and then; most of them are there at once when the last one comes."""
+        workload, streams, args = self.workload("long-60s"), max(self.args.streams), self.args
+        load = Open(streams / args.arrive)
+        arrivals = list(itertools.islice(poisson(load.rate, load.seed), streams))
+        level, extra, _ = self.crowd.listen(
+            load, self.questions.bodies(workload, streams), seconds=arrivals[-1], timeout=args.patience,
+            arrivals=arrivals, lead=args.lead,
+        )  # fmt: skip
+        yield self.heard(workload, level, extra) | {"streams": streams, "within_s": None, "lead_s": args.lead}
+
+    def heard(self, workload: Workload, level: Level, extra: dict[str, Any]) -> dict[str, Any]:
+        """A level whose listeners are counted one by one: who had to wait, and for how long."""
+        played = [p for s in level.good if (p := play(s.packets)) is not None]
+        stuttered, waited = sum(p.underruns > 0 for p in played), sum(p.wait for p in played)
+        print(f"{workload.name}, {table(level, PREBUFFERS)}\n  {brief(extra)}", flush=True)
+        if "most_at_once" in extra:
+            print(f"  at most {extra['most_at_once']} at once; sent {1e3 * extra['sent_late_s']:.1f} ms late at most")
+        print(f"  {stuttered} of {len(level.samples)} listeners had to wait, {waited:.3f} s in all\n", flush=True)
+        return told(level, extra) | {"workload": workload.name, "stuttered": stuttered, "waited_s": waited}
+
+    def timeline(self) -> Iterator[dict[str, Any]]:
+        for streams in (1, 8):
+            count = max(4, self.args.requests // 4)
+            found, heard = self.closed(self.workload("text-100"), streams, count, self.args.seconds / 2, timeline=True)
+            split = [p for h in heard if (p := phases(h)) is not None]
+            medians = {name: statistics.median(p[name] for p in split) for name in PHASES} if split else {}
+            shown = ", ".join(f"{name} {1000 * value:.1f}" for name, value in medians.items())
+            print(f"  first audio at {streams} streams, median ms: {shown}\n", flush=True)
+            one = next((h.report for h in heard if h.report is not None), None)
+            yield found | {"phases_s": medians, "phases_raw": split, "one_report": one}
+
+    def workload(self, name: str) -> Workload:
+        """The tiny model is for trying the program: short answers will do."""
+        given = read(name)
+        if self.args.quick:
+            given = replace(given, text_tokens=min(8, given.text_tokens), frames=min(12, given.frames))
+        return given
+
+
+def phases(heard: Heard) -> dict[str, float] | None:
+    """Where one answer's time to the first packet went, from the server's timeline and the client's clock."""
+    first = heard.sample.first_audio
+    if not heard.report or first is None:
+        return None
+    spans = heard.report.get("timeline") or []
+
+    def times(lane: str, name: str) -> list[tuple[float, float]]:
+        return sorted((s["start"], s["stop"]) for s in spans if s["lane"] == lane and s["name"] == name)
+
+    thinker, talker = times("thinker", "prompt"), times("talker", "prompt")
+    vocoder, packets = times("code2wav", "first frame"), times("packets", "packet")
+    if not (thinker and talker and vocoder and packets):
+        return None
+    begun, token, frame = thinker[0][0], thinker[-1][1], talker[-1][1]
+    sound, arrived = vocoder[-1][1], packets[0][0]
+    values = (begun, token - begun, frame - token, sound - frame, arrived - sound, first - arrived)
+    return dict(zip(PHASES, values, strict=True))
+
+
+def brief(extra: dict[str, Any]) -> str:
+    gpu = extra["gpu"]
+    shown = f"GPU busy {gpu['busy_percent']:.0f} %, {gpu['power.draw']:.0f} W" if gpu else "no GPU seen"
+    host = extra["host"]
+    busy, asleep = (host.get(f"stretto_host_{k}_seconds_total") for k in ("busy", "idle"))
+    if busy is not None and asleep is not None and busy + asleep > 0:
+        shown += f"; loop thread busy {100 * busy / (busy + asleep):.0f} %"
+    for stage in ("thinker", "talker", "code2wav"):
+        steps = host.get(f'stretto_stage_steps_total{{stage="{stage}"}}', 0.0)
+        if steps:
+            spent = sum(
+                host.get(f'stretto_stage_{k}_seconds_total{{stage="{stage}"}}', 0.0) for k in ("launch", "retire")
+            )
+            shown += f"; {stage} {steps:.0f} steps, {1e6 * spent / steps:.0f} us of host each"
+            held, late = (host.get(f'stretto_stage_{k}_total{{stage="{stage}"}}', 0.0) for k in ("held", "late"))
+            if held:
+                shown += f", {held:.0f} held back, {late:.0f} too long"
+    return shown
+
+
+def model_flags(serve: list[str]) -> list[str]:
+    """What `stretto serve` is told about its model, as bench/host.py is told: both should measure the same one."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, ModelConfig, {"model": "the model"})
+    given, names = vars(parser.parse_known_args(serve)[0]), {f.name for f in fields(HostSettings)} - {"device"}
+    return [word for n, value in given.items() if n in names for word in ("--host", f"{n}={json.dumps(value)}")]
+
+
+def profile_host(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    out = folder / "host.json"
+    command = [sys.executable, "-m", "bench.host", "--model", args.model, "--device", args.device, "--out", str(out)]
+    command += ["--streams", *map(str, args.host_streams), "--max-rows", str(args.max_rows)]
+    command += ["--frames", "12" if args.quick else "125"] + (["--profile"] if args.profile else [])
+    command += model_flags(args.serve)
+    subprocess.run(command, cwd=ROOT, env=environment(), timeout=args.host_timeout, check=True)
+    yield json.loads(out.read_text())
+
+
+# ---- all of it
+
+
+def run_part(
+    name: str, work: Callable[[], Iterator[dict[str, Any]]], result: dict[str, Any], to: Path | None = None
+) -> None:
+    """What a part finds before it fails is kept, and written as soon as it is there. It carries what it was measured
+    on, since parts of a file may be measured one by one."""
+    start, found = time.monotonic(), []
+    result["parts"][name] = part = {"found": found, "error": None, "env": result["env"]}
+    print(f"== {name}", flush=True)
+    try:
+        for one in work():
+            found.append(one)
+            save(to, result)
+    except Exception as e:  # noqa: BLE001 - the boundary between parts: the others are still worth their time
+        part["error"] = f"{type(e).__name__}: {e}"
+        print(f"{name} failed: {traceback.format_exc()}", flush=True)
+    part["seconds"] = time.monotonic() - start
+    save(to, result)
+
+
+def begin(args: argparse.Namespace) -> dict[str, Any]:
+    """A new result; with --add, the parts and starts that are in the file already, as they are."""
+    before = json.loads(args.out.read_text(encoding="utf-8")) if args.add and args.out.exists() else {}
+    starts = before.get("starts") or ([before["start"]] if before.get("start") else [])
+    return {"env": described(), "arguments": arguments(args), "parts": before.get("parts", {}), "starts": starts}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    result = begin(args)
+    served = [p for p in args.parts if p != "host"]
+    with tempfile.TemporaryDirectory(prefix="stretto-h200-") as name, checkpoint(args.model) as directory:
+        folder = Path(name)
+        if served:
+            try:
+                cached = kernels_cached()
+                with serving(args, directory, folder) as server:
+                    over_http(args, server, directory, folder, served, result, cached)
+                    result["server_log"] = server.tail(20000)
+            except Stopped as e:
+                result["error"] = str(e)
+                print(f"stopped: {e}", flush=True)
+            save(args.out, result)
+        if "host" in args.parts:
+            run_part("host", lambda: profile_host(args, folder), result, args.out)
+    return result
+
+
+def kernels_cached() -> int:
+    """Kernels that Triton has compiled on this machine before: a start without any takes longer."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    return sum(1 for entry in folder.iterdir()) if folder.is_dir() else 0
+
+
+def over_http(
+    args: argparse.Namespace, server: Server, directory: Path, folder: Path, parts: list[str], result: dict[str, Any],
+    cached: int,
+) -> None:  # fmt: skip
+    server.wait(args.start_timeout)
+    told = {"ready_s": server.ready_s, "kernels_cached": cached, "env": result["env"], "phases": server.phases}
+    result["starts"].append(told)
+    print(f"ready after {server.ready_s:.1f} s, {cached} kernels compiled before", flush=True)
+    for phase in server.phases:
+        print(f"  {phase['at_s']:6.1f} s  {phase['state']}: {phase['stages']}", flush=True)
+    result["metrics_at_start"] = server.metrics()
+    gpu = GpuWatch()
+    try:
+        crowd = Crowd(server, folder, gpu, args.processes)
+        stand = Stand(args, crowd, Questions(directory.name, Tokenizer.open(directory)))
+        for name in parts:
+            if server.process.poll() is not None:
+                raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
+            run_part(name, getattr(stand, name), result, args.out)
+        result["metrics_at_end"] = server.metrics()
+    finally:
+        gpu.close()
+
+
+def described() -> dict[str, Any]:
+    """The machine, asked in a process of its own: this one must not hold a part of the GPU."""
+    ask = "import json; from bench.env import describe; print(json.dumps(describe()))"
+    told = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True
+    )
+    env: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return env | {"command": " ".join(["bench.h200", *sys.argv[1:]]), "client": client()}
+
+
+def arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+
+
+def save(to: Path | None, result: dict[str, Any]) -> None:
+    if to is not None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(json.dumps(rounded(result)) + "\n", encoding="utf-8")
+
+
+def summary(result: dict[str, Any]) -> str:
+    lines = ["", f"{'':22}{'first text':>12}{'first audio':>12}{'p99':>9}{'RTF':>8}{'waits':>9}{'answers':>9}"]
+    for part in result["parts"].values():
+        for one in part["found"]:
+            if "summary" not in one or not one["summary"].get("first_audio_s"):
+                continue
+            s = one["summary"]
+            first = s.get("first_text_s", {}).get("p50", float("nan"))
+            lines.append(
+                f"{one['workload'] + ' x ' + str(one['streams'] or one['rate']):22}{1000 * first:>9.1f} ms"
+                f"{1000 * s['first_audio_s']['p50']:>9.1f} ms{1000 * s['first_audio_s']['p99']:>9.1f}"
+                f"{s['rtf']['p50']:>8.3f}{s['wait_0ms_s']['max']:>9.3f}{one['answers']:>9}"
+            )
+    failed = [f"{name}: {part['error']}" for name, part in result["parts"].items() if part["error"]]
+    return "\n".join([*lines, *failed])
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--parts", default=",".join(PARTS), help="default: all")
+    p.add_argument("--model", default="released", help="released, tiny or a directory")
+    p.add_argument("--device", default=find_device())
+    p.add_argument("--levels", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the latency table")
+    p.add_argument("--streams", type=int, nargs="+", default=[64, 96, 128], help="of 60 s of speech each")
+    p.add_argument("--rates", type=float, nargs="+", default=[4.0, 10.0], help="open loop: requests a second")
+    p.add_argument("--open-seconds", type=float, default=30.0, help="open loop, each rate (default: %(default)s)")
+    p.add_argument("--arrive", type=float, default=60.0, help="players come within so many seconds, by chance")
+    p.add_argument("--requests", type=int, default=100, help="at each level (default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=50.0, help="at each level at most (default: %(default)s)")
+    p.add_argument("--patience", type=float, default=100.0, help="for one answer of a minute (default: %(default)s)")
+    p.add_argument("--lead", type=float, default=1.0, help="players read so many seconds ahead (default: %(default)s)")
+    p.add_argument("--last-first", action="store_true", help="the latency levels in reverse, for a second run")
+    p.add_argument("--max-rows", type=int, default=128, help="of the server (default: %(default)s)")
+    p.add_argument("--processes", type=int, default=6, help="of listeners, at most (default: %(default)s)")
+    p.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last")
+    p.add_argument("--host-streams", type=int, nargs="+", default=[1, 8, 32, 64])
+    p.add_argument("--host-timeout", type=float, default=300.0)
+    p.add_argument("--profile", action="store_true", help="host: also a profile by function")
+    p.add_argument("--start-timeout", type=float, default=240.0)
+    p.add_argument("--quick", action="store_true", help="a few short requests: does it run at all?")
+    p.add_argument("--add", action="store_true", help="keep the other parts that are in --out already")
+    p.add_argument("--out", type=Path, help="everything as JSON")
+    args = p.parse_args()
+    args.parts = [x for x in args.parts.split(",") if x]
+    if unknown := set(args.parts) - set(PARTS):
+        p.error(f"no such part: {', '.join(sorted(unknown))}")
+    if args.add and args.out is None:
+        p.error("--add needs --out")
+    if args.quick:
+        args.requests, args.seconds, args.rates, args.open_seconds, args.arrive = 4, 20.0, [1.0], 4.0, 2.0
+        args.levels, args.streams, args.host_streams = args.levels[:2], [4], [1, 4]
+    result = measure(args)
+    print(summary(result), flush=True)
+    save(args.out, result)
+    if args.out is not None:
+        print(f"wrote {args.out}")
+    return 1 if result.get("error") or any(part["error"] for part in result["parts"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

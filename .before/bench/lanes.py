@@ -1,0 +1,303 @@
+"""The lanes of `bench/connectors.py`: ways to get a payload to another process, ours and plain means of the system."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from stretto.connector import wire
+from stretto.connector.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
+from stretto.connector.notes import Kind, Note
+from stretto.connector.registry import connectors
+from stretto.connector.shm import ShmInward, ShmOutward
+from stretto.types import SECRET_BYTES, Mark, RequestId, Span
+
+SLOT_BYTES = (8 << 20) + (1 << 16)
+OPTIONS = LinkOptions(slots=4, slot_bytes=SLOT_BYTES, secret=bytes(SECRET_BYTES))  # the same in both processes
+WAIT_S = 60.0
+LOOK_US = 100
+_LENGTH = struct.Struct("<Q")
+
+
+class Lane(Protocol):
+    """One process's two ends: what it receives on and what it sends on."""
+
+    def listen(self) -> str: ...
+
+    def connect(self, address: str) -> None: ...
+
+    def send(self, size: int) -> None: ...
+
+    def receive(self) -> None: ...
+
+    def done(self) -> None:
+        """Give back the memory of what was received, where that is a thing to do. Not part of a hop."""
+        ...
+
+
+class UnixBytes:
+    """A stream socket, a length before each payload, buffers that are reused."""
+
+    def listen(self) -> str:
+        self._listener = socket.socket(socket.AF_UNIX)
+        address = f"bench-{secrets.token_hex(8)}"
+        self._listener.bind("\0" + address)
+        self._listener.listen()
+        return address
+
+    def connect(self, address: str) -> None:
+        self._out = socket.socket(socket.AF_UNIX)
+        self._out.connect("\0" + address)
+        self._in, _ = self._listener.accept()
+        self._source = memoryview(bytearray(SLOT_BYTES))
+        self._target = memoryview(bytearray(2 * SLOT_BYTES))
+        self._start = self._stop = 0  # what was received and not yet handed out
+
+    def send(self, size: int) -> None:
+        _LENGTH.pack_into(self._source, 0, size)
+        self._out.sendall(self._source[: _LENGTH.size + size])
+
+    def receive(self) -> None:
+        self._receive_payload()
+
+    def done(self) -> None:
+        pass
+
+    def _receive_payload(self) -> memoryview:
+        # Asks for all that may be there, so that a small message takes one call or less.
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        elif self._start > SLOT_BYTES:
+            rest = bytes(self._target[self._start : self._stop])
+            self._target[: len(rest)] = rest
+            self._start, self._stop = 0, len(rest)
+        self._fill(_LENGTH.size)
+        (size,) = _LENGTH.unpack_from(self._target, self._start)
+        self._fill(_LENGTH.size + size)
+        payload = self._target[self._start + _LENGTH.size : self._start + _LENGTH.size + size]
+        self._start += _LENGTH.size + size
+        return payload
+
+    def _fill(self, size: int) -> None:
+        while self._stop - self._start < size:
+            self._stop += self._in.recv_into(self._target[self._stop :])
+
+
+class UnixTensor(UnixBytes):
+    """The least that gets a tensor to a tensor: its bytes behind their length, received as a view. Neither side says
+    what they are, whose, or in which order, and nothing is checked."""
+
+    def connect(self, address: str) -> None:
+        super().connect(address)
+        self._tensor = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+
+    def send(self, size: int) -> None:
+        self._source[_LENGTH.size : _LENGTH.size + size] = self._tensor.numpy()[:size].data
+        super().send(size)
+
+    def receive(self) -> None:
+        self._taken = torch.frombuffer(self._receive_payload(), dtype=torch.uint8)
+
+
+class UnixChunk(UnixBytes):
+    """The same with the wire format: encode into the buffer, send it, decode as views. It may remember views of its
+    buffers as a slot does, so that what differs is the way and not the format."""
+
+    def __init__(self) -> None:
+        self._chunks = Chunks()
+        self._pages: dict[int, wire.Page] = {}
+
+    def connect(self, address: str) -> None:
+        super().connect(address)
+        self._page = wire.Page(self._source[_LENGTH.size :])
+
+    def send(self, size: int) -> None:
+        length = wire.encode_into(self._page, self._chunks.next(size))
+        _LENGTH.pack_into(self._source, 0, length)
+        self._out.sendall(self._source[: _LENGTH.size + length])
+
+    def receive(self) -> None:
+        payload = self._receive_payload()
+        start = self._start - len(payload)
+        page = self._pages.get(start)
+        if page is None:
+            if len(self._pages) >= 64:
+                self._pages.clear()
+            page = self._pages[start] = wire.Page(self._target[start:])
+        self._taken = wire.read(page, len(payload))
+
+    def done(self) -> None:
+        self._taken.release()
+
+
+class ZmqBytes:
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
+
+    def listen(self) -> str:
+        self._in = zmq.Context.instance().socket(zmq.PULL)
+        self._in.set_hwm(8)
+        self._in.bind("tcp://127.0.0.1:*" if self._transport == "tcp" else f"ipc://@bench-{secrets.token_hex(8)}")
+        return self._in.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, address: str) -> None:
+        self._out = zmq.Context.instance().socket(zmq.PUSH)
+        self._out.set_hwm(8)
+        self._out.connect(address)
+        self._source = memoryview(bytearray(SLOT_BYTES))
+
+    def send(self, size: int) -> None:
+        self._out.send(self._source[:size], copy=False)
+
+    def receive(self) -> None:
+        self._in.recv(copy=False)
+
+    def done(self) -> None:
+        pass
+
+
+class QueueBytes:
+    """`multiprocessing.Queue`: pickles the array into a pipe, from a thread of its own."""
+
+    def __init__(self, inward: Any, outward: Any) -> None:
+        self._in, self._out = inward, outward
+        self._source = np.zeros(SLOT_BYTES, dtype=np.uint8)
+
+    def listen(self) -> str:
+        return ""
+
+    def connect(self, address: str) -> None:
+        pass
+
+    def send(self, size: int) -> None:
+        self._out.put(self._source[:size])
+
+    def receive(self) -> None:
+        self._in.get(timeout=WAIT_S)
+
+    def done(self) -> None:
+        pass
+
+
+class ShmBytes:
+    """The shm connector's slots and notes, without the wire format."""
+
+    def listen(self) -> str:
+        receiver = connectors.get("shm").listen("bench.0", OPTIONS)
+        self._in: ShmInward = receiver._carrier  # type: ignore[attr-defined]
+        return msgspec.json.encode(receiver.endpoint).decode()
+
+    def connect(self, address: str) -> None:
+        sender = connectors.get("shm").connect(msgspec.json.decode(address, type=Endpoint), OPTIONS)
+        self._out: ShmOutward = sender._carrier  # type: ignore[attr-defined]
+        self._source = memoryview(bytearray(SLOT_BYTES))
+        self._free = list(range(OPTIONS.slots))
+        self._sent = 0
+        self._arrived: list[tuple[Note, wire.Page]] = []
+
+    def send(self, size: int) -> None:
+        while not self._free:
+            self._take_back(WAIT_S)
+        slot = self._free.pop()
+        self._out.pages[slot].memory[:size] = self._source[:size]
+        self._out.returns.flight[slot] = (self._sent, RequestId("bench"))
+        self._out.ship(slot, self._sent, size)
+        self._sent += 1
+
+    def _take_back(self, timeout: float) -> None:
+        for _kind, slot, *_ in self._out.notes(timeout):
+            del self._out.returns.flight[slot]
+            self._free.append(slot)
+
+    def receive(self) -> None:
+        while not self._arrived:
+            self._arrived = self._in.arrivals(WAIT_S)
+        self._taken, _page = self._arrived.pop(0)
+
+    def done(self) -> None:
+        _kind, slot, seq, *_ = self._taken
+        self._in.reply(Kind.RELEASE, slot, seq)
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Chunks of one tensor each; headers are made once per size."""
+
+    _made: dict[int, tuple[ChunkHeader, dict[str, torch.Tensor]]] = field(default_factory=dict)
+
+    def next(self, size: int) -> Chunk:
+        if size not in self._made:
+            tensors = {"rows": torch.zeros(size, dtype=torch.uint8)}
+            made = wire.chunk(RequestId("bench"), Span(0, 1), Mark.MORE, tensors)
+            self._made[size] = (made.header, tensors)
+        header, tensors = self._made[size]
+        return Chunk(header, tensors)
+
+
+class ConnectorChunk:
+    def __init__(self, name: str, **details: str) -> None:
+        self._connector = connectors.get(name)
+        self._options = replace(OPTIONS, details=details)
+        self._chunks = Chunks()
+
+    def listen(self) -> str:
+        self._in = self._connector.listen("bench.0", self._options)
+        return msgspec.json.encode(self._in.endpoint).decode()
+
+    def connect(self, address: str) -> None:
+        self._out = self._connector.connect(msgspec.json.decode(address, type=Endpoint), OPTIONS)
+
+    def send(self, size: int) -> None:
+        assert self._out.put(self._chunks.next(size), WAIT_S)
+
+    def receive(self) -> None:
+        chunk = self._in.take(WAIT_S)
+        assert chunk is not None
+        self._taken = chunk
+
+    def done(self) -> None:
+        self._taken.release()
+
+
+LANES = (
+    "unix bytes",
+    "unix tensor",
+    "shm bytes",
+    "zmq ipc bytes",
+    "zmq tcp bytes",
+    "mp.Queue",
+    "unix chunk",
+    "shm chunk",
+    "shm chunk, looking",
+    "tcp chunk",
+    "mooncake chunk",
+)
+
+
+def make_lane(name: str, queues: tuple[Any, Any]) -> Lane:
+    match name.split():
+        case ["unix", "bytes"]:
+            return UnixBytes()
+        case ["unix", "tensor"]:
+            return UnixTensor()
+        case ["unix", "chunk"]:
+            return UnixChunk()
+        case ["shm", "bytes"]:
+            return ShmBytes()
+        case ["zmq", transport, "bytes"]:
+            return ZmqBytes(transport)
+        case ["mp.Queue"]:
+            return QueueBytes(*queues)
+        case ["shm", "chunk,", "looking"]:
+            return ConnectorChunk("shm", look_us=str(LOOK_US))
+        case [connector, "chunk"]:
+            return ConnectorChunk(connector)
+    raise ValueError(name)

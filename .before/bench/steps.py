@@ -1,0 +1,241 @@
+"""How long one step takes on the device: a thinker's decode step and a talker's frame, from captured graphs.
+
+    python -m bench.steps [--batches 1,8,32] [--context 1024] [--steps 150] [--out FILE]
+
+Full-size model with random weights; rows with different random words behind them, so that they choose different
+experts. Every step is timed by events around its graph, in two identical runs. Also counted: the experts that a layer
+reads per step, and with them the bytes that must be read, which give the floor at the copy bandwidth measured here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.env import describe, quantile
+from stretto.kernels.paged import KVCache
+from stretto.layers.decoder import Decoder
+from stretto.layers.mlp import MoeMLP
+from stretto.models.qwen3_omni.config import parse
+from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.rows import How
+from stretto.stage.runner.talker import TalkerLane
+from stretto.stage.runner.thinker import ThinkerLane
+from stretto.types import CODE0, GREEDY, RESIDUAL, SamplingParams
+
+BLOCK = 16
+
+
+def copy_bandwidth(size: int = 4 << 30) -> float:
+    """Bytes read and written per second by a large copy."""
+    a, b = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    times = []
+    for _ in range(8):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        b.copy_(a)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 2 * size / quantile(times, 0.5) * 1e3
+
+
+def filled_cache(model: Thinker | Talker, blocks: int) -> KVCache:
+    cache = model.cache(blocks + 1, BLOCK)
+    for layer in cache.data:
+        layer.normal_()
+    return cache
+
+
+def seat(lane: ThinkerLane | TalkerLane, batch: int, context: int, sampling: SamplingParams | None) -> None:
+    """Give each row its blocks, words and sampling parameters, as a request would have left them."""
+    per_row = -(-(context + 512) // BLOCK)
+    for row in range(batch):
+        lane.rows.join(row, range(row * per_row, (row + 1) * per_row), 0.0, ())
+        if isinstance(lane, ThinkerLane):
+            lane.params.write(row, sampling or GREEDY)
+        else:
+            lane.code0.write(row, CODE0)
+            lane.residual.write(row, RESIDUAL)
+    if isinstance(lane, ThinkerLane):
+        lane.next[:batch] = torch.randint(0, 150_000 if lane.rows.seen.shape[1] > 150_000 else 1000, (batch,)).to(
+            lane.next
+        )
+    else:
+        lane.embedding.normal_(std=0.02)
+
+
+class Routes:
+    """Counts, in an eager step, how many different experts each layer of a decoder reads."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.distinct = decoder, []
+
+    def count(self, run: Any) -> float:
+        from stretto.kernels.fast import experts_many
+
+        plain, found = experts_many.route, self.distinct
+
+        def route(*args: Any, **kwargs: Any) -> Any:
+            parts = plain(*args, **kwargs)
+            found.append(parts.sum(0))
+            return parts
+
+        experts_many.route = route
+        try:
+            run()
+        finally:
+            experts_many.route = plain
+        moe = self.decoder.config.moe
+        assert moe is not None
+        if not found:  # one row is routed inside its kernel
+            return float(moe.top_k)
+        ids = [logits[:, : moe.num_experts].topk(moe.top_k).indices for logits in found]
+        return float(np.mean([len(chosen.unique()) for chosen in ids]))
+
+
+def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: int) -> float:
+    """The fewest bytes of a step: every weight in use once, and the keys and values."""
+
+    def decoder(d: Decoder) -> float:
+        total = 0.0
+        for layer in d.layers:
+            for name, p in layer.named_parameters():
+                total += p.nbytes * (distinct / p.shape[0] if ".experts." in name else 1.0)
+        return total
+
+    c = model.model.config
+    cache = batch * context * c.num_layers * 2 * c.num_kv_heads * c.head_dim * 2.0
+    if isinstance(model, Thinker):
+        return decoder(model.model) + model.lm_head.weight.nbytes + cache
+    predictor = model.code_predictor
+    heads = sum(p.nbytes for p in predictor.lm_head.parameters())
+    passes = predictor.num_groups - 1
+    return decoder(model.model) + model.codec_head.weight.nbytes + cache + passes * decoder(predictor.model) + heads
+
+
+def seated(model: Thinker | Talker, batch: int, context: int, sampled: bool) -> tuple[ThinkerLane | TalkerLane, How]:
+    """A lane of `batch` rows that stand at `context`, and how they pick."""
+    thinker = isinstance(model, Thinker)
+    per_row = -(-(context + 512) // BLOCK)
+    cache = filled_cache(model, batch * per_row)
+    lane = (ThinkerLane if thinker else TalkerLane)(model, cache, batch, per_row * BLOCK)  # type: ignore[arg-type]
+    seat(lane, batch, context, SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None)
+    return lane, How(sampled or not thinker, not thinker)
+
+
+def ready(
+    model: Thinker | Talker, batch: int, context: int, sampled: bool, stream: torch.cuda.Stream
+) -> tuple[DecodeGraphs, How, float]:
+    """A captured step of `batch` seated rows, how it picks, and the different experts that a layer reads in it."""
+    lane, how = seated(model, batch, context, sampled)
+    distinct = float("nan")
+    with torch.cuda.stream(stream):
+        inputs = torch.zeros(3, batch, dtype=torch.int64, device="cuda")
+        inputs[0] = torch.arange(batch, device="cuda")
+        inputs[1] = context - 1
+        decoder = model.model
+        if any(isinstance(layer.mlp, MoeMLP) for layer in decoder.layers) and decoder.fused is not None:
+            distinct = Routes(decoder).count(lambda: decode_step(lane, inputs[0], inputs[1], inputs[2], how))
+    graphs = DecodeGraphs(lane, sizes=(batch,), ways=[how])
+    graphs.capture(stream)
+    return graphs, how, distinct
+
+
+def measure(
+    model: Thinker | Talker, batch: int, context: int, steps: int, sampled: bool, trace: bool
+) -> dict[str, Any]:
+    thinker = isinstance(model, Thinker)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs, how, distinct = ready(model, batch, context, sampled, stream)
+    host = np.zeros((3, batch), np.int64)
+    host[0] = np.arange(batch)
+    runs = []
+    for _ in range(2):
+        marks = []
+        with torch.cuda.stream(stream):
+            for i in range(steps + 20):
+                host[1] = context - 1 + i
+                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graphs.replay(host, how)
+                stop.record()
+                marks.append((start, stop))
+            stream.synchronize()
+        runs.append([a.elapsed_time(b) for a, b in marks[20:]])
+    timeline = None
+    if trace:
+        from torch.profiler import ProfilerActivity, profile
+
+        with torch.cuda.stream(stream), profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(3):
+                graphs.replay(host, how)
+            stream.synchronize()
+        events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        events.sort(key=lambda e: e.time_range.start)
+        timeline = [(e.name[:40], e.time_range.start - events[0].time_range.start, e.device_time) for e in events]
+    return {
+        "timeline": timeline,
+        "what": ("thinker step" if thinker else "talker frame") + (" (sampled)" if sampled and thinker else ""),
+        "batch": batch,
+        "context": context,
+        "p50_ms": [quantile(r, 0.5) for r in runs],
+        "p99_ms": [quantile(r, 0.99) for r in runs],
+        "distinct_experts": distinct,
+        "bytes": bytes_read(model, distinct, batch, context),
+        "raw_ms": runs,
+    }
+
+
+@torch.inference_mode()
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--stages", default="thinker,talker")
+    p.add_argument("--batches", default="1,8,32")
+    p.add_argument("--context", type=int, default=1024)
+    p.add_argument("--steps", type=int, default=150)
+    p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
+    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
+    p.add_argument("--trace", action="store_true", help="also record when each kernel of three steps ran")
+    p.add_argument("--out", type=Path)
+    args = p.parse_args()
+    config = parse(tiny_config() if args.tiny else released_config())
+    source = Source.open(config, "cuda", torch.bfloat16, "dummy", False, args.expert_weights)
+    bandwidth = copy_bandwidth()
+    result: dict[str, Any] = {
+        "about": describe(),
+        "copy_bytes_per_s": bandwidth,
+        "expert_weights": args.expert_weights,
+        "steps": [],
+    }
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for kind in args.stages.split(","):
+        model = source.thinker() if kind == "thinker" else source.talker()
+        for batch in map(int, args.batches.split(",")):
+            for sampled in (False, True) if kind == "thinker" else (True,):
+                run = measure(model, batch, args.context, args.steps, sampled, args.trace)
+                run["floor_ms"] = run["bytes"] / bandwidth * 1e3
+                result["steps"].append(run)
+                print(
+                    f"{run['what']:24} batch {batch:3}: p50 {run['p50_ms'][0]:6.3f} / {run['p50_ms'][1]:6.3f} ms, "
+                    f"floor {run['floor_ms']:6.3f} ms, distinct experts {run['distinct_experts']:.1f}",
+                    flush=True,
+                )
+        del model
+        torch.cuda.empty_cache()
+    if args.out is not None:
+        args.out.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

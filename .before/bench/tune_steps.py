@@ -1,0 +1,444 @@
+"""Finds launch parameters for decode kernels inside a whole step, where kernels overlap their neighbours.
+
+    python -m bench.tune_steps --stage thinker --batch 8 [--expert-weights float8] [--layers 12] [--kernels decode,up]
+        [--per-kernel 12] [--limit 300] [--out FILE] [--report FILE]
+
+`bench/tune.py` times each kernel alone; its candidates are tried here one kernel at a time in a captured step of a
+model with fewer layers (random weights), against the step as it stands: both in turns, on the same inputs. A candidate
+stays if the step is faster by 0.3 % in two measurements, and if its output is the same but for rounding. Processes
+with a model of two layers compile (and try) candidates first. Without --out nothing is saved.
+
+`--tiny` tries the script itself: on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where a step is timed without a
+graph and times mean nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing.synchronize import Semaphore
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import tune
+from bench.descent import Descent, Failed, Pair, Table, Tuned, chosen
+from bench.env import describe
+from bench.steps import seated
+from stretto.kernels.fast import sampling, tuning
+from stretto.layers.decoder import Decoder
+from stretto.layers.fused import FusedLayers
+from stretto.models.qwen3_omni.config import OmniConfig, parse
+from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.thinker import ThinkerLane
+from stretto.types import ExpertWeights
+
+SHALLOW = 2  # layers in which every variant of a layer's kernels occurs: the first and the last differ from others
+INPUTS = 16  # different ones, so that steps choose different experts
+CHECKED = 5  # of them, for the output: a single row may choose another expert or code by rounding alone
+WARM = 4  # replays before those that count
+SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1
+BESIDE = {"decode": "soon", "split": "fetch"}  # of these, what only shows beside other kernels; `tune` leaves it alone
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """The step to tune."""
+
+    stage: str
+    batch: int
+    context: int = 1024
+    layers: int = 12
+    expert_weights: ExpertWeights = "full"
+    tiny: bool = False
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def config(self) -> OmniConfig:
+        raw = tiny_config() if self.tiny else released_config()
+        thinker, talker = raw["thinker_config"], raw["talker_config"]
+        for part in (thinker, talker):
+            part["text_config"]["num_hidden_layers"] = self.layers
+        talker["accept_hidden_layer"] = min(talker["accept_hidden_layer"], self.layers)
+        # Encoders take no part in a decode step; processes that compile need the memory.
+        thinker["audio_config"]["encoder_layers"] = 1
+        thinker["vision_config"] |= {"depth": 1, "deepstack_visual_indexes": [0]}
+        if self.tiny:  # sizes that the kernels take
+            talker["text_config"] |= {
+                "hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+            }  # fmt: skip
+            talker["code_predictor_config"]["hidden_size"] = 64
+        return parse(raw)
+
+    def model(self) -> Thinker | Talker:
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        source = Source.open(self.config(), self.device, dtype, "dummy", False, self.expert_weights)
+        model = source.thinker() if self.stage == "thinker" else source.talker()
+        for decoder in decoders(model):
+            if decoder.fused is None and self.device == "cpu":
+                decoder.fused = FusedLayers(decoder, torch.device("cpu"))
+            assert decoder.fused is not None, "kernels are switched off"
+        return model
+
+
+def decoders(model: Thinker | Talker) -> list[Decoder]:
+    return [model.model] if isinstance(model, Thinker) else [model.model, model.code_predictor.model]
+
+
+class WholeStep:
+    """A lane with seated rows whose step can be run, checked and timed with any launch parameters."""
+
+    def __init__(self, what: What, replays: int = 30, compilers: Compilers | None = None) -> None:
+        self.what, self.replays, self.compilers = what, replays, compilers
+        torch.manual_seed(1)
+        self.model = what.model()
+        self.lane, self.how = seated(self.model, what.batch, what.context, sampled=False)
+        self.stream = torch.cuda.Stream() if what.device == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        self.host = np.zeros((3, what.batch), np.int64)  # rows, positions, values
+        self.host[0], self.host[1] = np.arange(what.batch), what.context - 1
+        self.place = self.lane.next if isinstance(self.lane, ThinkerLane) else self.lane.embedding
+        with self.on_stream():
+            self.device_inputs = torch.from_numpy(self.host).to(what.device)
+            self.given = [self._given() for _ in range(INPUTS)]
+        self._base: tuple[Table, Callable[[], object]] | None = None
+        self._reference: list[torch.Tensor] | None = None
+
+    def _given(self) -> torch.Tensor:
+        shape = self.place[: self.what.batch].shape
+        if isinstance(self.lane, ThinkerLane):
+            return torch.randint(0, 150_000 if not self.what.tiny else 1000, shape).to(self.place)
+        return torch.randn(shape).mul(0.02).to(self.place)
+
+    def on_stream(self) -> Any:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def restore(self, i: int) -> None:
+        """What the last step left behind gives way to the i-th input."""
+        self.place[: self.what.batch].copy_(self.given[i % INPUTS])
+
+    def run(self) -> torch.Tensor:
+        return decode_step(self.lane, *self.device_inputs, self.how)
+
+    def finish(self) -> None:
+        """What was launched is done, and if it went wrong, it shows here."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def asked(self, changes: Table) -> dict[str, tuning.Asked]:
+        with tuning.instead(changes) as asked, self.on_stream(), shallow(self.model):
+            self.restore(0)
+            self.run()
+            self.finish()
+        return dict(asked)
+
+    def ahead(self, tables: Sequence[Table]) -> list[str | None]:
+        if self.compilers is not None:
+            try:
+                return self.compilers.try_all(tables)
+            except BrokenProcessPool:
+                print("a process that compiles died; kernels are compiled as they come now", flush=True)
+                self.compilers = None
+        return [None] * len(tables)
+
+    def outputs(self, changes: Table) -> list[torch.Tensor]:
+        """Logits of all picks, of a few layers only: every layer more makes rounding weigh more."""
+        heard: list[torch.Tensor] = []
+        with tuning.instead(changes), self.on_stream(), shallow(self.model), overheard(heard):
+            for i in range(CHECKED):
+                self.restore(i)
+                self.lane.rows.seen.zero_()  # picks are penalised for what was picked before
+                self.run()
+            self.finish()
+        return heard
+
+    def error(self, changes: Table) -> float:
+        if self._reference is None:
+            self._reference = self.outputs({})
+        with failing():
+            found = self.outputs(changes)
+            errors = [
+                ((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).cpu()
+                for a, b in zip(found, self._reference, strict=True)
+            ]
+        return float(torch.cat(errors).quantile(0.5))
+
+    def captured(self, changes: Table) -> Callable[[], object]:
+        """A step with these parameters, to be run again and again."""
+        if self.stream is None:
+
+            def eager() -> None:
+                with tuning.instead(changes):
+                    self.run()
+
+            return eager
+        graphs = DecodeGraphs(self.lane, sizes=(self.what.batch,), ways=[self.how])
+        with tuning.instead(changes):
+            graphs.capture(self.stream)
+        return lambda: graphs.replay(self.host, self.how)
+
+    def pair(self, base: Table, changes: Table) -> Pair:
+        """In turns, so that neither has the quieter time, and with the same inputs."""
+        if self._base is None or self._base[0] != base:
+            self._base = None  # its memory goes before new memory comes
+            self._base = dict(base), self.captured(base)
+        with failing():
+            runs = self._base[1], self.captured(changes)
+            marks: tuple[list[Any], list[Any]] = ([], [])
+            with self.on_stream():
+                for i in range(WARM + self.replays):
+                    for side in (0, 1) if i % 2 == 0 else (1, 0):
+                        self.restore(i)
+                        start = self._now()
+                        runs[side]()
+                        marks[side].append((start, self._now()))
+                self.finish()
+        mine, other = ([_between(*m) for m in side[WARM:]] for side in marks)
+        ratios = [b / a for a, b in zip(mine, other, strict=True)]
+        return Pair(statistics.median(mine), statistics.median(other), 1 - statistics.median(ratios))
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self.stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+    """Milliseconds."""
+    if isinstance(start, float) or isinstance(stop, float):
+        return (float(stop) - float(start)) * 1e3
+    return float(start.elapsed_time(stop))
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """A candidate may ask for more than the device has, or for tiles that do not compile."""
+    try:
+        yield
+    except Exception as e:
+        raise Failed(f"{type(e).__name__}: {e}"[:200]) from e
+
+
+@contextmanager
+def shallow(model: Thinker | Talker) -> Iterator[None]:
+    """The first layers only (of a decoder with experts)."""
+    fused = model.model.fused
+    assert fused is not None
+    layers, fused.layers = fused.layers, fused.layers[:SHALLOW]
+    try:
+        yield
+    finally:
+        fused.layers = layers
+
+
+@contextmanager
+def overheard(heard: list[torch.Tensor]) -> Iterator[None]:
+    """Copies of all logits that are picked from: every pick looks them over first."""
+    check = sampling._check
+
+    def listen(logits: torch.Tensor, *rest: torch.Tensor) -> None:
+        heard.append(logits.clone())
+        check(logits, *rest)
+
+    sampling._check = listen
+    try:
+        yield
+    finally:
+        sampling._check = check
+
+
+_mine: WholeStep | None = None  # in a process that compiles; None after its device went bad
+
+
+@torch.inference_mode()
+def start_compiling(what: What, started: Semaphore) -> None:
+    global _mine
+    torch.set_num_threads(1)
+    _mine = WholeStep(replace(what, layers=SHALLOW))
+    _mine.asked({})  # what all candidates have in common
+    started.release()
+
+
+@torch.inference_mode()
+def try_one(changes: Table) -> str | None:
+    """Run a step once with these parameters, so that its kernels are on disk. Says why that is not possible."""
+    global _mine
+    if _mine is None:
+        return None
+    try:
+        with failing():
+            _mine.asked(changes)
+    except Failed as e:
+        if isinstance(e.__cause__, torch.OutOfMemoryError):  # many processes share the device: says nothing
+            return None
+        try:
+            _mine.finish()
+        except RuntimeError:  # a wrong access: nothing runs in this process any more
+            _mine = None
+        return str(e)
+    return None
+
+
+def nothing() -> None:
+    """Who is asked for it has been started."""
+
+
+class Compilers:
+    """Processes that compile. All of them start at once, while the caller fills its own model."""
+
+    def __init__(self, what: What, jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.jobs, self.started = jobs, context.Semaphore(0)
+        self.pool = ProcessPoolExecutor(jobs, context, initializer=start_compiling, initargs=(what, self.started))
+        self.asked = [self.pool.submit(nothing) for _ in range(jobs)]
+
+    def wait(self, seconds: float = 180.0) -> None:
+        """Until all have started: they would disturb measurements."""
+        end, left = time.monotonic() + seconds, self.jobs
+        while left and time.monotonic() < end and not any(f.done() and f.exception() for f in self.asked):
+            left -= self.started.acquire(timeout=1.0)
+
+    def try_all(self, tables: Sequence[Table]) -> list[str | None]:
+        return list(self.pool.map(try_one, tables))
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+
+class Candidates:
+    """What to try for a kernel: as `bench/tune.py` does, with a few more."""
+
+    def __init__(self, what: What, most: int) -> None:
+        self.what, self.most = what, most
+        batches = [n for n in (what.batch, 2 * what.batch) if n > 1]  # a frame begins with two positions per row
+        self.cases: dict[str, tune.Case] = {}
+        for case in tune.cases(["vector", "matrix", "split", "float8"], batches):
+            self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)
+
+    def __call__(self, asked: tuning.Asked) -> list[Tuned]:
+        case = self.cases.get(tuning.name_of(asked.kernel, asked.key))
+        if case is not None:
+            found = list(case.candidates)
+        elif asked.kernel == "frame" or (self.what.tiny and not asked.kernel.startswith("pick")):
+            found = nearby(asked.found)
+        else:
+            return []
+        switch = BESIDE.get(asked.kernel)
+        if switch is not None:
+            found = [c | {switch: n} for c in [asked.found, *found] for n in (0, 1)]
+        others = [asked.default | c for c in found if asked.default | c != asked.found]
+        return chosen(others, asked.found, self.most - 1)
+
+
+def nearby(current: Tuned) -> list[Tuned]:
+    """One parameter doubled, halved, or switched."""
+    found = []
+    for name, value in current.items():
+        others = [1 - value] if name in SWITCHES else [n for n in (value * 2, value // 2) if n > 0]
+        found += [current | {name: n} for n in others]
+    return found
+
+
+def show(name: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        print(f"{name}: nothing to try", flush=True)
+        return
+    print(name)
+    for row in sorted(rows, key=lambda r: -r.get("gain", -9.0)):
+        if "failed" in row:
+            said = f"cannot run: {row['failed'].splitlines()[0][:90]}"
+        elif "refused" in row:
+            said = f"refused: another output (error {row['refused']})"
+        else:
+            said = f"{row['ms']:8.4f} ms beside {row['base_ms']:8.4f}  {row['gain']:+7.2%}"
+            said += f" {row['again']:+7.2%} again" if "again" in row else ""
+        mark = "kept" if row.get("adopted") else "now" if row["current"] else ""
+        print(f"  {mark:4} {said}  {row['config']}")
+    print(end="", flush=True)
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--stage", choices=["thinker", "talker"], default="thinker")
+    p.add_argument("--batch", type=int, default=1)
+    p.add_argument("--context", type=int, default=1024)
+    p.add_argument("--layers", type=int, default=12, help="of the decoder; more than the cache holds")
+    p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
+    p.add_argument("--kernels", default="", help="names begin with one of these: decode,up")
+    p.add_argument("--per-kernel", type=int, default=12, help="candidates, the current one among them")
+    p.add_argument("--rounds", type=int, default=1, help="times through all kernels, while something changes")
+    p.add_argument("--replays", type=int, default=30)
+    p.add_argument("--jobs", type=int, default=14, help="processes that compile")
+    p.add_argument("--limit", type=float, default=400.0, help="seconds after which nothing more is tried")
+    p.add_argument("--tiny", action="store_true", help="the tiny model, to try the script")
+    p.add_argument("--out", type=Path, help="where better parameters go, as `tuning.save` keeps them")
+    p.add_argument("--report", type=Path, help="all times as JSON")
+    return p.parse_args(given)
+
+
+@torch.inference_mode()
+def main(given: Sequence[str] | None = None) -> Descent:
+    args = arguments(given)
+    begin = time.perf_counter()
+    what = What(args.stage, args.batch, args.context, args.layers, args.expert_weights, args.tiny)
+    compilers = Compilers(what, args.jobs) if args.jobs else None
+    try:
+        step = WholeStep(what, args.replays, compilers)
+        print("kernels:", *step.asked({}), flush=True)
+        if compilers is not None:
+            compilers.wait()
+        print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
+        prefixes = tuple(args.kernels.split(","))
+        descent = Descent(
+            step,
+            Candidates(what, args.per_kernel),
+            wanted=lambda name: name.startswith(prefixes),
+            late=lambda: time.perf_counter() - begin > args.limit,
+        )
+
+        def after(name: str, rows: list[dict[str, Any]]) -> None:
+            show(name, rows)
+            if descent.changes and args.out is not None:
+                tuning.save(args.out, descent.changes)
+            if args.report is not None:
+                about = describe() | {"seconds": time.perf_counter() - begin}
+                found = {"about": about, "changes": descent.changes, "rows": descent.rows}
+                args.report.write_text(json.dumps(found, indent=1) + "\n")
+            if step.stream is not None:
+                torch.cuda.empty_cache()  # of graphs that are gone
+
+        for _ in range(args.rounds):
+            if not descent.round(after):
+                break
+        if descent.late():
+            print("out of time", flush=True)
+        if descent.changes:
+            total = step.pair({name: descent.before[name] for name in descent.changes}, descent.changes)
+            print(f"all together: {total.ms:.4f} ms beside {total.base_ms:.4f} ({total.gain:+.2%})", flush=True)
+    finally:
+        if compilers is not None:
+            compilers.close()
+    return descent
+
+
+if __name__ == "__main__":
+    main()

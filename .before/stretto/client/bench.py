@@ -1,0 +1,200 @@
+"""Measures a server: sends a workload at one load after another and notes when each piece of each answer came.
+
+Everything runs in one asyncio loop. The clock and the way to send are given, so that tests need neither time nor
+network. What is measured is what a listener would notice; `report.py` turns it into tables."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from stretto.client.player import Packet
+from stretto.client.wire import Ended, Piece, RequestFailed, Sound, Used, Words
+from stretto.client.workload import poisson
+
+
+class Clock(Protocol):
+    def now(self) -> float: ...
+    async def sleep_until(self, at: float) -> None: ...
+
+
+class SystemClock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    async def sleep_until(self, at: float) -> None:
+        await asyncio.sleep(max(0.0, at - self.now()))
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """`streams` listeners, each of whom asks again as soon as the answer is there."""
+
+    streams: int
+
+    def __str__(self) -> str:
+        return f"concurrency {self.streams}"
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Listeners who come by chance, `rate` a second, whether or not the server keeps up."""
+
+    rate: float
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} requests/s"
+
+
+Load = Closed | Open
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a level ends: after this many requests, or when no more are begun after this many seconds."""
+
+    requests: int | None = None
+    seconds: float | None = None
+    warmup: int = 0
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request. Times are seconds: `sent` from the level's start, the others from `sent`."""
+
+    index: int
+    sent: float
+    words: list[float] = field(default_factory=list)  # when each piece of text came
+    packets: list[Packet] = field(default_factory=list)
+    end: float | None = None
+    finish: str | None = None
+    error: str | None = None  # its kind; None: a whole answer
+    message: str | None = None
+    prompt_tokens: int | None = None
+    text_tokens: int | None = None
+
+    @property
+    def first_text(self) -> float | None:
+        return self.words[0] if self.words else None
+
+    @property
+    def first_audio(self) -> float | None:
+        return self.packets[0].at if self.packets else None
+
+    @property
+    def audio_seconds(self) -> float:
+        return sum(p.seconds for p in self.packets)
+
+    @property
+    def rtf(self) -> float | None:
+        """Time until the last packet over what all of them sound."""
+        return self.packets[-1].at / self.audio_seconds if self.audio_seconds else None
+
+    def take(self, at: float, piece: Piece) -> None:
+        match piece:
+            case Words():
+                self.words.append(at)
+            case Sound():
+                self.packets.append(Packet(at, piece.seconds()))
+            case Used(usage=usage):
+                details = usage.get("completion_tokens_details") or {}
+                self.prompt_tokens = usage.get("prompt_tokens")
+                self.text_tokens = details.get("text_tokens") or usage.get("completion_tokens")
+            case Ended(reason=reason):
+                self.finish = reason
+
+
+@dataclass(slots=True)
+class Level:
+    """One load and what came of it."""
+
+    load: Load
+    samples: list[Sample] = field(default_factory=list)
+    seconds: float = 0.0  # from the first request to the last answer
+    interrupted: bool = False
+
+    @property
+    def good(self) -> list[Sample]:
+        return [s for s in self.samples if s.error is None]
+
+
+Send = Callable[[int], AsyncIterator[tuple[float, Piece]]]
+"""Sends the workload's request of this number and yields its pieces with the clock's time."""
+
+
+@dataclass(slots=True)
+class Bench:
+    send: Send
+    clock: Clock
+    want_audio: bool = True  # an answer without speech counts as an error
+    on_sample: Callable[[Sample], None] = lambda sample: None
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # no two requests of a run are the same
+
+    async def run(self, load: Load, limits: Limits) -> Level:
+        """One level. If the task is cancelled (Ctrl-C) it gives what it has, marked as interrupted."""
+        level = Level(load)
+        try:
+            if limits.warmup:
+                streams = min(limits.warmup, load.streams if isinstance(load, Closed) else limits.warmup)
+                await self.closed(Level(load), streams, Limits(requests=limits.warmup), quiet=True)
+            start = self.clock.now()
+            try:
+                match load:
+                    case Closed():
+                        await self.closed(level, load.streams, limits)
+                    case Open():
+                        await self.open(level, load, limits)
+            finally:
+                level.seconds = self.clock.now() - start
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()  # the interruption is dealt with: what follows may wait again
+            level.interrupted = True
+        level.samples.sort(key=lambda s: s.sent)
+        return level
+
+    async def closed(self, level: Level, streams: int, limits: Limits, quiet: bool = False) -> None:
+        start, begun = self.clock.now(), itertools.count()
+
+        async def listener() -> None:
+            while not self.over(limits, next(begun), self.clock.now() - start):
+                await self.measure(level, start, quiet)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(streams):
+                group.create_task(listener())
+
+    async def open(self, level: Level, load: Open, limits: Limits) -> None:
+        start = self.clock.now()
+        async with asyncio.TaskGroup() as group:
+            for number, at in enumerate(poisson(load.rate, load.seed)):
+                if self.over(limits, number, at):
+                    break
+                await self.clock.sleep_until(start + at)
+                group.create_task(self.measure(level, start))
+
+    @staticmethod
+    def over(limits: Limits, begun: int, elapsed: float) -> bool:
+        enough = limits.requests is not None and begun >= limits.requests
+        return enough or (limits.seconds is not None and elapsed >= limits.seconds)
+
+    async def measure(self, level: Level, start: float, quiet: bool = False) -> None:
+        sent = self.clock.now()
+        sample = Sample(next(self.numbers), sent - start)
+        try:
+            async for at, piece in self.send(sample.index):
+                sample.take(at - sent, piece)
+            if self.want_audio and not sample.packets:
+                raise RequestFailed("no audio", "the answer had no speech")
+        except RequestFailed as e:
+            sample.error, sample.message = e.reason, str(e)
+        sample.end = self.clock.now() - sent
+        level.samples.append(sample)
+        if not quiet:
+            self.on_sample(sample)

@@ -1,0 +1,263 @@
+"""`stretto bench URL` and `stretto talk`: flags, and the joining of the parts. cli.py wires them in."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import Invalid
+
+if TYPE_CHECKING:  # `stretto --help` should not wait for an HTTP client to be imported
+    import httpx
+
+    from stretto.client.bench import Level, Limits, Load, Sample
+    from stretto.client.http import Model
+    from stretto.client.wire import Piece
+    from stretto.client.workload import Workload
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+# --- bench
+
+
+def add_bench_parser(jobs: Any) -> None:
+    bench = jobs.add_parser(
+        "bench",
+        help="measure any OpenAI-compatible server that speaks",
+        description="Measure a server as its listeners feel it: first text, first audio, gaps, RTF, underruns.",
+    )
+    bench.add_argument("url", help=f"the server, such as {DEFAULT_URL}")
+    bench.add_argument("--model", help="default: the first the server lists")
+    bench.add_argument("--key", help="API key", metavar="KEY")
+    ask = bench.add_argument_group("what is asked")
+    what = ask.add_mutually_exclusive_group()
+    what.add_argument("--prompt", help="the same text each time")
+    what.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line; .jsonl: strings or messages")
+    what.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="random words, about N tokens, never the same twice"
+    )
+    ask.add_argument("--audio", type=Path, metavar="FILE", help="a sound file that goes with each prompt")
+    ask.add_argument("--system", help="system prompt")
+    ask.add_argument("--voice")
+    ask.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of text (default: %(default)s)")
+    ask.add_argument("--temperature", type=float)
+    ask.add_argument("--text-only", action="store_true", help="do not ask for speech")
+    ask.add_argument("--audio-format", default="pcm16", help="default: %(default)s; some servers want wav")
+    ask.add_argument("--extra", metavar="JSON", help="an object whose fields go into each request")
+    ours = bench.add_argument_group("fixed lengths, whatever the weights (servers that know Stretto's extra fields)")
+    ours.add_argument("--stretto-extras", action="store_true", help="the server knows them")
+    ours.add_argument("--exact-tokens", action="store_true", help="write exactly --max-tokens")
+    ours.add_argument("--frames", type=int, metavar="N", help="speak exactly N frames of 80 ms")
+    load = bench.add_argument_group("at what load")
+    load.add_argument("-c", "--concurrency", type=int, nargs="+", metavar="N", help="listeners who ask again at once")
+    load.add_argument("-r", "--rate", type=float, nargs="+", metavar="R", help="requests a second, coming by chance")
+    load.add_argument(
+        "-n", "--requests", type=int, metavar="N", help="per level (default: 4 per listener, at least 16)"
+    )
+    load.add_argument("-d", "--duration", type=float, metavar="S", help="per level: begin no request after S seconds")
+    load.add_argument("--warmup", type=int, metavar="N", help="requests before each level (default: one per listener)")
+    load.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of silence (default: %(default)s)")
+    load.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    out = bench.add_argument_group("what is made of it")
+    out.add_argument(
+        "--prebuffer", type=float, nargs="+", default=[0.0, 0.2], metavar="S",
+        help="seconds in hand before a simulated player starts (default: 0 0.2)",
+    )  # fmt: skip
+    out.add_argument("--json", type=Path, metavar="FILE", help="everything, every sample included")
+    out.add_argument("--quiet", action="store_true", help="no progress bar")
+    bench.set_defaults(job=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from stretto.client.report import overview, record, table
+
+    workload, loads = read_workload(args), read_loads(args)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    levels, server = asyncio.run(bench(args, workload, loads, lambda level: say(table(level, args.prebuffer))))
+    if len(levels) > 1:
+        say("all levels, p50 where nothing else is said:\n" + overview(levels))
+    if args.json:
+        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("job", "key")}
+        text = json.dumps(record(levels, args.prebuffer, arguments, server, started), ensure_ascii=False)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(text + "\n", encoding="utf-8")
+        say(f"wrote {args.json}")
+    if any(level.interrupted for level in levels):
+        return 130
+    return 0 if all(level.good for level in levels) else 1
+
+
+async def bench(
+    args: argparse.Namespace, workload: Workload, loads: list[Load], on_level: Callable[[Level], None]
+) -> tuple[list[Level], dict[str, Any]]:
+    """All levels, one after another; stops after one that was interrupted."""
+    import httpx
+    from tqdm import tqdm
+
+    from stretto.client.bench import Bench, SystemClock
+    from stretto.client.http import answers, api_root, headers, timeouts
+
+    clock, levels = SystemClock(), []
+    pool = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(
+        base_url=api_root(args.url), headers=headers(args.key), timeout=timeouts(args.timeout), limits=pool
+    ) as client:
+        model, server = await look(client, args.model)
+
+        def send(index: int) -> AsyncIterator[tuple[float, Piece]]:
+            return answers(client, workload.body(index, model.name), clock.now)
+
+        runner = Bench(send, clock, want_audio=workload.speak)
+        for load in loads:
+            limits = read_limits(args, load)
+            with tqdm(
+                total=limits.requests, desc=str(load), unit="req", leave=False, disable=args.quiet or None
+            ) as bar:
+                runner.on_sample = partial(tick, bar)
+                level = await runner.run(load, limits)
+            levels.append(level)
+            on_level(level)
+            if level.interrupted:
+                break
+    return levels, server
+
+
+def tick(bar: Any, _: Sample) -> None:
+    bar.update()
+
+
+async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[Model, dict[str, Any]]:
+    """The model to ask for, and what the server says of itself; ours also tells its version."""
+    from stretto.client.http import Model, failures, read_models
+
+    with failures():
+        listed = await client.get("models")
+        told = await client.get(
+            client.base_url.copy_with(path=client.base_url.path.rstrip("/").removesuffix("/v1") + "/version")
+        )
+    model = Model(wanted) if wanted else read_models(listed.status_code, listed.content)
+    server: dict[str, Any] = {"url": str(client.base_url), "model": model.name}
+    if told.is_success:
+        server["version"] = told.text[:200]
+    return model, server
+
+
+def read_workload(args: argparse.Namespace) -> Workload:
+    from stretto.client.workload import Workload, read_prompts, read_sound
+
+    check(args.max_tokens >= 1, "--max-tokens must be at least 1")
+    check(args.prompt_tokens is None or args.prompt_tokens >= 1, "--prompt-tokens must be at least 1")
+    check(all(lead >= 0 for lead in args.prebuffer), "--prebuffer must not be negative")
+    prompts = read_prompts(args.prompts) if args.prompts else (args.prompt,) if args.prompt else None
+    if prompts is None:
+        prompts = ("",) if args.audio else Workload().prompts
+    sound, kind = read_sound(args.audio) if args.audio else (None, "wav")
+    return Workload(
+        prompts=prompts, prompt_tokens=args.prompt_tokens, sound=sound, sound_format=kind, system=args.system,
+        speak=not args.text_only, audio_format=args.audio_format, voice=args.voice, max_tokens=args.max_tokens,
+        temperature=args.temperature, extra=read_extra(args),
+    )  # fmt: skip
+
+
+def read_extra(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        extra = json.loads(args.extra) if args.extra else {}
+    except ValueError as e:
+        raise Invalid(f"--extra is not JSON: {e}", "extra") from None
+    check(isinstance(extra, dict), "--extra must be a JSON object")
+    if args.frames is not None or args.exact_tokens:
+        check(args.stretto_extras, "--frames and --exact-tokens need --stretto-extras: other servers refuse the fields")
+    if args.frames is not None:
+        check(args.frames >= 1, "--frames must be at least 1")
+        extra = {"min_audio_frames": args.frames, "max_audio_frames": args.frames, **extra}
+    if args.exact_tokens:
+        extra = {"ignore_eos": True, "min_tokens": args.max_tokens, **extra}
+    return dict(extra)
+
+
+def read_loads(args: argparse.Namespace) -> list[Load]:
+    from stretto.client.bench import Closed, Open
+
+    streams, many = args.concurrency or [], args.rate or []
+    check(all(n >= 1 for n in streams), "--concurrency must be at least 1")
+    check(all(r > 0 for r in many), "--rate must be above 0")
+    check(args.requests is None or args.requests >= 1, "--requests must be at least 1")
+    check(args.duration is None or args.duration > 0, "--duration must be above 0")
+    loads: list[Load] = [*(Closed(n) for n in streams), *(Open(r, args.seed) for r in many)]
+    return loads or [Closed(1)]
+
+
+def read_limits(args: argparse.Namespace, load: Load) -> Limits:
+    from stretto.client.bench import Closed, Limits
+
+    requests, warmup = args.requests, args.warmup
+    if requests is None and args.duration is None:
+        requests = max(16, 4 * load.streams) if isinstance(load, Closed) else 32
+    if warmup is None:
+        warmup = load.streams if isinstance(load, Closed) else 2
+    return Limits(requests, args.duration, warmup)
+
+
+def check(fine: bool, otherwise: str) -> None:
+    if not fine:
+        raise Invalid(otherwise)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n\n")
+    sys.stdout.flush()
+
+
+# --- talk
+
+
+def add_talk_parser(jobs: Any) -> None:
+    talk = jobs.add_parser(
+        "talk",
+        help="talk with a server in the terminal",
+        description="A conversation in the terminal. Type, or press Enter on an empty line to speak (needs the package "
+        "sounddevice). /voice NAME, /image FILE, /file SOUND, /new, /quit.",
+    )
+    talk.add_argument("url", nargs="?", default=DEFAULT_URL, help="default: %(default)s")
+    talk.add_argument("--model", help="default: the first the server lists")
+    talk.add_argument("--key", help="API key", metavar="KEY")
+    once = talk.add_argument_group("one question, then leave")
+    once.add_argument("--file", type=Path, metavar="QUESTION.wav", help="a spoken question")
+    once.add_argument("--text", help="a written one, or what goes with the file")
+    how = talk.add_argument_group("how it answers")
+    how.add_argument("--voice")
+    how.add_argument("--system", help="system prompt")
+    how.add_argument("--max-tokens", type=int, metavar="N")
+    how.add_argument("--text-only", action="store_true", help="do not ask for speech")
+    how.add_argument("--save", type=Path, metavar="DIR", help="write each spoken answer to DIR/answer-N.wav")
+    how.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of silence (default: %(default)s)")
+    talk.set_defaults(job=run_talk)
+
+
+def run_talk(args: argparse.Namespace) -> int:
+    import httpx
+
+    from stretto.client.http import Model, answers_now, api_root, failures, headers, read_models, timeouts
+    from stretto.client.sound import find_sound
+    from stretto.client.talk import Talk
+
+    with httpx.Client(base_url=api_root(args.url), headers=headers(args.key), timeout=timeouts(args.timeout)) as client:
+        with failures():
+            listed = client.get("models")
+        listing = read_models(listed.status_code, listed.content)
+        model = listing if args.model is None else Model(args.model, listing.voices, listing.sample_rate)
+        talk = Talk(
+            ask=lambda body: answers_now(client, body), model=model, out=sys.stdout, read=input, sound=find_sound(),
+            voice=args.voice, system=args.system, max_tokens=args.max_tokens, speak=not args.text_only, save=args.save,
+        )  # fmt: skip
+        if args.file or args.text:
+            return talk.once(args.text, args.file)
+        return talk.run()

@@ -1,0 +1,43 @@
+"""Triton kernels for the sizes of the real model, in bfloat16 on a CUDA device (Hopper, or later).
+
+Each has its plain PyTorch reference in the package above; which of the two runs is decided by `usable`, per call. This
+module imports no triton, so that a machine without it never misses it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+
+MAX_ROWS = 128
+"""Rows of a decode step that the fused kernels take."""
+
+
+@cache
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Types that kernels are used for. STRETTO_KERNELS: "off" for none, "force" for float32 too (to compare with an
+    oracle; slower than the plain way)."""
+    mode = os.environ.get("STRETTO_KERNELS", "on").lower()
+    if mode == "off" or importlib.util.find_spec("triton") is None:
+        return ()
+    return (torch.bfloat16, torch.float32) if mode == "force" else (torch.bfloat16,)
+
+
+CAPABILITY = (9, 0)
+"""Of a device: there a kernel can be launched before the one in front has ended, which is how all of these are. Devices
+that are older run the plain way."""
+
+
+@cache
+def able(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def apply(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype in dtypes() and able(device)
+
+
+def usable(x: torch.Tensor) -> bool:
+    return apply(x.dtype, x.device)

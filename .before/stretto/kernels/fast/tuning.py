@@ -1,0 +1,89 @@
+"""Launch parameters of kernels, by kernel and shape: tuned values from disk, else the kernel's own defaults.
+
+`tuned.json` beside this module holds what `python -m bench.tune` found on the hardware it names; a file of one's own
+(STRETTO_TUNING, or `~/.cache/stretto/tuning.json`) goes before it. Read once per process. Whoever tunes can put other
+values in their place for a while, and learn which ones are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+SHIPPED = Path(__file__).with_name("tuned.json")
+
+
+def own_file() -> Path:
+    given = os.environ.get("STRETTO_TUNING")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stretto" / "tuning.json"
+
+
+@cache
+def _table() -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for path in (SHIPPED, own_file()):
+        if path.exists():
+            found.update(msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, int]]))
+    return found
+
+
+def name_of(kernel: str, key: Sequence[int]) -> str:
+    return f"{kernel}/{'x'.join(str(k) for k in key)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question to `config`, and its answer."""
+
+    kernel: str
+    key: tuple[int, ...]
+    default: dict[str, int]
+    found: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Trial:
+    changes: Mapping[str, dict[str, int]]
+    asked: dict[str, Asked] = field(default_factory=dict)
+
+
+_trial: _Trial | None = None
+
+
+def config(kernel: str, key: Sequence[int], default: dict[str, int]) -> dict[str, int]:
+    """Parameters for one shape; tuned ones replace the defaults one by one."""
+    name = name_of(kernel, key)
+    if _trial is None:
+        return default | _table().get(name, {})
+    changed = _trial.changes.get(name)
+    found = default | (_table().get(name, {}) if changed is None else changed)
+    _trial.asked[name] = Asked(kernel, tuple(key), default, found)
+    return found
+
+
+@contextmanager
+def instead(changes: Mapping[str, dict[str, int]]) -> Iterator[dict[str, Asked]]:
+    """For a while, and for the whole process, `changes` stand where the files' values did, as if they had been saved.
+    Yields all that is asked for meanwhile, by name, in the order of the first question."""
+    global _trial
+    before, _trial = _trial, _Trial(changes)
+    try:
+        yield _trial.asked
+    finally:
+        _trial = before
+
+
+def save(path: Path, found: dict[str, dict[str, int]]) -> None:
+    """Add tuned values to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, int]]) if path.exists() else {}
+    text = msgspec.json.format(msgspec.json.encode(dict(sorted((known | found).items()))), indent=1)
+    path.write_bytes(text + b"\n")
+    _table.cache_clear()

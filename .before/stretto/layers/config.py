@@ -1,0 +1,33 @@
+"""The shape of a decoder, whichever model it belongs to. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    num_experts: int
+    top_k: int
+    expert_size: int
+    norm_topk: bool
+    shared_size: int | None  # width of the shared expert; None: there is none
+    float8: bool = False  # the experts' weights in 8 bits; no property of a checkpoint, but how it is to be loaded
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A Qwen3 decoder: thinker, talker, or (dense, 1-D positions) code predictor."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int] | None  # None: plain 1-D positions
+    max_positions: int
+    dense_size: int | None  # width of a dense MLP; exactly one of dense_size and moe is set
+    moe: MoeConfig | None

@@ -1,0 +1,192 @@
+"""The Qwen3 decoder that thinker, talker and code predictor share.
+
+A module here is weights only. What a stream remembers (keys and values) is reached through `attention`, a callable
+made anew for each pass: the paged cache for thinker and talker, a small static one for the code predictor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from stretto.kernels.fast import MAX_ROWS, usable
+from stretto.kernels.norm import rms_norm
+from stretto.kernels.paged import KVCache, Paging, paged_attention, write_kv
+from stretto.kernels.rope import rotate
+from stretto.layers.config import DecoderConfig
+from stretto.layers.linear import FusedLinear, Linear
+from stretto.layers.mlp import DenseMLP, MoeMLP
+from stretto.layers.targets import frozen
+
+if TYPE_CHECKING:
+    from stretto.layers.fused import FusedLayers
+
+
+class Attention(Protocol):
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's shape."""
+        ...
+
+
+AfterLayer = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer index, residual stream after it) -> the residual stream to go on with."""
+
+
+class PagedPass:
+    """Attention of one pass over the paged cache."""
+
+    def __init__(self, cache: KVCache, paging: Paging) -> None:
+        self.cache, self.paging = cache, paging
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        kv = self.cache.data[layer]
+        write_kv(kv, k, v, self.paging.slots)
+        return paged_attention(q, kv, self.paging)
+
+    def decodes(self, rows: int) -> bool:
+        """Every row is the one query of its sequence, and there are few."""
+        return self.paging.num_decode == rows <= MAX_ROWS
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = frozen(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Rope(nn.Module):
+    """Angles of rotary positions: one axis, or three interleaved (time, height, width)."""
+
+    def __init__(self, head_dim: int, theta: float, section: tuple[int, int, int] | None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.section = head_dim, theta, section
+        # Set by prepare(): a module built uninitialised on a device must not depend on what is in memory.
+        self.inv_freq: torch.Tensor | None = None
+        self.axes: torch.Tensor | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        half = self.head_dim // 2
+        powers = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        self.inv_freq = (1.0 / self.theta**powers).to(device)
+        if self.section is not None:
+            # Frequency i turns with height at 1, 4, 7, ... and width at 2, 5, 8, ... while below three times the
+            # axis's section; with time everywhere else.
+            axis = [i % 3 if i % 3 and i < 3 * self.section[i % 3] else 0 for i in range(half)]
+            self.axes = torch.tensor(axis, device=device)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [3, rows] (or [rows] on one axis), float32 -> cos, sin [rows, head dim]."""
+        assert self.inv_freq is not None, "prepare() comes first"
+        if self.axes is None:
+            angles = positions[:, None] * self.inv_freq
+        else:
+            angles = positions.index_select(0, self.axes).T * self.inv_freq
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, c: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, c.head_dim
+        self.sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+        self.qkv = FusedLinear(c.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True)))
+        self.o_proj = Linear(self.sizes[0], c.hidden_size)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_eps)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv(x).split(self.sizes, -1))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        out: torch.Tensor = self.o_proj(attention(self.layer, q, k, v).flatten(1))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_eps)
+        self.self_attn = SelfAttention(c, layer)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_eps)
+        self.mlp: nn.Module
+        if c.moe is not None:
+            self.mlp = MoeMLP(c.hidden_size, c.moe)
+        else:
+            assert c.dense_size is not None
+            self.mlp = DenseMLP(c.hidden_size, c.dense_size)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Layers and final norm; embeddings and heads belong to the model around it."""
+
+    def __init__(self, c: DecoderConfig) -> None:
+        super().__init__()
+        self.config = c
+        self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c.num_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_eps)
+        self.rope = Rope(c.head_dim, c.rope_theta, c.mrope_section)
+        self.fused: FusedLayers | None = None  # where kernels can be used, and for few rows
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, after: AfterLayer | None = None
+    ) -> torch.Tensor:
+        """Input rows x [rows, hidden] -> final-normed hidden rows."""
+        cos, sin = self.rope(positions, x.dtype)
+        if self.fused is not None and isinstance(attention, PagedPass) and attention.decodes(len(x)):
+            return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
+        if self.fused is not None and isinstance(attention, PagedPass) and attention.paging.prefills:
+            from stretto.layers.prefill import Ragged, run_prefill
+
+            return run_prefill(self, x, cos, sin, attention.cache, Ragged.of(attention.paging), after)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, attention)
+            if after is not None:
+                x = after(i, x)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+    def fused_step(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        values: torch.Tensor,
+        words: torch.Tensor,
+        own: torch.Tensor,
+        tables: torch.Tensor,
+        offset: torch.Tensor,
+        cache: KVCache,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One decode step of rows of persistent state, from row numbers and positions alone: input rows as
+        `kernels.fast.begin` makes them, then all layers. -> final-normed rows (in `out`, if it is given)."""
+        from stretto.kernels.fast.begin import begin
+
+        assert self.fused is not None
+        assert self.rope.inv_freq is not None
+        b = begin(rows, positions, values, words, own, tables, offset, self.rope.inv_freq, cache.block_size)
+        paging = Paging(b.slots, b.tables, b.lengths, rows.shape[0])
+        return self.fused.paged(b.x, b.cos, b.sin, cache, paging, out=out)
+
+    def prepare(self, device: torch.device) -> None:
+        """Once, after the weights are in place."""
+        self.rope.prepare(device)
+        if usable(self.norm.weight):
+            from stretto.layers.fused import FusedLayers, fits
+
+            if fits(self.config):
+                self.fused = FusedLayers(self, device)
+
+    def cache(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
+        c = self.config
+        return KVCache(c.num_layers, num_blocks, c.num_kv_heads, block_size, c.head_dim, device, dtype)

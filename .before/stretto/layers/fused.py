@@ -1,0 +1,171 @@
+"""A decode step through a decoder's layers as fused kernels: six per layer for one row, eight for more.
+
+Called by `Decoder.forward` and by the code predictor, on the stream of the step; made once per decoder, when its
+weights are in place. Holds no state of requests, only counters that are zero between kernels: so one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from stretto.kernels.fast import MAX_ROWS, attention, experts, experts_many
+from stretto.kernels.fast.linear import COUNTERS, Gained, normalise, project, project_onto
+from stretto.layers.config import DecoderConfig
+from stretto.layers.mlp import DenseMLP, MoeMLP
+
+if TYPE_CHECKING:
+    from stretto.kernels.paged import KVCache, Paging
+    from stretto.layers.decoder import AfterLayer, Decoder
+
+
+def fits(c: DecoderConfig) -> bool:
+    """Sizes that the kernels' tiles divide. The released models have them."""
+
+    def power(n: int) -> bool:
+        return n & (n - 1) == 0
+
+    if not power(c.hidden_size) or c.hidden_size < 64 or not power(c.head_dim) or c.head_dim < 16:
+        return False
+    if c.moe is None:
+        return c.dense_size is not None and c.dense_size % 16 == 0
+    m = c.moe
+    even_shared = m.shared_size is None or (m.shared_size % m.expert_size == 0 and not m.float8)
+    return power(m.num_experts) and m.expert_size % 32 == 0 and even_shared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    input_norm: tuple[torch.Tensor, float]
+    qkv: torch.Tensor
+    gains: tuple[torch.Tensor, torch.Tensor, float]
+    o: torch.Tensor
+    mlp_norm: tuple[torch.Tensor, float]
+    experts: experts.ExpertWeights | None  # or, if dense:
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def _layer(layer: nn.Module) -> _Layer:
+    from stretto.layers.decoder import DecoderLayer
+
+    assert isinstance(layer, DecoderLayer)
+    attn, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
+    chosen = None
+    if isinstance(mlp, MoeMLP):
+        gate_up, down = mlp.experts.gate_up, mlp.experts.down
+        shared, own_gate = mlp.shared_expert, mlp.shared_expert_gate
+        chosen = experts.ExpertWeights(
+            gain=after.weight,
+            eps=after.eps,
+            router=mlp.gate.weight if own_gate is None else torch.cat((mlp.gate.weight, own_gate.weight)),
+            gate_up=gate_up,
+            down=down,
+            top_k=mlp.top_k,
+            norm_topk=mlp.norm,
+            shared_gate_up=None if shared is None else shared.gate_up.weight,
+            shared_down=None if shared is None else shared.down_proj.weight,
+            scales=mlp.experts.scales,
+        )
+    else:
+        assert isinstance(mlp, DenseMLP)
+        gate_up, down = mlp.gate_up.weight, mlp.down_proj.weight
+    return _Layer(
+        input_norm=(layer.input_layernorm.weight, layer.input_layernorm.eps),
+        qkv=attn.qkv.weight,
+        gains=(attn.q_norm.weight, attn.k_norm.weight, attn.q_norm.eps),
+        o=attn.o_proj.weight,
+        mlp_norm=(after.weight, after.eps),
+        experts=chosen,
+        gate_up=gate_up,
+        down=down,
+    )
+
+
+Attend = Callable[[int, _Layer, torch.Tensor], torch.Tensor]
+"""(layer index, layer, qkv rows) -> attention output."""
+
+
+class FusedLayers:
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        c = decoder.config
+        self.heads = c.num_heads
+        self.layers = [_layer(layer) for layer in decoder.layers]
+        self.final = (decoder.norm.weight, decoder.norm.eps)
+        self.tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self._split = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
+
+    def paged(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: KVCache,
+        paging: Paging,
+        after: AfterLayer | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One query per row over the paged cache; x [rows, hidden] -> final-normed rows (in `out`, if it is given)."""
+
+        def attend(i: int, layer: _Layer, qkv: torch.Tensor) -> torch.Tensor:
+            return attention.decode(
+                qkv, layer.gains, cos, sin, cache.data[i], paging.slots, paging.tables, paging.lengths,
+                self._split, self.heads,
+            )  # fmt: skip
+
+        return normalise(self._run(x, attend, after), *self.final, out=out)
+
+    def frame(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, start: int, queries: int
+    ) -> torch.Tensor:
+        """The code predictor's positions [start, start + queries) of every row: x [rows * queries, hidden]; cos and sin
+        of all positions; cache [layers, 2, rows, kv heads, positions, dim]. Returns the residual stream, not normed:
+        the head takes the norm along."""
+
+        def attend(i: int, layer: _Layer, qkv: torch.Tensor) -> torch.Tensor:
+            return attention.frame(qkv, layer.gains, cos, sin, cache[i], start, queries, self.heads)
+
+        return self._run(x, attend, None)
+
+    def _run(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
+        return self._one(x, attend, after) if len(x) == 1 else self._several(x, attend, after)
+
+    def _one(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
+        out: torch.Tensor | None = None  # the first write goes to a new tensor: x is the caller's
+        for i, layer in enumerate(self.layers):
+            qkv = project(x, layer.qkv, norm=layer.input_norm)
+            x = out = project(attend(i, layer, qkv), layer.o, add=x, out=out)
+            if layer.experts is not None:
+                experts.mixture_one(x, layer.experts)
+            else:
+                project(project(x, layer.gate_up, norm=layer.mlp_norm, glu=True), layer.down, add=x, out=x)
+            if after is not None:
+                x = out = after(i, x)
+        return x
+
+    def _several(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
+        out: torch.Tensor | None = None
+        gained: Gained | None = None  # x for the norm in front of the next layer
+        for i, layer in enumerate(self.layers):
+            following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) and after is None else None
+            if gained is None:
+                qkv = project(x, layer.qkv, norm=layer.input_norm, counters=self.tiles)
+            else:
+                qkv = project(gained, layer.qkv, counters=self.tiles)
+            x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles)
+            out = x
+            if layer.experts is not None:
+                gained = experts_many.mixture(x, middle, layer.experts, following)
+            else:
+                h = project(middle, layer.gate_up, glu=True, counters=self.tiles)
+                if following is None:
+                    gained = None
+                    project(h, layer.down, add=x, out=x, counters=self.tiles)
+                else:
+                    _, gained = project_onto(x, h, layer.down, following, x, self.tiles)
+            if after is not None:
+                x = out = after(i, x)
+        return x

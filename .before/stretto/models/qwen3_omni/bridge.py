@@ -1,0 +1,111 @@
+"""What a thinker's row means to the talker.
+
+The talker sees the user's turns and the answer, never system or earlier assistant turns. Its prompt is the rows of
+the user turns in order (text by id, media by the thinker's accept-layer rows), then nine rows that open the answer;
+the last of them carries the first text token. All but the media rows and that last row is known from the ids alone,
+when the request arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.errors import Invalid
+from stretto.layers.upload import to_device
+from stretto.models.qwen3_omni.config import OmniConfig, TokenIds
+from stretto.models.qwen3_omni.positions import rope_positions
+from stretto.models.qwen3_omni.talker import Talker
+from stretto.prompt.prompt import Prompt
+
+NUM_OPENING = 9
+"""Rows that open the answer: role, voice and codec markers, and the first text token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TalkerPrompt:
+    """The talker's prompt as known when the request arrives. Host data."""
+
+    ids: tuple[int, ...]  # ids of the user turns
+    places: tuple[int, ...]  # their positions in the thinker's prompt
+    is_media: npt.NDArray[np.bool_]  # [len(ids)]: rows that wait for the thinker
+    positions: npt.NDArray[np.float32]  # [3, len(ids) + 9]
+    first_decode: float  # rotary position of the first row after the prompt
+    role: tuple[int, ...]  # the three ids that open the answer's turn
+    speaker: int
+
+    def __len__(self) -> int:
+        return len(self.ids) + NUM_OPENING
+
+    @property
+    def media_places(self) -> list[int]:
+        """Thinker positions whose accept-layer rows the talker needs, in order."""
+        return [p for p, m in zip(self.places, self.is_media, strict=True) if m]
+
+
+def user_places(ids: Sequence[int], tokens: TokenIds) -> list[int]:
+    """Positions inside user turns: from a turn's <|im_start|> up to the next one."""
+    flat = np.asarray(ids)
+    starts = np.flatnonzero(flat == tokens.im_start)
+    places: list[int] = []
+    for start, stop in zip(starts, [*starts[1:], len(flat)], strict=True):
+        if start + 1 < len(flat) and flat[start + 1] == tokens.user:
+            places.extend(range(int(start), int(stop)))
+    return places
+
+
+def talker_prompt(prompt: Prompt, config: OmniConfig, voice: str | None = None) -> TalkerPrompt:
+    talker, tokens = config.talker, config.tokens
+    role = prompt.ids[-3:]
+    if role[:2] != (tokens.im_start, tokens.assistant):
+        raise Invalid("a prompt to be answered aloud must end with the opening of the assistant's turn", "messages")
+    places = user_places(prompt.ids, tokens)
+    ids = [prompt.ids[p] for p in places]
+    # A sound track merged into a video gets plain consecutive positions here: the reference model never tells its
+    # talker that the two were merged.
+    merged = prompt.audio_in_video
+    positions, first_decode = rope_positions(
+        [tokens.tts_pad if merged and i in tokens.media_pads else i for i in ids] + [tokens.tts_pad] * NUM_OPENING,
+        tokens,
+        talker.merge,
+        talker.positions_per_second,
+        () if merged else prompt.images,
+        () if merged else prompt.videos,
+    )
+    return TalkerPrompt(
+        ids=tuple(ids),
+        places=tuple(places),
+        is_media=np.isin(np.asarray(ids, dtype=np.int64), tokens.media_pads),
+        positions=positions,
+        first_decode=first_decode,
+        role=role,
+        speaker=talker.speaker_id(voice if voice is not None else talker.default_voice),
+    )
+
+
+def user_rows(talker: Talker, ids: Sequence[int], is_media: npt.NDArray[np.bool_], media: torch.Tensor) -> torch.Tensor:
+    """Talker rows of a run of user tokens; `media` holds the accept-layer rows of those that are media."""
+    rows = talker.text_rows(to_device(ids, talker.device, torch.int64))
+    places = np.flatnonzero(is_media)
+    if len(places):
+        rows.index_copy_(0, to_device(places, talker.device, torch.int64), talker.media_rows(media))
+    return rows
+
+
+def opening_rows(talker: Talker, prompt: TalkerPrompt) -> torch.Tensor:
+    """The first eight of the nine opening rows; they need no thinker output."""
+    t, codec, device = talker.config.tokens, talker.config.talker.codec, talker.device
+    text = [*prompt.role, t.tts_pad, t.tts_pad, t.tts_pad, t.tts_pad, t.tts_bos]
+    marks = [codec.nothink, codec.think_bos, codec.think_eos, prompt.speaker, codec.pad]
+    rows = talker.text_rows(to_device(text, device, torch.int64))
+    rows[3:] += talker.codec_rows(to_device(marks, device, torch.int64))
+    return rows
+
+
+def first_text_row(talker: Talker, token: torch.Tensor) -> torch.Tensor:
+    """The last opening row: the first text token(s) [n] with the codec's begin mark."""
+    begin = torch.full_like(token, talker.config.talker.codec.bos)
+    return talker.text_rows(token) + talker.codec_rows(begin)

@@ -1,0 +1,475 @@
+"""Code2wav: codec frames to waveform, exactly and piece by piece, for many streams at once.
+
+Owns the vocoder's weights (`Code2Wav`, immutable once prepared) and what a stream remembers between two steps
+(`Code2WavState`: an attention window and convolution tails instead of decoded-again context). However a stream's
+frames are cut into steps, its samples are those of one decode of the whole stream.
+
+The code2wav stage calls `step` with static tensors on its own thread and stream; all shapes depend on
+(slots, frames) alone and nothing waits for the device, so a step can be captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stretto.errors import Bug, Invalid
+from stretto.kernels.fast import usable
+from stretto.kernels.norm import rms_norm
+from stretto.kernels.rope import rotate
+from stretto.layers.linear import Embedding, FusedLinear, Linear
+from stretto.layers.mlp import DenseMLP
+from stretto.layers.streaming import (
+    CausalConv,
+    Joint,
+    OverlapUpConv,
+    Push,
+    Silence,
+    Snake,
+    TailLayout,
+    UpConv,
+    residual,
+)
+from stretto.layers.targets import frozen
+from stretto.models.qwen3_omni.config import Code2WavConfig
+from stretto.types import Span
+
+MAX_FRAMES = 25
+"""Default limit of frames per step: two seconds, and with the released window of 72 a ring of 96 columns."""
+
+
+@dataclass(slots=True)
+class Code2WavState:
+    """What `num_slots` streams remember, in tensors that never move. Made by `Code2Wav.state`.
+
+    The attention window is a ring: frame p lies in column p % columns. A step then writes only its own frames,
+    where a shifted window would copy all 71 old ones per layer, and no column needs clearing, because the mask
+    knows from the frame count which position a column holds. One extra slot before the others takes the writes of
+    padding frames, so that a padded or idle slot is not touched (and any leading slots make a state of their own)."""
+
+    frames: torch.Tensor  # [slots] int64: frames taken so far, which is the next frame's position
+    window: torch.Tensor  # [layers, 2 (k, v), 1 + slots, columns, heads, head_dim]
+    tails: torch.Tensor  # [slots, values]: all convolution tails side by side
+    tail_views: tuple[torch.Tensor, ...]  # the same memory per convolution: [slots, rows, channels]
+    max_frames: int  # per step; more would overwrite columns that its first frame still reads
+
+    @property
+    def num_slots(self) -> int:
+        return self.frames.shape[0]
+
+    def head(self, slots: int) -> Code2WavState:
+        """The first `slots` slots, as views: a step over fewer slots costs less."""
+        tails, views = self.tails[:slots], tuple(v[:slots] for v in self.tail_views)
+        return Code2WavState(self.frames[:slots], self.window[:, :, : 1 + slots], tails, views, self.max_frames)
+
+    def reset(self, slots: int | torch.Tensor) -> None:
+        """Begin a new stream in one slot, or in all slots of a mask [slots] bool. In place, without a wait."""
+        if isinstance(slots, int):
+            self.frames[slots].zero_()
+            self.tails[slots].zero_()
+        else:
+            self.frames.masked_fill_(slots, 0)
+            self.tails.masked_fill_(slots[:, None], 0)
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where a step's frames lie in the window; the same for every layer."""
+
+    columns: torch.Tensor  # [slots * frames] flat column that each frame is written to
+    bias: torch.Tensor  # [slots, 1, frames, columns] added to the attention scores
+    cos: torch.Tensor  # [slots * frames, head_dim]
+    sin: torch.Tensor
+
+
+@dataclass(slots=True)
+class Moment:
+    """What a step's frames need to know of their time, where kernels work the rest out by themselves."""
+
+    frames: torch.Tensor  # [slots] int64: before the step
+    lengths: torch.Tensor  # [slots] int64
+    turn: torch.Tensor  # [slots * frames, head_dim] float32: cosines, then sines
+    reach: int  # sliding window
+
+
+class Scale(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = frozen(channels)
+
+
+class Norm(nn.Module):
+    def __init__(self, channels: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = frozen(channels)
+        self.bias = frozen(channels) if bias else None
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Code2WavConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim = c.num_heads, c.head_dim
+        width = c.num_heads * c.head_dim
+        self.qkv = FusedLinear(c.hidden_size, {"q_proj": width, "k_proj": width, "v_proj": width})
+        self.o_proj = Linear(width, c.hidden_size)
+
+    def forward(self, x: torch.Tensor, window: torch.Tensor, timing: Timing) -> torch.Tensor:
+        """x [slots, frames, hidden]; window [2, 1 + slots, columns, heads, head_dim], written in place."""
+        slots, frames, _ = x.shape
+        qkv = self.qkv(x).view(slots * frames, 3 * self.heads, self.head_dim)
+        q, k = rotate(qkv[:, : 2 * self.heads], timing.cos, timing.sin).chunk(2, 1)
+        keys, values = window.flatten(1, 2)
+        keys.index_copy_(0, timing.columns, k)
+        values.index_copy_(0, timing.columns, qkv[:, 2 * self.heads :])
+        held_k, held_v = window[:, 1:].transpose(2, 3)
+        q = q.view(slots, frames, self.heads, self.head_dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, held_k, held_v, attn_mask=timing.bias)
+        out: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+    def fused(self, x: torch.Tensor, window: torch.Tensor, m: Moment) -> torch.Tensor:
+        """x [slots * frames, hidden]"""
+        from stretto.kernels.fast import wave
+
+        y = wave.attend(wave.product(x, self.qkv.weight), m.turn, window, m.frames, m.lengths, m.reach)
+        return wave.product(y, self.o_proj.weight)
+
+
+class Layer(nn.Module):
+    def __init__(self, c: Code2WavConfig) -> None:
+        super().__init__()
+        self.eps = c.rms_eps
+        self.self_attn = Attention(c)
+        self.mlp = DenseMLP(c.hidden_size, c.ffn_size)
+        self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden_size), Norm(c.hidden_size)
+        self.self_attn_layer_scale, self.mlp_layer_scale = Scale(c.hidden_size), Scale(c.hidden_size)
+
+    def forward(self, x: torch.Tensor, window: torch.Tensor, timing: Timing) -> torch.Tensor:
+        y = self.self_attn(rms_norm(x, self.input_layernorm.weight, self.eps), window, timing)
+        x = torch.addcmul(x, self.self_attn_layer_scale.scale, y)
+        y = self.mlp(rms_norm(x, self.post_attention_layernorm.weight, self.eps))
+        return torch.addcmul(x, self.mlp_layer_scale.scale, y)
+
+    def fused(
+        self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment, then: torch.Tensor, last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From x and its norm to the result and the norm (weight `then`) that follows. The last x is not wanted."""
+        from stretto.kernels.fast import wave
+
+        y = self.self_attn.fused(normed, window, m)
+        between = self.post_attention_layernorm.weight, self.eps
+        x, normed = wave.settle(x, self.self_attn_layer_scale.scale, y, between)
+        y = wave.product(wave.gated(normed, self.mlp.gate_up.weight), self.mlp.down_proj.weight)
+        return wave.settle(x, self.mlp_layer_scale.scale, y, (then, self.eps), keep=not last)
+
+
+class Transformer(nn.Module):
+    def __init__(self, c: Code2WavConfig) -> None:
+        super().__init__()
+        self.eps = c.rms_eps
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_layers))
+        self.norm = Norm(c.hidden_size)
+
+    def forward(self, x: torch.Tensor, window: torch.Tensor, timing: Timing) -> torch.Tensor:
+        for layer, part in zip(self.layers, window, strict=True):
+            x = layer(x, part, timing)
+        return rms_norm(x, self.norm.weight, self.eps)
+
+    def first_norm(self) -> tuple[torch.Tensor, float]:
+        first = self.layers[0]
+        assert isinstance(first, Layer)
+        return first.input_layernorm.weight, self.eps
+
+    def fused(self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment) -> torch.Tensor:
+        """`normed` is `first_norm` of x; both [slots * frames, hidden]."""
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        norms = [layer.input_layernorm.weight for layer in layers[1:]] + [self.norm.weight]
+        for i, (layer, then) in enumerate(zip(layers, norms, strict=True)):
+            x, normed = layer.fused(x, normed, window[i], m, then, last=i == len(layers) - 1)
+        return normed
+
+
+class ConvNeXt(nn.Module):
+    taps: torch.Tensor  # [7, channels]: the depthwise weight, for kernels that have channels side by side
+
+    def __init__(self, channels: int, layout: TailLayout, rate: int) -> None:
+        super().__init__()
+        self.dwconv = CausalConv(channels, channels, 7, depthwise=True)
+        self.tail = layout.add(self.dwconv.reach, channels, rate)
+        self.norm = Norm(channels, bias=True)
+        self.pwconv1 = Linear(channels, 4 * channels, bias=True)
+        self.pwconv2 = Linear(4 * channels, channels, bias=True)
+        self.gamma = frozen(channels)
+        self.register_buffer("taps", None, persistent=False)
+
+    def prepare(self) -> None:
+        self.taps = self.dwconv.conv.weight.squeeze(2).T.contiguous()
+
+    def forward(self, x: torch.Tensor, push: Push) -> torch.Tensor:
+        y, bias = push.join(self.tail, x), self.norm.bias
+        assert bias is not None
+        if usable(x):
+            from stretto.kernels.fast import wave
+
+            y = wave.depthwise(y, self.taps, self.dwconv.conv.bias, (self.norm.weight, bias, 1e-6))
+            return wave.add_scaled(x, self.gamma, self.pwconv2(F.gelu(self.pwconv1(y))))
+        y = F.layer_norm(self.dwconv(y), y.shape[-1:], self.norm.weight, bias, 1e-6)
+        return torch.addcmul(x, self.gamma, self.pwconv2(F.gelu(self.pwconv1(y))))
+
+
+class UpStage(nn.ModuleList):
+    """Upsample by `ratio`, then one ConvNeXt block; `rows` counts the output rows per frame."""
+
+    def __init__(self, channels: int, ratio: int, layout: TailLayout, rows: int) -> None:
+        super().__init__([UpConv(channels, channels, ratio), ConvNeXt(channels, layout, rows)])
+
+    def forward(self, x: torch.Tensor, push: Push) -> torch.Tensor:
+        up, convnext = self
+        out: torch.Tensor = convnext(up(x), push)
+        return out
+
+
+class ResidualUnit(nn.Module):
+    def __init__(self, channels: int, dilation: int, layout: TailLayout, rate: int) -> None:
+        super().__init__()
+        self.act1, self.act2 = Snake(channels), Snake(channels)
+        self.conv1 = CausalConv(channels, channels, 7, dilation)
+        self.conv2 = CausalConv(channels, channels, 1)
+        self.tail = layout.add(self.conv1.reach, channels, rate)
+
+    def forward(
+        self, x: torch.Tensor, buffer: torch.Tensor, push: Push, joint: Joint
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and what its convolution reads of it -> the same for the next one, joined for it."""
+        return residual(x, buffer, self.conv1, self.act2, self.conv2, push, joint)
+
+
+class DecoderBlock(nn.Module):
+    """Upsample by `rate`, then three residual units. `rows` counts its output rows per frame, `drop` how many of
+    them lie before a stream's beginning."""
+
+    def __init__(self, inputs: int, rate: int, layout: TailLayout, rows: int, drop: int) -> None:
+        super().__init__()
+        outputs = inputs // 2
+        self.rows, self.drop = rows, drop
+        self.tail = layout.add(1, inputs, rows // rate)
+        units = [ResidualUnit(outputs, d, layout, rows) for d in (1, 3, 9)]
+        self.block = nn.ModuleList([Snake(inputs), OverlapUpConv(inputs, outputs, rate), *units])
+
+    @property
+    def act(self) -> Snake:
+        act = self.block[0]
+        assert isinstance(act, Snake)
+        return act
+
+    def forward(self, buffer: torch.Tensor, push: Push, silence: Silence, joint: Joint) -> torch.Tensor:
+        """Its own buffer -> that of the convolution behind it. `silence` is that of its output."""
+        _, up, *units = self.block
+        inner = [Joint(unit.tail, unit.act1, silence) for unit in units if isinstance(unit, ResidualUnit)]
+        x, buffer = up(buffer, push, inner[0])
+        for unit, behind in zip(units, [*inner[1:], joint], strict=True):
+            x, buffer = unit(x, buffer, push, behind)
+        return buffer
+
+
+class Code2Wav(nn.Module):
+    """The vocoder's weights. Fill them (`layers.targets`), call `prepare` once, then only read."""
+
+    code_offset: torch.Tensor
+    inv_freq: torch.Tensor
+    tail_rates: torch.Tensor
+    tail_offsets: torch.Tensor
+    block_rates: torch.Tensor  # [blocks, 1] output rows per frame
+    block_drops: torch.Tensor  # [blocks, 1] output rows before a stream's beginning
+
+    def __init__(self, config: Code2WavConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        self.layout = TailLayout()
+        self.code_embedding = Embedding(c.codebook_size * c.num_quantizers, c.hidden_size)
+        self.pre_transformer = Transformer(c)
+
+        rows, stages = 1, []
+        for ratio in c.upsampling_ratios:
+            rows *= ratio
+            stages.append(UpStage(c.hidden_size, ratio, self.layout, rows))
+        self.upsample = nn.ModuleList(stages)
+
+        first = CausalConv(c.hidden_size, c.decoder_dim, 7)
+        self.first_tail = self.layout.add(first.reach, c.hidden_size, rows)
+        channels, drop, blocks = c.decoder_dim, 0, []
+        for rate in c.upsample_rates:
+            rows, drop = rows * rate, drop * rate + rate
+            blocks.append(DecoderBlock(channels, rate, self.layout, rows, drop))
+            channels //= 2
+        last = CausalConv(channels, 1, 7)
+        self.last_tail = self.layout.add(last.reach, channels, rows)
+        self.decoder = nn.ModuleList([first, *blocks, Snake(channels), last])
+
+        self.ready = False
+        for name in ("code_offset", "inv_freq", "tail_rates", "tail_offsets", "block_rates", "block_drops"):
+            self.register_buffer(name, None, persistent=False)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Compute what follows from the weights and the config, once the weights are filled, on their device and of
+        their dtype (a later cast would round the rotary frequencies too)."""
+        c, device = self.config, self.code_embedding.weight.device
+        self.code_offset = torch.arange(c.num_quantizers, device=device)[:, None] * c.codebook_size
+        steps = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32)
+        self.inv_freq = 1.0 / c.rope_theta ** (steps / c.head_dim)
+        self.tail_rates = torch.tensor(self.layout.rates(), device=device)
+        self.tail_offsets = torch.tensor(self.layout.offsets(), device=device)
+        blocks = self._blocks()
+        self.block_rates = torch.tensor([[b.rows] for b in blocks], device=device)
+        self.block_drops = torch.tensor([[b.drop] for b in blocks], device=device)
+        for m in self.modules():
+            if isinstance(m, ConvNeXt | Snake | UpConv | OverlapUpConv):
+                m.prepare()
+        self.ready = True
+
+    def state(self, slots: int, max_frames: int = MAX_FRAMES) -> Code2WavState:
+        """Fresh memory for so many streams, on the weights' device and in their dtype."""
+        if not self.ready:
+            raise Bug("code2wav: prepare() was not called after the weights were filled")
+        if slots < 1 or max_frames < 1:
+            raise ValueError(f"a state needs slots and frames, got slots={slots}, max_frames={max_frames}")
+        c, weight = self.config, self.code_embedding.weight
+        # A multiple of 8, because the GPU's attention kernels read the mask in aligned rows.
+        columns = -(-(c.window - 1 + max_frames) // 8) * 8
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+            window = weight.new_zeros(c.num_layers, 2, 1 + slots, columns, c.num_heads, c.head_dim)
+            tails = weight.new_zeros(slots, self.layout.width)
+            frames = torch.zeros(slots, dtype=torch.int64, device=weight.device)
+        return Code2WavState(frames, window, tails, self.layout.split(tails), max_frames)
+
+    @torch.no_grad()
+    def step(self, state: Code2WavState, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Take `lengths[s]` frames of `codes[s]` in every slot s; 0 leaves a slot as it is.
+
+        codes [slots, quantizers, frames] integers, lengths [slots] integers -> float32 [slots, frames *
+        samples_per_frame] in [-1, 1]. `valid` says which samples of a row are the stream's; the others mean
+        nothing. Codes out of range are read as the nearest code, since an index error on a GPU ends the process;
+        `check_codes` is the place to refuse them."""
+        slots, quantizers, frames = codes.shape
+        assert (slots, quantizers) == (state.num_slots, self.config.num_quantizers), f"codes {tuple(codes.shape)}"
+        assert 1 <= frames <= state.max_frames, f"{frames} frames in a step of at most {state.max_frames}"
+        lengths = lengths.long().clamp(0, frames)
+        ends = torch.addcmul(self.tail_offsets, lengths[:, None], self.tail_rates)
+        push = Push(state.tail_views, self.layout.split_ends(ends))
+
+        x = self._transform(state, codes, lengths)
+        for stage in self.upsample:
+            x = stage(x, push)
+        wav = self._decode(x, push, state.frames)
+        state.frames.add_(lengths)
+        return wav
+
+    def valid(self, before: int, length: int) -> Span:
+        """Which samples of a step's row belong to a stream that had `before` frames and gave `length` more."""
+        rate, drop = self.config.samples_per_frame, self.config.samples_dropped
+        stop = length * rate
+        return Span(min(stop, max(0, drop - before * rate)), stop)
+
+    def num_samples(self, frames: int) -> int:
+        """Samples that a stream of so many frames makes in all."""
+        return max(0, frames * self.config.samples_per_frame - self.config.samples_dropped)
+
+    def check_codes(self, codes: torch.Tensor) -> None:
+        """Refuse codes that are not in the codebooks. Reads their values: for tensors on the host."""
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
+            raise Invalid(f"a codec frame holds codes outside 0..{self.config.codebook_size - 1}", "codes")
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """All samples of a whole stream: codes [frames, quantizers] -> float32 [num_samples(frames)]."""
+        return Code2WavStream(self).push(codes)
+
+    def _transform(self, state: Code2WavState, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Codes through the transformer: [slots, frames, hidden]."""
+        slots, _, frames = codes.shape
+        table, inner = self.code_embedding.weight, self.pre_transformer
+        if usable(table):
+            from stretto.kernels.fast import wave
+
+            if wave.fits(frames, state.window.shape[3]):
+                x, normed, turn = wave.embed(codes, table, state.frames, self.inv_freq, inner.first_norm())
+                moment = Moment(state.frames, lengths, turn, self.config.window)
+                return inner.fused(x, normed, state.window, moment).view(slots, frames, -1)
+        ids = codes.clamp(0, self.config.codebook_size - 1) + self.code_offset
+        x = self.code_embedding(ids).mean(1)
+        out: torch.Tensor = inner(x, state.window, self._timing(state, lengths, frames, x.dtype))
+        return out
+
+    def _timing(self, state: Code2WavState, lengths: torch.Tensor, frames: int, dtype: torch.dtype) -> Timing:
+        device, slots = lengths.device, state.num_slots
+        columns = state.window.shape[3]
+        frame = torch.arange(frames, device=device)
+        row = torch.arange(slots, device=device)[:, None]
+        position = state.frames[:, None] + frame  # [slots, frames]
+        written = torch.where(frame < lengths[:, None], (1 + row) * columns + position % columns, 0)
+
+        # After this step's writes, a column holds the latest position below `end` that falls on it. Columns not yet
+        # written come out negative, and what a padding query sees does not matter as long as it stays finite:
+        # hence the lowest finite number and not -inf.
+        end = (state.frames + lengths)[:, None]
+        held = end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns  # [slots, columns]
+        age = position[:, :, None] - held[:, None]
+        seen = (held[:, None] >= 0) & (age >= 0) & (age < self.config.window)
+        bias = torch.full(seen.shape, torch.finfo(dtype).min, device=device, dtype=dtype).masked_fill_(seen, 0)
+
+        angle = position.reshape(-1, 1).float() * self.inv_freq
+        angle = torch.cat((angle, angle), -1)
+        return Timing(written.flatten(), bias[:, None], angle.cos().to(dtype), angle.sin().to(dtype))
+
+    def _blocks(self) -> list[DecoderBlock]:
+        return [m for m in self.decoder if isinstance(m, DecoderBlock)]
+
+    def _silent(self, before: torch.Tensor) -> torch.Tensor:
+        """How many of a step's first rows lie before a stream's beginning, given the frames before: [blocks, slots].
+
+        Output row i of a step has the absolute index before * rate - drop + i, and the negative ones do."""
+        return torch.addcmul(self.block_drops, self.block_rates, before, value=-1)
+
+    def _decode(self, x: torch.Tensor, push: Push, before: torch.Tensor) -> torch.Tensor:
+        first, *_, act, last = self.decoder
+        assert isinstance(act, Snake)
+        blocks = self._blocks()
+        silences = [Silence(rows, block.drop) for block, rows in zip(blocks, self._silent(before), strict=True)]
+        behind = [*((b.tail, b.act) for b in blocks[1:]), (self.last_tail, act)]
+        x = first(push.join(self.first_tail, x))
+        buffer = push.join(blocks[0].tail, x, blocks[0].act)
+        for block, silence, (tail, curve) in zip(blocks, silences, behind, strict=True):
+            buffer = block(buffer, push, silence, Joint(tail, curve, silence))
+        wav = last(buffer)
+        out: torch.Tensor = wav.squeeze(2).float().clamp(-1.0, 1.0)
+        return out
+
+
+class Code2WavStream:
+    """One stream on a slot of its own state or of a shared one (whose other slots stand still meanwhile)."""
+
+    def __init__(self, model: Code2Wav, state: Code2WavState | None = None, slot: int = 0) -> None:
+        self.model = model
+        self.state = model.state(1) if state is None else state
+        self.slot = slot
+        self.frames = 0
+        self.state.reset(slot)
+
+    def push(self, codes: torch.Tensor) -> torch.Tensor:
+        """Take codes [n, quantizers], any n; give every sample they settle, float32 on the model's device."""
+        parts = [self._step(part) for part in torch.split(codes, self.state.max_frames)] if len(codes) else []
+        return torch.cat(parts) if parts else torch.empty(0, device=self.state.frames.device)
+
+    def _step(self, part: torch.Tensor) -> torch.Tensor:
+        n, quantizers = part.shape
+        device = self.state.frames.device
+        codes = torch.zeros(self.state.num_slots, quantizers, n, dtype=torch.int64, device=device)
+        codes[self.slot] = part.T
+        lengths = torch.zeros(self.state.num_slots, dtype=torch.int64, device=device)
+        lengths[self.slot].fill_(n)
+        wav = self.model.step(self.state, codes, lengths)
+        span = self.model.valid(self.frames, n)
+        self.frames += n
+        return wav[self.slot, span.start : span.stop]

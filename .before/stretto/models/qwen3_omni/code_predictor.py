@@ -1,0 +1,97 @@
+"""The code predictor: codes 1..15 of a frame, one after the other, from the talker's hidden row and code 0.
+
+A frame is 16 positions of a small dense decoder: the hidden row and code 0's embedding first, then one position per
+code. Its keys and values live in a static buffer that each frame overwrites; nothing is paged and nothing prefilled
+again. All rows of a batch are always at the same position, so the loop has fixed shapes and no branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stretto.layers.config import DecoderConfig
+from stretto.layers.decoder import Decoder
+from stretto.layers.linear import Embedding, Linear
+
+Pick = Callable[[torch.Tensor, int], torch.Tensor]
+"""(logits [rows, codebook], code index 1..15) -> codes [rows]."""
+
+
+class FrameCache:
+    """Keys and values of the frames in progress, one per row."""
+
+    def __init__(self, c: DecoderConfig, rows: int, positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (c.num_layers, 2, rows, c.num_kv_heads, positions, c.head_dim)
+        self.data = torch.zeros(shape, device=device, dtype=dtype)
+        # causal masks of a pass that starts at 0 with two positions, and of one that adds position i
+        self.seen = torch.ones(positions, positions, dtype=torch.bool, device=device).tril()
+
+
+class FramePass:
+    """Attention of one pass: every row adds the positions [start, start + queries)."""
+
+    def __init__(self, cache: FrameCache, rows: int, start: int, queries: int) -> None:
+        self.cache, self.rows, self.start, self.queries = cache, rows, start, queries
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        stop = self.start + self.queries
+        keys, values = self.cache.data[layer, :, : self.rows]
+        split = (self.rows, self.queries)
+        keys[:, :, self.start : stop] = torch.unflatten(k, 0, split).transpose(1, 2)
+        values[:, :, self.start : stop] = torch.unflatten(v, 0, split).transpose(1, 2)
+        keys, values = keys[:, :, :stop], values[:, :, :stop]
+        group = q.shape[1] // k.shape[1]
+        # the heads of a group share keys: fold them into the queries
+        q5 = torch.unflatten(torch.unflatten(q, 0, split), 2, (-1, group)).permute(0, 2, 3, 1, 4)
+        folded = q5.reshape(self.rows, -1, group * self.queries, q.shape[-1])
+        mask = None if self.queries == 1 else self.cache.seen[self.start : stop, :stop].repeat(group, 1)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        return out.view(q5.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+class PredictorModel(Decoder):
+    def __init__(self, c: DecoderConfig, num_groups: int) -> None:
+        super().__init__(c)
+        self.codec_embedding = nn.ModuleList(Embedding(c.vocab_size, c.hidden_size) for _ in range(num_groups - 1))
+
+
+class CodePredictor(nn.Module):
+    def __init__(self, c: DecoderConfig, num_groups: int) -> None:
+        super().__init__()
+        self.num_groups = num_groups
+        self.model = PredictorModel(c, num_groups)
+        self.lm_head = nn.ModuleList(Linear(c.hidden_size, c.vocab_size) for _ in range(num_groups - 1))
+
+    def prepare(self, device: torch.device) -> None:
+        self.model.prepare(device)
+        self.positions = torch.arange(self.num_groups, dtype=torch.float32, device=device)
+        self.angles = self.model.rope(self.positions, self.model.norm.weight.dtype)  # of every position of a frame
+
+    def cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> FrameCache:
+        return FrameCache(self.model.config, rows, self.num_groups, device, dtype)
+
+    def forward(
+        self, hidden: torch.Tensor, first: torch.Tensor, cache: FrameCache, pick: Pick
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Talker rows `hidden` and embeddings of code 0 `first` (both [rows, hidden]).
+
+        Returns the codes [rows, groups - 1] and the embeddings of all the frame's codes, summed: [rows, hidden]."""
+        rows = hidden.shape[0]
+        x = torch.stack((hidden, first), 1).flatten(0, 1)
+        out = self.model(x, self.positions[:2].repeat(rows), FramePass(cache, rows, 0, 2))
+        last = out.view(rows, 2, -1)[:, 1]
+        codes, embedded = [], [first]
+        for g in range(self.num_groups - 1):
+            code = pick(self.lm_head[g](last), g + 1)
+            row = self.model.codec_embedding[g](code)
+            codes.append(code)
+            embedded.append(row)
+            if g + 2 < self.num_groups:
+                at = self.positions[g + 2].expand(rows)
+                last = self.model(row, at, FramePass(cache, rows, g + 2, 1))
+        # one sum in float32, rounded once
+        total = torch.stack(embedded, 1).sum(1, dtype=torch.float32).to(hidden.dtype)
+        return torch.stack(codes, 1), total

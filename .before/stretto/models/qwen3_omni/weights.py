@@ -1,0 +1,432 @@
+"""Checkpoint files, and how their tensors get into a model.
+
+Owns the safetensors headers of a checkpoint (read and checked here, byte by byte) and the copy from file to device:
+in file order, through two staging buffers of fixed size, so host memory stays bounded whatever the checkpoint's
+size. What is to be float8 is quantised as it lands, a few rows at a time, so it is never wide all at once. Called once
+per stage at start, on the stage's main thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from stretto.errors import CheckpointError
+from stretto.kernels.quantized import FLOAT8, finite
+from stretto.layers.mlp import Experts
+from stretto.layers.targets import Float8Rows, Target, targets
+from stretto.models.qwen3_omni.shapes import spread
+
+M = TypeVar("M", bound=nn.Module)
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_HEADER = 100_000_000  # the format's own limit
+STAGING = 64 << 20
+READERS, READ_PART = 4, 8 << 20  # a span is read by a few threads at once, this much each at least
+SHOWN = 5  # offenders named in one error
+
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor's place in its file; `start` counts from the beginning of the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The tensors of a checkpoint directory: one model.safetensors, or shards listed in an index."""
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, directory: str | Path) -> CheckpointFiles:
+        """Read and check all headers; no weight is read."""
+        folder = Path(directory)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such directory")
+        if (folder / INDEX).exists():
+            return cls(folder, _open_shards(folder))
+        if (folder / SINGLE).exists():
+            return cls(folder, read_header(folder / SINGLE))
+        raise CheckpointError(f"{folder}: has neither {INDEX} nor {SINGLE}")
+
+
+def _open_shards(folder: Path) -> dict[str, StoredTensor]:
+    where = _read_index(folder / INDEX)
+    shards: dict[str, dict[str, StoredTensor]] = {}
+    for name, file in where.items():
+        if file not in shards:
+            if not (folder / file).is_file():
+                raise CheckpointError(f"{folder / file}: no such file; {INDEX} lists it as the home of {name}")
+            shards[file] = read_header(folder / file)
+        if name not in shards[file]:
+            raise CheckpointError(f"{folder / file}: has no tensor {name}, which {INDEX} places there")
+    for file, tensors in shards.items():
+        for name in tensors:
+            if where.get(name) != file:
+                raise CheckpointError(f"{folder / file}: holds {name}, which {INDEX} does not place there")
+    return {name: shards[file][name] for name, file in where.items()}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
+    where = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(where, dict) or not where:
+        raise CheckpointError(f"{path}: weight_map is missing or empty")
+    for name, file in where.items():
+        # A shard lies beside its index; anything else is a path we were not asked to read.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path}: {name} is placed in {file!r}, which is not a file name")
+    return where
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, with every length, dtype, shape and byte range checked."""
+    try:
+        with open(path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            length = int.from_bytes(f.read(8), "little") if size >= 8 else 0
+            if size < 8 or not 0 < length <= min(MAX_HEADER, size - 8):
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file "
+                    f"(its {size} bytes cannot hold a header of {length} bytes)"
+                )
+            raw = json.loads(f.read(length))
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from None
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: the header is not valid JSON ({e})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object")
+    tensors = {
+        name: _stored(path, name, entry, 8 + length, size) for name, entry in raw.items() if name != "__metadata__"
+    }
+    _check_layout(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _stored(path: Path, name: str, entry: object, data: int, size: int) -> StoredTensor:
+    def bad(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {name}: {what}")
+
+    if not isinstance(entry, dict):
+        raise bad("its header entry is not an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise bad(f"unknown dtype {dtype!r}")
+    sizes, ends = _naturals(shape), _naturals(offsets)
+    if sizes is None:
+        raise bad(f"shape {shape!r} is not a list of sizes")
+    if ends is None or len(ends) != 2 or ends[0] > ends[1]:
+        raise bad(f"data_offsets {offsets!r} are not a byte range")
+    start, end = ends
+    need = prod(sizes) * ITEM_BYTES[dtype]
+    if end - start != need:
+        raise bad(f"{dtype} {shape} takes {need} bytes, its byte range holds {end - start}")
+    if data + end > size:
+        raise bad(f"needs bytes up to {data + end}, but the file ends at {size}: truncated?")
+    return StoredTensor(name, path, dtype, tuple(sizes), data + start, need)
+
+
+def _naturals(value: object) -> list[int] | None:
+    good = isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 63 for i in value)
+    return value if good and isinstance(value, list) else None
+
+
+def _check_layout(path: Path, tensors: Mapping[str, StoredTensor], data: int, size: int) -> None:
+    """The tensors must tile the file: what overlaps or belongs to none is corrupt."""
+    end = data
+    for t in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
+        if t.start != end:
+            what = "overlaps the tensor before it" if t.start < end else f"leaves {t.start - end} bytes before it"
+            raise CheckpointError(f"{path}: tensor {t.name}: {what}")
+        end = t.start + t.nbytes
+    if end != size:
+        raise CheckpointError(f"{path}: {size - end} bytes at the end belong to no tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    bytes: int
+    seconds: float
+    tensors: int
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.bytes / max(self.seconds, 1e-9) / 1e9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Consecutive elements of a tensor and the part of its destination they fill."""
+
+    source: StoredTensor
+    start: int  # in the file
+    nbytes: int
+    into: Target
+
+
+@dataclass(slots=True)
+class _Span:
+    """Pieces that lie side by side in one file and fit into one staging buffer."""
+
+    start: int
+    nbytes: int = 0
+    pieces: list[_Piece] = field(default_factory=list)
+
+
+def load(
+    files: CheckpointFiles,
+    destinations: Mapping[str, Target],
+    prefixes: Sequence[str],
+    progress: bool = True,
+    label: str = "weights",
+    staging_bytes: int = STAGING,
+) -> LoadReport:
+    """Fill `destinations` (checkpoint name -> view) from the checkpoint, converting dtypes where they differ.
+
+    Float8 rows are made from the numbers in the file, which must be finite: quantising would hide that they are not.
+    Every destination must be in the checkpoint, and every checkpoint tensor under one of `prefixes` must have a
+    destination; shapes must agree. Otherwise nothing is read, and one error names the offenders."""
+    _check_fit(files, destinations, prefixes)
+    began = time.perf_counter()
+    wanted = sorted((files.tensors[name] for name in destinations), key=lambda t: (t.file, t.start))
+    total = sum(t.nbytes for t in wanted)
+    devices = {d.device for d in destinations.values()} or {torch.device("cpu")}
+    assert len(devices) == 1, f"a stage lives on one device, got {devices}"
+    assert staging_bytes >= 8, staging_bytes  # the largest item must fit
+    # A row to be quantised is staged whole.
+    widest = max((t.shape[-1] for t in destinations.values() if isinstance(t, Float8Rows)), default=1)
+    staging_bytes = min(max(staging_bytes, 8 * widest), max(total, 8))
+    spans = _spans(wanted, destinations, staging_bytes)
+    buffers = [_Staging(staging_bytes, device) for device in (*devices, *devices)]
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="weights"))
+        bar = stack.enter_context(
+            tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None if progress else True)
+        )
+        opened: tuple[Path, int] | None = None
+        for n, span in enumerate(spans):
+            path = span.pieces[0].source.file
+            if opened is None or opened[0] != path:
+                opened = path, _open_file(path, stack)
+            buffers[n % 2].fill(opened[1], span, pool)
+            bar.update(span.nbytes)
+        for b in buffers:
+            b.wait()
+    _check_finite(files, destinations)
+    return LoadReport(total, time.perf_counter() - began, len(wanted))
+
+
+def _open_file(path: Path, stack: ExitStack) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from None
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _check_fit(files: CheckpointFiles, destinations: Mapping[str, Target], prefixes: Sequence[str]) -> None:
+    problems: list[str] = []
+    for name, into in destinations.items():
+        stored = files.tensors.get(name)
+        if stored is None:
+            problems.append(f"{name} is missing")
+        elif stored.shape != tuple(into.shape):
+            problems.append(
+                f"{name} ({stored.file.name}) has shape {list(stored.shape)}, the model needs {list(into.shape)}"
+            )
+        elif stored.dtype not in LOADABLE:
+            problems.append(f"{name} ({stored.file.name}) has dtype {stored.dtype}, which is not supported")
+    for name, stored in files.tensors.items():
+        if name not in destinations and name.startswith(tuple(prefixes)):
+            problems.append(f"{name} ({stored.file.name}) is unexpected: the model has no place for it")
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(f"{files.directory}: does not fit the model: {'; '.join(problems[:SHOWN])}{more}")
+
+
+def _check_finite(files: CheckpointFiles, destinations: Mapping[str, Target]) -> None:
+    rows = {name: into.scale for name, into in destinations.items() if isinstance(into, Float8Rows)}
+    if rows and not finite(torch.cat(list(rows.values()))):
+        name = next(name for name, scale in rows.items() if not finite(scale))
+        raise CheckpointError(
+            f"{files.tensors[name].file}: tensor {name}: holds infinities or NaN, and cannot be made float8"
+        )
+
+
+def _spans(wanted: Sequence[StoredTensor], destinations: Mapping[str, Target], limit: int) -> Iterator[_Span]:
+    """Gather pieces in file order; only bytes that some destination needs are ever in a span."""
+    span: _Span | None = None
+    file: Path | None = None
+    for stored in wanted:
+        item = ITEM_BYTES[stored.dtype]
+        at = stored.start
+        for into in _pieces(destinations[stored.name], limit // item):
+            piece = _Piece(stored, at, into.numel() * item, into)
+            at += piece.nbytes
+            if (
+                span is None
+                or file != stored.file
+                or piece.start != span.start + span.nbytes
+                or span.nbytes + piece.nbytes > limit
+                or span.nbytes % item  # a staged tensor must start where its dtype may
+            ):
+                if span is not None:
+                    yield span
+                span, file = _Span(piece.start), stored.file
+            span.pieces.append(piece)
+            span.nbytes += piece.nbytes
+    if span is not None:
+        yield span
+
+
+def _pieces(into: Target, limit: int) -> Iterator[Target]:
+    """Parts of a destination of at most `limit` elements, in the order of the file's elements."""
+    if into.numel() <= limit:
+        yield into
+    elif isinstance(into, Float8Rows):
+        yield from into.split(limit // into.shape[-1])
+    elif into.is_contiguous():
+        yield from torch.split(into.view(-1), limit)
+    else:
+        rows = limit // into[0].numel()
+        for part in torch.split(into, rows) if rows else into.unbind():
+            yield from _pieces(part, limit)
+
+
+class _Staging:
+    """One buffer between file and device; pinned, so that the copy runs while the other buffer is filled."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device = device
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.memory = memoryview(self.buffer.numpy())  # type: ignore[arg-type]
+        self.copied: torch.cuda.Event | None = None
+
+    def fill(self, fd: int, span: _Span, pool: ThreadPoolExecutor) -> None:
+        """Read the span and start its copies."""
+        self.wait()  # the copies of the span before last still read this buffer
+        step = max(READ_PART, -(-span.nbytes // READERS))
+        cuts = range(0, span.nbytes, step)
+        list(pool.map(lambda cut: self._read(fd, span, cut, min(cut + step, span.nbytes)), cuts))
+        for piece in span.pieces:
+            at = piece.start - span.start
+            staged = self.buffer[at : at + piece.nbytes].view(LOADABLE[piece.source.dtype])
+            _copy(piece.into, staged.view(piece.into.shape))
+        if self.device.type == "cuda":
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record(torch.cuda.current_stream(self.device))
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+
+    def _read(self, fd: int, span: _Span, start: int, stop: int) -> None:
+        while start < stop:
+            try:
+                got = os.preadv(fd, [self.memory[start:stop]], span.start + start)
+            except OSError as e:
+                raise _unreadable(span, start, os.strerror(e.errno or 0)) from None
+            if got == 0:
+                raise _unreadable(span, start, "the file ended early")
+            start += got
+
+
+def _unreadable(span: _Span, at: int, why: str) -> CheckpointError:
+    piece = next(p for p in reversed(span.pieces) if p.start <= span.start + at)
+    return CheckpointError(f"{piece.source.file}: tensor {piece.source.name}: cannot be read ({why})")
+
+
+def _copy(into: Target, staged: torch.Tensor) -> None:
+    if isinstance(into, Float8Rows):
+        into.fill(staged.to(into.device, non_blocking=True))
+        return
+    if into.is_cuda and (into.dtype != staged.dtype or not into.is_contiguous()):
+        # Left to itself copy_ would convert on the host, in memory of its own, and wait.
+        staged = staged.to(into.device, non_blocking=True)
+    into.copy_(staged, non_blocking=True)
+
+
+def build(factory: Callable[[], M], device: torch.device | str, dtype: torch.dtype) -> M:
+    """Make a module whose uninitialised weights lie on the device in that dtype from the start."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return factory()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Random weights, drawn on the module's device; the same for the same seed and kind of device. Float8 ones are
+    drawn as wide as the others, and quantised layer by layer.
+
+    Sizes are chosen as in the tiny checkpoint: activations stay finite and of order one through all layers.
+    `prefix` is the module's own in the checkpoint, for a module too small to tell its kind from its names."""
+    views: dict[int, list[tuple[Target, tuple[float, float]]]] = defaultdict(list)
+    for name, into in targets(module, prefix).items():
+        views[_storage(into)].append((into, spread(name, tuple(into.shape))))
+    whole: dict[int, Target] = {_storage(p): p for p in module.parameters()}
+    for experts in module.modules():
+        if isinstance(experts, Experts):
+            whole |= {_storage(rows): rows for rows in experts.rows()}
+    generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in whole.values()}
+    dtype = next(p.dtype for p in module.parameters() if p.dtype != FLOAT8)
+    for storage, parts in views.items():
+        # All experts of a layer are views of one parameter: one launch instead of hundreds.
+        if len({sizes for _, sizes in parts}) == 1:
+            parts = [(whole[storage], parts[0][1])]
+        for into, (mean, std) in parts:
+            if isinstance(into, Float8Rows):
+                wide = torch.empty(into.shape, dtype=dtype, device=into.device)
+                into.fill(wide.normal_(mean, std, generator=generators[into.device]))
+            else:
+                into.normal_(mean, std, generator=generators[into.device])
+
+
+def _storage(t: Target) -> int:
+    return (t.weight if isinstance(t, Float8Rows) else t).untyped_storage().data_ptr()
+
+
+def estimate(factories: Mapping[str, Callable[[], nn.Module]], dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of each stage's weights and buffers, without allocating any."""
+    sizes = {}
+    for stage, factory in factories.items():
+        module = build(factory, "meta", dtype)
+        sizes[stage] = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    return sizes

@@ -1,0 +1,115 @@
+"""What chat and speech share: a request is decoded, admitted, answered and, whatever happens, accounted for.
+
+`Endpoint` is an ASGI app; a route gives it a coroutine that turns a decoded request into an answer. All of it runs
+on the event loop; only compressing audio goes to worker threads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from stretto.errors import Bug, Gone
+from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
+from stretto.server.body import Body
+from stretto.server.exchange import Exchange, Left, Visit
+from stretto.server.schema import Report, Span
+from stretto.server.service import Service
+
+R = TypeVar("R")
+MAX_PIECE = 6 << 16  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
+
+
+class Endpoint(Generic[R]):
+    """One POST route that generates: `decode` makes a request of a body, `work` answers it."""
+
+    def __init__(
+        self,
+        service: Service,
+        route: str,
+        max_bytes: int,
+        decode: Callable[[Service, Body, Visit], Awaitable[R]],
+        work: Callable[[Service, R, Exchange], Awaitable[None]],
+    ) -> None:
+        self.service, self.route, self.max_bytes = service, route, max_bytes
+        self.decode, self.work = decode, work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self.service.config)
+        visit = exchange.visit
+        visit.route = self.route
+        try:
+            self.service.engine()  # before a long body is read for nothing
+            self.service.admission.check(visit.owner)
+            visit.sender = visit.owner if self.service.keys.digests else str((scope.get("client") or ("",))[0])
+            with Body(self.service.bodies) as body:
+                await exchange.read_body(body, self.max_bytes)
+                # From here on: clients that send slowly hold nobody else's slot.
+                with self.service.admission.slot(visit.owner):
+                    await exchange.run(self._work(body, exchange), self.service.cut)
+        except Left:
+            visit.ended, visit.status = "left", 499  # nobody listens: there is nothing to say
+        except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
+            visit.ended = type(e).__name__
+            await exchange.fail(e)
+
+    async def _work(self, body: Body, exchange: Exchange) -> None:
+        await self.work(self.service, await self.decode(self.service, body, exchange.visit), exchange)
+
+
+def note(event: Event, visit: Visit) -> None:
+    """Takes down when things came; every event of an answer passes here, as soon as it is known."""
+    match event:
+        case TextDelta():
+            visit.saw_text()
+            visit.num_tokens += len(event.ids)
+        case AudioChunk():
+            visit.saw_audio(len(event.samples))
+        case Finished():
+            visit.ended = finish_reason(event)
+
+
+def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    """Closes the engine's iterator on the way out, which cancels the request if it still runs."""
+    return aclosing(cast(AsyncGenerator[Event, None], events))
+
+
+def finish_reason(end: Finished) -> str:
+    """`length` if text or speech was cut at a limit. The engine cancelling on its own is an error."""
+    if "cancelled" in (end.text, end.audio):
+        raise Gone("the engine cancelled the request")
+    return "length" if "length" in (end.text, end.audio) else "stop"
+
+
+def report(end: Finished, visit: Visit, timeline: bool) -> Report:
+    def rounded(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds, 6)
+
+    spans = [Span(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline]
+    return Report(
+        seed=end.seed,
+        total_s=round(visit.elapsed(), 6),
+        audio_s=round(visit.audio_seconds, 6),
+        first_text_s=rounded(visit.first_text),
+        first_audio_s=rounded(visit.first_audio),
+        rtf=rounded(visit.rtf),
+        underrun_s=round(visit.underrun, 6),
+        timeline=spans if timeline else msgspec.UNSET,
+    )
+
+
+def unfinished() -> Bug:
+    return Bug("the engine ended an answer without saying how")
+
+
+def slices(data: bytes) -> list[bytes]:
+    """Audio for one event each."""
+    return [data[i : i + MAX_PIECE] for i in range(0, len(data), MAX_PIECE)]
+
+
+def drop_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Leaves to its default what the client did not say."""
+    return {k: v for k, v in values.items() if v is not None}

@@ -1,0 +1,205 @@
+"""Speech as bytes of a format: 16-bit samples in, pieces of a file out, while the speech is being made.
+
+An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from libsndfile and
+are run on worker threads by the routes (`slow`). A stream cannot have its header corrected at the end. An open
+length is fine in wav and needs no word in opus; mp3 has a constant bit rate, from which readers work it out; but
+common readers of flac give up without one, so flac is held back and comes whole at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import soundfile
+
+from stretto.errors import Invalid
+
+CONTENT_TYPES = {
+    "pcm": "audio/pcm",
+    "pcm16": "audio/pcm",
+    "wav": "audio/wav",
+    "mp3": "audio/mpeg",
+    "flac": "audio/flac",
+    "opus": "audio/ogg",
+}
+_LIBSNDFILE = {"mp3": ("MP3", "MPEG_LAYER_III"), "flac": ("FLAC", "PCM_16"), "opus": ("OGG", "OPUS")}
+_OPEN = 0xFFFFFFFF  # a length nobody knows yet
+_SET_OGG_PAGE_LATENCY_MS = 0x1302  # of libsndfile's sf_command
+# Threads of its own: decoding what clients send takes the default ones, for seconds at a time.
+_POOL = ThreadPoolExecutor(4, "codec")
+_PAGE_MS = 160.0  # pages of a second, the default, would hold back the first words
+
+
+class Encoder(Protocol):
+    slow: bool
+
+    def feed(self, pcm: bytes) -> bytes: ...
+
+    def finish(self) -> bytes: ...
+
+
+class Raw:
+    slow = False
+
+    def feed(self, pcm: bytes) -> bytes:
+        return pcm
+
+    def finish(self) -> bytes:
+        return b""
+
+
+class Wav:
+    """A header, then samples. Without a length, the header says that it is open."""
+
+    slow = False
+
+    def __init__(self, rate: int, num_bytes: int | None = None) -> None:
+        self._header = wav_header(rate, num_bytes)
+
+    def feed(self, pcm: bytes) -> bytes:
+        header, self._header = self._header, b""
+        return header + pcm if header else pcm
+
+    def finish(self) -> bytes:
+        return self.feed(b"")
+
+
+def wav_header(rate: int, num_bytes: int | None) -> bytes:
+    riff, data = (_OPEN, _OPEN) if num_bytes is None else (36 + num_bytes, num_bytes)
+    head = struct.pack("<4sI8sIHHIIHH", b"RIFF", riff, b"WAVEfmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return head + struct.pack("<4sI", b"data", data)
+
+
+class _Sink(io.RawIOBase):
+    """Where libsndfile writes: keeps what was not taken yet. `whole` keeps all, so that headers can be corrected."""
+
+    def __init__(self, whole: bool) -> None:
+        self._whole = whole
+        self._kept = bytearray()
+        self._base = 0  # position in the file of the first byte kept
+        self._at = 0
+
+    def take(self) -> bytes:
+        out = bytes(self._kept)
+        if not self._whole:
+            self._base += len(out)
+            self._kept.clear()
+        return out
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        start = self._at - self._base
+        if start >= 0:  # what lies before has left: a late correction of the header is lost
+            self._kept[start : start + len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        end = self._base + len(self._kept)
+        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: end}[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        return 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+
+class Compressed:
+    """mp3, flac or opus, by libsndfile."""
+
+    slow = True
+
+    def __init__(self, format: str, rate: int) -> None:
+        major, minor = _LIBSNDFILE[format]
+        self._empty, self._whole = True, format == "flac"
+        self._sink = _Sink(self._whole)
+        steady = {"bitrate_mode": "CONSTANT", "compression_level": 0.5} if format == "mp3" else {}
+        self._file = soundfile.SoundFile(self._sink, "w", rate, 1, minor, format=major, **steady)
+        if format == "opus":
+            # The one thing the Python package has no name for.
+            value = soundfile._ffi.new("double *", _PAGE_MS)
+            soundfile._snd.sf_command(self._file._file, _SET_OGG_PAGE_LATENCY_MS, value, 8)
+
+    def feed(self, pcm: bytes) -> bytes:
+        self._empty = self._empty and not pcm
+        self._file.write(np.frombuffer(pcm, "<i2"))
+        return b"" if self._whole else self._sink.take()
+
+    def finish(self) -> bytes:
+        if self._empty:  # libsndfile writes no file at all for no samples
+            self._file.write(np.zeros(1, np.int16))
+        self._file.close()
+        return self._sink.take()
+
+
+def streamed(format: str, rate: int) -> Encoder:
+    """An encoder for speech that is sent as it is made."""
+    makers: dict[str, Callable[[], Encoder]] = {"pcm": Raw, "pcm16": Raw, "wav": lambda: Wav(rate)}
+    return makers[format]() if format in makers else Compressed(format, rate)
+
+
+def encode(format: str, pcm: bytes, rate: int) -> bytes:
+    """A whole file."""
+    if format in ("pcm", "pcm16"):
+        return pcm
+    if format == "wav":
+        return wav_header(rate, len(pcm)) + pcm
+    encoder = Compressed(format, rate)
+    return encoder.feed(pcm) + encoder.finish()
+
+
+async def encode_elsewhere(format: str, pcm: bytes, rate: int) -> bytes:
+    """The same without holding up the event loop."""
+    return await elsewhere(encode, format, pcm, rate) if format in _LIBSNDFILE else encode(format, pcm, rate)
+
+
+async def elsewhere(work: Callable[..., bytes], *args: object) -> bytes:
+    return await asyncio.get_running_loop().run_in_executor(_POOL, work, *args)
+
+
+async def feed(encoder: Encoder, pcm: bytes) -> bytes:
+    return await elsewhere(encoder.feed, pcm) if encoder.slow else encoder.feed(pcm)
+
+
+async def finish(encoder: Encoder) -> bytes:
+    return await elsewhere(encoder.finish) if encoder.slow else encoder.finish()
+
+
+def check(format: str, param: str) -> None:
+    if format not in CONTENT_TYPES:
+        known = ", ".join(f for f in CONTENT_TYPES if f != "pcm16")
+        raise Invalid(f"{param} {format!r} is not supported; use one of {known}", param)
+
+
+class Pieces:
+    """Cuts bytes so that the base64 of each piece, joined as text, is the base64 of the whole: no padding within."""
+
+    __slots__ = ("_rest", "_unit")
+
+    def __init__(self, unit: int = 6) -> None:  # whole 16-bit samples as well as whole groups of three bytes
+        self._unit, self._rest = unit, b""
+
+    def feed(self, data: bytes) -> bytes:
+        data = self._rest + data if self._rest else data
+        cut = len(data) - len(data) % self._unit
+        self._rest = data[cut:]
+        return data[:cut]
+
+    def finish(self) -> bytes:
+        rest, self._rest = self._rest, b""
+        return rest

@@ -1,0 +1,52 @@
+"""Answers that clients may refer to by id: {"role": "assistant", "audio": {"id": ...}} instead of the words.
+
+One per server, used on the event loop only. Holds transcripts, not sound. Bounded in number, size and time; an id is
+good only for the API key that got it."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+MAX_CHARS = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    owner: str
+    transcript: str
+    expires_at: float
+
+
+@dataclass(slots=True)
+class AudioMemory:
+    max_answers: int
+    lifetime: float
+    clock: Callable[[], float] = time.time
+    _kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)  # oldest first
+    _chars: int = 0
+
+    def keep(self, audio_id: str, owner: str, transcript: str) -> int:
+        """Remember an answer; the time until which it can be referred to."""
+        expires = self.clock() + self.lifetime
+        self._kept[audio_id] = Kept(owner, transcript, expires)
+        self._chars += len(transcript)
+        self._trim()
+        return int(expires)
+
+    def recall(self, ids: Iterable[str], owner: str) -> dict[str, str]:
+        """The words of those answers that this owner may refer to."""
+        self._trim()
+        found = {i: self._kept[i] for i in ids if i in self._kept}
+        return {i: kept.transcript for i, kept in found.items() if kept.owner == owner}
+
+    def _trim(self) -> None:
+        now = self.clock()
+        while self._kept:
+            oldest = next(iter(self._kept.values()))
+            crowded = len(self._kept) > self.max_answers or self._chars > MAX_CHARS
+            if oldest.expires_at > now and not crowded:
+                return
+            self._chars -= len(self._kept.popitem(last=False)[1].transcript)

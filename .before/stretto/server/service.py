@@ -1,0 +1,127 @@
+"""What all routes share: the engine and its state, the limits, the memory, the metrics. One per app.
+
+The engine is opened in the background while the port is already bound, so that probes and people see `loading`
+rather than a refused connection. States go loading -> ready -> draining; `dead` can follow any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from stretto.errors import StrettoError
+from stretto.orchestrator.api import Engine, Progress
+from stretto.server.access import Admission, Keys
+from stretto.server.body import BodyBudget
+from stretto.server.config import ServerConfig
+from stretto.server.failures import Refused
+from stretto.server.memory import AudioMemory
+from stretto.server.metrics import Metrics
+
+log = logging.getLogger("stretto.server")
+
+OpenEngine = Callable[[], Awaitable[Engine]]
+
+
+@dataclass(slots=True)
+class Service:
+    config: ServerConfig
+    open_engine: OpenEngine
+    keys: Keys
+    admission: Admission
+    memory: AudioMemory
+    metrics: Metrics
+    bodies: BodyBudget
+    draining: bool = False
+    failure: str | None = None  # why the engine could not be opened
+    opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be
+    _engine: Engine | None = None
+    _loading: asyncio.Task[None] | None = None
+    _cut: asyncio.Future[None] | None = None
+
+    @classmethod
+    def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
+        return cls(
+            config=config,
+            open_engine=open_engine,
+            keys=Keys.of(config.api_key),
+            admission=Admission(config.max_concurrent, config.max_concurrent_per_key),
+            memory=AudioMemory(config.audio_kept, config.audio_lifetime),
+            metrics=Metrics(),
+            bodies=BodyBudget(config.max_bodies_bytes),
+        )
+
+    @property
+    def cut(self) -> asyncio.Future[None]:
+        """Done when running requests must end now."""
+        assert self._cut is not None, "the app's lifespan has not begun"
+        return self._cut
+
+    def start(self) -> None:
+        self._cut = asyncio.get_running_loop().create_future()
+        self._loading = asyncio.create_task(self._open(), name="open engine")
+
+    async def _open(self) -> None:
+        try:
+            self._engine = await self.open_engine()
+        except (StrettoError, OSError, ValueError, RuntimeError, MemoryError, ImportError) as e:
+            log.error("the model cannot be served: %s", e, exc_info=None if isinstance(e, StrettoError) else e)
+            self.failure = str(e) or type(e).__name__
+        finally:
+            self.opened.set()
+
+    @property
+    def progress(self) -> Progress:
+        if self.failure is not None:
+            return Progress("dead", error=self.failure)
+        known = self._engine.progress if self._engine is not None else Progress("loading")
+        if self.draining and known.state != "dead":
+            return Progress("draining", known.stages, known.error)
+        return known
+
+    @property
+    def maybe_engine(self) -> Engine | None:
+        return self._engine
+
+    def engine(self) -> Engine:
+        """The engine, if it takes requests now."""
+        state = self.progress.state
+        if state == "ready":
+            assert self._engine is not None
+            return self._engine
+        words = {
+            "loading": "the model is still loading",
+            "draining": "the server is shutting down",
+            "dead": "the engine has failed",
+        }
+        # The next connection may reach another server; this one is about to go.
+        headers = {"connection": "close"} if state == "draining" else {}
+        raise Refused(503, words[state], kind="server_error", code=state, headers=headers)
+
+    def model_names(self, engine: Engine) -> tuple[str, ...]:
+        return self.config.served_model_name or (engine.info.name,)
+
+    def check_model(self, name: str | None, engine: Engine) -> str:
+        """The name to answer with."""
+        names = self.model_names(engine)
+        if name in names:
+            return name
+        if name in (None, "default"):
+            return names[0]
+        message = f"the model {name!r} does not exist; this server has {', '.join(names)}"
+        raise Refused(404, message, code="model_not_found", param="model")
+
+    async def drain(self, timeout: float) -> None:
+        """Take nothing new and let what runs finish, for at most so long."""
+        self.draining = True
+        if self._engine is not None:
+            await self._engine.drain(timeout)
+
+    async def close(self) -> None:
+        self.draining = True
+        if self._loading is not None and not self._loading.done():
+            self._loading.cancel()
+            await asyncio.wait([self._loading])
+        if self._engine is not None:
+            await self._engine.close()

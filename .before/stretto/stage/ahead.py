@@ -1,0 +1,107 @@
+"""When a stage should launch its next step: late enough that a prompt can still get in front of it, early enough that
+the device never waits. One `Ahead` per stage, told of every launch and retirement on the loop thread; pure but for its
+clock, and no torch.
+
+A second step in flight keeps the device busy while the host looks at the first one's tokens. Launched when the first
+has just begun, it lies in the queue for a whole step, and whatever arrives meanwhile has to wait behind it. So it is
+held back until shortly before the first is expected to end. Only steps of which that is known are waited for: those
+that decode and nothing else, at a batch size that was seen a few times. Everything else is launched at once.
+
+            launch                    due ◀─ margin ─▶
+    step 1    |██████████████████████████|███████████|
+    step 2                               └── launch ──|██████████████████████
+                     a prompt that comes here ↑ is in step 2"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from stretto.stage.loop import TICK_NS
+
+WINDOW = 16
+LEAST = 4
+"""Times that tell what is usual: the last so many, and not before there are so many."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step between its launch and its end."""
+
+    size: int | None  # of the decode step that it is; None: nobody knows how long it takes
+    launched_ns: int  # the launch was done
+    ended_ns: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Recent:
+    """The last few times that something took. One outlier on either side does not count."""
+
+    took: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    low: int | None = None  # second shortest
+    high: int | None = None  # second longest
+
+    def add(self, ns: int) -> None:
+        self.took.append(ns)
+        if len(self.took) >= LEAST:
+            ordered = sorted(self.took)
+            self.low, self.high = ordered[1], ordered[-2]
+
+
+class Ahead:
+    def __init__(
+        self, sizes: Sequence[int], lead_ns: int, on: bool = True, clock: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        """`sizes` that decode steps are padded to; `lead_ns`: what may come between the due time and the launch, such
+        as launches of the other stages. When not `on`, every step is due at once."""
+        self.sizes, self.lead_ns, self.on, self.clock = sorted(sizes), lead_ns, on, clock
+        self._steps: dict[int, Recent] = {size: Recent() for size in self.sizes}  # short ones count: rather too early
+        self._launches = Recent()  # long ones count, for the same reason
+        self._flights: deque[Flight] = deque()
+        self._free_ns = 0  # the device had done everything that was retired
+
+    def launched(self, rows: int | None, took_ns: int) -> Flight:
+        """A step was launched: one that decodes so many rows, or any other (None); `took_ns` of the host's time."""
+        at = len(self.sizes) if rows is None else bisect_left(self.sizes, rows)
+        size = self.sizes[at] if at < len(self.sizes) else None
+        if size is not None:
+            self._launches.add(took_ns)
+        flight = Flight(size, self.clock())
+        self._flights.append(flight)
+        return flight
+
+    def ended(self, flight: Flight) -> None:
+        """The device is done with it. Called by whoever learns of it first, also on another thread."""
+        flight.ended_ns = self.clock()
+
+    def retired(self) -> None:
+        """The oldest step was found to be done."""
+        flight = self._flights.popleft()
+        # The loop may have been busy for a while before it looked; the waiter's thread was not.
+        ended = self.clock() if flight.ended_ns is None else flight.ended_ns
+        if flight.size is not None:
+            self._steps[flight.size].add(max(0, ended - self._begun(flight)))
+        self._free_ns = ended
+
+    def due_ns(self) -> int | None:
+        """When to launch the next step. None: now."""
+        if not self.on or not self._flights or self._launches.high is None:
+            return None
+        lasts = 0
+        for flight in self._flights:
+            usual = None if flight.size is None else self._steps[flight.size].low
+            if usual is None:
+                return None
+            lasts += usual
+        margin = self.lead_ns + self._launches.high
+        if lasts < 2 * margin:
+            return None  # so little to gain, and so much to lose
+        due = self._begun(self._flights[0]) + lasts - margin
+        return due if due - self.clock() >= TICK_NS else None
+
+    def _begun(self, flight: Flight) -> int:
+        """When the oldest flight came to be the one that runs."""
+        return max(flight.launched_ns, self._free_ns)

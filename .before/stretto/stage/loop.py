@@ -1,0 +1,150 @@
+"""One thread that drives the stages of a host.
+
+Each round takes the messages that came, then gives every stage a turn, the most downstream first, so that a first
+packet never waits behind a new prompt. A round in which nothing happened ends in a sleep on the bell: an event file
+descriptor that messages, chunks and the device's waiter ring. A stage that holds something back says until when; the
+sleep ends then at the latest. There is no timer thread and no polling."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stretto.errors import Busy, Gone
+
+log = logging.getLogger(__name__)
+
+Message = Callable[[], None]
+"""Run on the loop thread."""
+
+TICK_NS = 1_000_000
+"""Sleeps last whole ticks, so what is due within less than one is due now: then nobody ever wakes up too early, goes
+round and finds nothing to do."""
+
+
+class Turns(Protocol):
+    @property
+    def due_ns(self) -> int | None:
+        """When it wants another turn though nothing rings, by the loop's clock; at least a tick from its last turn."""
+        ...
+
+    def turn(self) -> bool:
+        """Do what can be done now, without waiting. True: something was."""
+        ...
+
+
+class Bell:
+    """A wake-up that any thread may ring and one thread sleeps on. Rings before the sleep are not lost: whoever slept
+    must look for work after it and before the next sleep."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._rung = False
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def ring(self) -> None:
+        # While nobody sleeps one ring is as good as many, and this is not a system call.
+        if not self._rung:
+            self._rung = True
+            os.eventfd_write(self._fd, 1)
+
+    def sleep(self, ticks: int | None = None) -> None:
+        """Until it rings, or for so many ticks."""
+        if ticks is not None and not self._poll.poll(ticks):  # in milliseconds, which ticks are
+            return
+        os.eventfd_read(self._fd)
+        # After the read: a ring in between is left out, but the look for work that follows sees what it was for.
+        self._rung = False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Loop:
+    def __init__(
+        self,
+        stages: Sequence[Turns],
+        bell: Bell | None = None,
+        max_messages: int = 4096,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """`stages` in the order of the data's way; `clock` in nanoseconds is theirs too."""
+        self.stages = list(stages)
+        self.bell = bell or Bell()
+        self.max_messages = max_messages
+        self.clock = clock
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None  # called last on the loop thread, if it dies
+        self.idle_ns = 0  # asleep, since `run` began
+        self._begun = time.monotonic()
+        self._messages: deque[Message] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # -- any thread
+
+    def post(self, message: Message, spare: int = 0) -> None:
+        """Run `message` on the loop thread, soon and in order. So many places are left to others."""
+        if self._stopping:
+            raise Gone("the loop has stopped")
+        if len(self._messages) >= self.max_messages - spare:
+            raise Busy(f"{len(self._messages)} messages are waiting already")
+        self._messages.append(message)
+        self.bell.ring()
+
+    def start(self, name: str = "stage-loop") -> None:
+        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the round and leave; messages not taken by then are dropped."""
+        self._stopping = True
+        self.bell.ring()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the loop thread
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    def run(self) -> None:
+        self._begun = time.monotonic()
+        try:
+            while not self._stopping:
+                if not self.round():
+                    self.sleep()
+        except BaseException as e:
+            # The boundary of the stage's world: whoever started the loop must learn of it.
+            self.failure, self._stopping = e, True
+            log.exception("the stage loop died")
+            self.on_failure()
+            raise
+
+    def round(self) -> bool:
+        """One round. True: something happened, so there may be more to do."""
+        did = False
+        for _ in range(len(self._messages)):
+            self._messages.popleft()()
+            did = True
+        for stage in reversed(self.stages):
+            did = stage.turn() or did
+        return did
+
+    def sleep(self) -> None:
+        """After a round in which nothing happened: until the bell rings or a stage is due."""
+        asleep = self.clock()
+        due = min((at for stage in self.stages if (at := stage.due_ns) is not None), default=None)
+        if due is None:
+            self.bell.sleep()
+        elif (ticks := (due - asleep) // TICK_NS) > 0:
+            self.bell.sleep(ticks)
+        self.idle_ns += self.clock() - asleep

@@ -1,0 +1,74 @@
+"""Captured decode steps, one per batch size and way of picking.
+
+A graph runs the same functions as the eager path, over static inputs (row, position, one host value per row). A batch
+is padded up to the next captured size with the sink row, which belongs to nobody. Captured once at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.layers.capture import Captured, capture_graphs
+from stretto.stage.runner.lane import Lane, decode_step
+from stretto.stage.runner.rows import How
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+STAGED = 8
+
+
+class DecodeGraphs:
+    def __init__(self, lane: Lane[Any], sizes: Sequence[int] = SIZES, ways: Sequence[How] | None = None) -> None:
+        self.lane = lane
+        limit = lane.rows.num_rows
+        self.sizes = sorted({min(s, limit) for s in sizes})
+        # One way for batches without chance or penalty, one that serves all others. Fused steps have one for all.
+        self.ways = list(ways) if ways is not None else [How(True, True)]
+        if ways is None and not lane.fused:
+            self.ways.insert(0, How(False, False))
+        self._graphs: dict[tuple[int, How], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
+        # Inputs on their way to the device. A slot comes up again only after STAGED more steps, when the step that
+        # read it has long been retired (there are never that many in flight).
+        self._staged: dict[int, list[torch.Tensor]] = {}
+        self._turn = 0
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        todo = [(size, how) for how in self.ways for size in reversed(self.sizes)]
+        self._graphs = capture_graphs(todo, self._prepare, stream, warmups=1 if self.lane.fused else 2)
+        for size in self.sizes:
+            self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
+
+    def _prepare(self, key: tuple[int, How]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """A step that is all padding: -> its inputs, its tokens."""
+        size, how = key
+        inputs = self.inputs(size)
+        return lambda: (inputs, decode_step(self.lane, inputs[0], inputs[1], inputs[2], how))
+
+    def inputs(self, size: int) -> torch.Tensor:
+        """Row, position and value [3, size] of a batch that is all padding."""
+        inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
+        inputs[0] = self.lane.rows.sink
+        return inputs
+
+    def run(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+
+    def replay(self, host: np.ndarray, how: How) -> torch.Tensor | None:
+        """Run a batch (row, position, value) [3, rows]; None if no graph fits. The result is the caller's to keep."""
+        rows = host.shape[1]
+        size = next((s for s in self.sizes if s >= rows), None)
+        way = next((w for w in self.ways if w.sampled >= how.sampled and w.penalty >= how.penalty), None)
+        found = None if size is None or way is None else self._graphs.get((size, way))
+        if found is None or size is None:
+            return None
+        graph, (inputs, tokens) = found
+        staged = self._staged[size][self._turn % STAGED]
+        self._turn += 1
+        view = staged.numpy()
+        view[:, :rows], view[1:, rows:], view[0, rows:] = host, 0, self.lane.rows.sink
+        inputs.copy_(staged, non_blocking=True)
+        self.run(graph)
+        # The graph's output is overwritten by its next replay, and the copy to the host may still be on its way then.
+        return tokens[:rows].to(torch.int32, copy=True)

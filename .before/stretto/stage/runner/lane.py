@@ -1,0 +1,116 @@
+"""What the runner needs of a model: one lane per autoregressive stage.
+
+The runner knows rows, steps and graphs; a lane knows what an input row is, how to run the model, and how to pick.
+`device_input`, `forward` without extras, and `pick` make up a decode step: fixed shapes, device data only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from stretto.kernels.fast import MAX_ROWS
+from stretto.kernels.paged import KVCache, Paging
+from stretto.stage.request import StageRequest
+from stretto.stage.runner.rows import DeviceRows, How
+from stretto.stage.scheduler.batch import RowJoin
+from stretto.types import RequestId, SamplingParams
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostInput(Generic[E]):
+    """Input rows that come from the host's side: a run of a prompt, or rows to be computed again."""
+
+    x: torch.Tensor  # [rows, hidden]
+    positions: torch.Tensor  # [3, rows] float32
+    extra: E | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picked:
+    """What the sampling rows of a step gave. `tokens` < 0 marks a row whose numbers went bad."""
+
+    tokens: torch.Tensor  # [rows, columns] int64; column 0 is what the scheduler calls the token
+
+
+@dataclass(slots=True, eq=False)
+class Captured:
+    """Rows that a step hands out beside its tokens, by span index: places in the sequence, and their values."""
+
+    places: dict[int, list[int]] = field(default_factory=dict)
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Lane(Protocol[E]):
+    rows: DeviceRows
+    cache: KVCache
+    inputs: dict[RequestId, Any]  # what each request brought; the stage adds and removes
+    columns: int  # of `Picked.tokens`
+    fused: bool  # there is a `fused_step`, which serves rows of any sampling parameters
+
+    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]: ...
+
+    def join(self, join: RowJoin, request: StageRequest) -> None:
+        """A request takes a row: write what the row must hold before its first step."""
+        ...
+
+    def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
+        """A pick became certain: keep what is needed to compute its row again."""
+        ...
+
+    def decode_value(self, request: StageRequest, position: int) -> int:
+        """The one host value that the decode step at `position` takes beside its device row."""
+        ...
+
+    def device_input(
+        self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input rows and rotary positions of rows whose last pick is on the device."""
+        ...
+
+    def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[E]:
+        """Input rows [start, stop) of a request from what the host knows; output is wanted from `fresh` on."""
+        ...
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, E]]
+    ) -> tuple[torch.Tensor, Captured]:
+        """Run the model. `extras`: (span index, first row of the pass, extra)."""
+        ...
+
+    def pick(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        how: How,
+        edits: list[tuple[int, StageRequest]],
+    ) -> Picked:
+        """Pick for rows at `positions` (their last computed ones) and leave the pick in their device rows. `edits`:
+        rows whose requests change their logits on the host."""
+        ...
+
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """All of a decode step (`device_input`, `forward`, `pick`) as fused kernels; returns the tokens."""
+        ...
+
+
+def decode_step(
+    lane: Lane[Any],
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    how: How,
+    width: int | None = None,
+    edits: list[tuple[int, StageRequest]] | None = None,
+) -> torch.Tensor:
+    """One decode step for rows whose inputs are on the device. Without `edits` it can be captured."""
+    if lane.fused and not edits and rows.shape[0] <= MAX_ROWS:
+        return lane.fused_step(rows, positions, values)
+    x, rope = lane.device_input(rows, positions, values)
+    hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
+    return lane.pick(rows, positions, hidden, how, edits or []).tokens

@@ -1,0 +1,120 @@
+"""Persistent rows: what each seated request keeps on the device between steps.
+
+A request holds one row from the moment it joins until it leaves, so a decode step needs only row numbers and
+positions from the host; everything else is looked up by row. The last row is the sink: padding of a captured graph
+reads and writes there. Written by the runner on the stage's stream; nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stretto.kernels.paged import KVCache, Paging
+from stretto.kernels.sampling import SamplingRows, signed
+from stretto.layers.upload import to_device
+from stretto.stage.request import BlockId
+from stretto.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What the picks of a batch need, known on the host: it decides which kernels run (and which graph)."""
+
+    sampled: bool  # some row draws
+    penalty: bool  # some row has a repetition penalty
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> How:
+        return cls(any(not p.greedy for p in params), any(p.repetition_penalty != 1.0 for p in params))
+
+
+class SamplingColumns:
+    """Sampling parameters by row."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.floats = torch.ones(3, rows, device=device)  # temperature, top_p, repetition penalty
+        self.ints = torch.zeros(2, rows, dtype=torch.int64, device=device)  # top_k, seed
+        self.floats[0] = 0.0
+
+    def write(self, row: int, p: SamplingParams) -> None:
+        device = self.floats.device
+        values = np.array([p.temperature, p.top_p, p.repetition_penalty], np.float32)
+        self.floats[:, row] = to_device(values, device, torch.float32)
+        self.ints[:, row] = to_device([p.top_k, signed(p.seed)], device, torch.int64)
+
+    def pick(self, rows: torch.Tensor, how: How) -> SamplingRows:
+        temperature, top_p, penalty = self.floats[:, rows]
+        top_k, seed = self.ints[:, rows]
+        return SamplingRows(temperature, top_k, top_p, penalty, seed, not how.sampled, how.penalty)
+
+
+class DeviceRows:
+    """Block tables, positions and sampling state by row. What a model keeps beside them is its lane's."""
+
+    def __init__(self, num_rows: int, max_blocks: int, vocab_size: int, cache: KVCache) -> None:
+        self.device, self.cache = cache.data.device, cache
+        self.num_rows, self.sink = num_rows, num_rows
+        total = num_rows + 1
+        self.tables = torch.zeros(total, max_blocks, dtype=torch.int32, device=self.device)
+        self.offset = torch.zeros(total, device=self.device)  # rotary position of a generated row, minus its index
+        self.seen = torch.zeros(total, vocab_size, dtype=torch.bool, device=self.device)
+        # Index of the first token of the answer that may be the end.
+        self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
+
+    def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
+        """A new tenant: its table so far, its rotary offset, the tokens that count for its repetition penalty, and
+        where its answer may end."""
+        self.put_blocks([(row, 0, blocks)])
+        self.offset[row].fill_(offset)
+        self.floor[row].fill_(floor)
+        self.seen[row].zero_()
+        if seen:
+            ids = to_device(seen, self.device, torch.int64)
+            self.seen[row].index_fill_(0, ids, True)
+
+    def put_blocks(self, runs: Sequence[tuple[int, int, Sequence[BlockId]]]) -> None:
+        """Blocks (row, first index, ids) for the tables, all in one write. The scheduler counts blocks from 0; on the
+        device block 0 is the sink."""
+        cells = [(row, first + i, b + 1) for row, first, blocks in runs for i, b in enumerate(blocks)]
+        if cells:
+            where = to_device(np.array(cells, dtype=np.int64).T, self.device, torch.int64)
+            self.tables[where[0], where[1]] = where[2].to(torch.int32)
+
+    def hold_end(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, end: int) -> None:
+        """Forbid the end token, in place, where the answer is still too short for it."""
+        early = positions + 1 < self.floor[rows]
+        logits[:, end] = logits[:, end].masked_fill(early, float("-inf"))
+
+    def decode_paging(self, rows: torch.Tensor, positions: torch.Tensor, width: int | None = None) -> Paging:
+        """One query per row. Made of device lookups alone, so it can be captured; `width` blocks of each table are
+        read (all of them by default)."""
+        tables = self.tables[rows] if width is None else self.tables[rows, :width]
+        size = self.cache.block_size
+        block = self.tables[rows, positions // size].long()
+        return Paging(
+            slots=block * size + positions % size,
+            tables=tables,
+            lengths=(positions + 1).to(torch.int32),
+            num_decode=rows.shape[0],
+        )
+
+    def mixed_paging(self, spans: Sequence[tuple[int, int, int]]) -> Paging:
+        """Spans (row, start, stop), those of one position first."""
+        size, device = self.cache.block_size, self.device
+        flat = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
+        owner = np.repeat([row for row, _, _ in spans], [stop - start for _, start, stop in spans])
+        packed = to_device(np.stack([owner, flat]), device, torch.int64)
+        rows, positions = packed[0], packed[1]
+        head = to_device(np.array([[row for row, _, _ in spans], [stop for _, _, stop in spans]]), device, torch.int64)
+        width = -(-max(stop for _, _, stop in spans) // size)
+        num_decode = sum(stop - start == 1 for _, start, stop in spans)
+        return Paging(
+            slots=self.tables[rows, positions // size].long() * size + positions % size,
+            tables=self.tables[head[0], :width],
+            lengths=head[1].to(torch.int32),
+            num_decode=num_decode,
+            prefills=tuple((stop - start, stop) for _, start, stop in spans[num_decode:]),
+        )

@@ -1,0 +1,184 @@
+"""Runs batches: `launch` puts a batch on the device and returns at once, `retire` takes its tokens to the host.
+
+Owned by a stage, called on its loop thread. Several steps may be in flight; a launch depends on earlier ones only
+through the device rows, in stream order, never through the host. All copies to the host go to pinned memory with an
+event behind them. A batch that only decodes, with its inputs on the device, replays a captured graph if there is one
+of its size; everything else runs eagerly through the same functions, with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.errors import Bug, StageDead, StrettoError
+from stretto.layers.upload import to_device
+from stretto.stage.request import StageRequest
+from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.stage.runner.lane import Captured, Lane, decode_step
+from stretto.stage.runner.rows import How
+from stretto.stage.runner.step import Step
+from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
+from stretto.types import RequestId
+
+Find = Callable[[RequestId], StageRequest]
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """One batch's spans in the order of the pass: those of one position first, of these the ones whose input is on the
+    device."""
+
+    spans: Sequence[RowSpan]
+    index: Sequence[int]  # in the batch
+    requests: list[StageRequest]
+    decodes: bool  # every span goes on from its own last pick
+
+
+class Runner:
+    def __init__(self, lane: Lane[Any], graphs: DecodeGraphs | None = None, priority: int = 0) -> None:
+        """`priority` of the stage's stream among those of its device: lower goes first."""
+        self.lane, self.graphs = lane, graphs
+        self.device = lane.rows.device
+        self._ways = [0] * (lane.rows.num_rows + 1)  # by row: 1 draws, 2 has a repetition penalty
+        self.stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and rows were made there
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Everything that touches device rows happens on the stage's own stream."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    @torch.inference_mode()
+    def joined(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Device rows of earlier steps as one tensor, and when it is there (None: now)."""
+        with self.on_stream():
+            rows = torch.cat(list(parts))
+            if self.stream is None:
+                return rows, None
+            return rows, self.stream.record_event()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, find: Find) -> Step:
+        """Put a batch on the device. An error while launching is the step's, not the caller's."""
+        with self.on_stream():
+            try:
+                return self._launch(batch, find)
+            except StrettoError as e:
+                return self._failed(batch, e)
+            except torch.cuda.OutOfMemoryError as e:
+                return self._failed(batch, StageDead(f"out of device memory in a step of {batch.num_tokens} rows: {e}"))
+            except RuntimeError as e:
+                return self._failed(batch, StageDead(f"a step failed to launch: {e}"))
+
+    def retire(self, step: Step) -> StepResult:
+        """The step's tokens, once. Waits for them if they are not there yet."""
+        if step.retired:
+            raise Bug(f"step {step.batch.step} retired twice")
+        step.retired = True
+        if step.error is not None:
+            return StepResult.failed(step.batch, step.error)
+        tokens, errors = [0] * len(step.batch.spans), {}
+        for i, row in zip(step.sampling, step.wait_tokens(), strict=True):
+            if row[0] < 0:
+                id = step.batch.spans[i].request
+                errors[id] = StageDead(f"{id}: the model's output is not a number")
+            tokens[i] = row[0]
+        return StepResult(tokens, errors)
+
+    def _failed(self, batch: Batch, error: StrettoError) -> Step:
+        none = torch.empty(0, self.lane.columns, dtype=torch.int64)
+        return Step(batch, [], none, none, None, Captured(), None, error)
+
+    def _launch(self, batch: Batch, find: Find) -> Step:
+        lane = self.lane
+        for join in batch.joined:
+            lane.join(join, find(join.request))
+            how = How.of(lane.sampling(join.request))
+            self._ways[join.row] = how.sampled | how.penalty << 1
+        lane.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
+        plan = self._plan(batch, find)
+        samples = [i for i, span in enumerate(plan.spans) if span.samples]
+        ways = 0
+        for i in samples:
+            ways |= self._ways[plan.spans[i].row]
+        how = How(bool(ways & 1), bool(ways & 2))
+        if plan.decodes:
+            tokens, captured = self._decode(plan, how), Captured()
+        else:
+            tokens, captured = self._mixed(plan, samples, how)
+        return self._publish(batch, [plan.index[i] for i in samples], tokens, captured)
+
+    def _plan(self, batch: Batch, find: Find) -> _Plan:
+        if batch.decode_only and all(s.from_device for s in batch.spans):
+            return _Plan(batch.spans, range(len(batch.spans)), [find(s.request) for s in batch.spans], True)
+
+        def key(i: int) -> tuple[bool, bool]:
+            span = batch.spans[i]
+            return span.stop - span.start != 1, not span.from_device
+
+        order = sorted(range(len(batch.spans)), key=key)
+        spans = [batch.spans[i] for i in order]
+        return _Plan(spans, order, [find(s.request) for s in spans], False)
+
+    def _decode(self, plan: _Plan, how: How) -> torch.Tensor:
+        """Every row goes on from its own last pick."""
+        host = self._device_rows(plan)
+        edits = [(i, r) for i, r in enumerate(plan.requests) if r.spec.host_history]
+        if self.graphs is not None and not edits:
+            tokens = self.graphs.replay(host, how)
+            if tokens is not None:
+                return tokens
+        width = -(-int(host[1].max() + 1) // self.lane.cache.block_size)
+        rows, positions, extra = to_device(host, self.device, torch.int64)
+        return decode_step(self.lane, rows, positions, extra, how, width, edits)
+
+    def _device_rows(self, plan: _Plan) -> np.ndarray:
+        """(row, position, host value) [3, rows] of the spans whose input is on the device."""
+        spans = [s for s in plan.spans if s.from_device]
+        values = [self.lane.decode_value(r, s.start) for r, s in zip(plan.requests, spans, strict=False)]
+        return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
+
+    def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[torch.Tensor, Captured]:
+        lane = self.lane
+        xs, places, extras = [], [], []
+        first = self._device_rows(plan)
+        row = first.shape[1]
+        if row:
+            x, positions = lane.device_input(*to_device(first, self.device, torch.int64))
+            xs, places = [x], [positions]
+        for i, span in enumerate(plan.spans[row:], start=row):
+            given = lane.host_input(plan.requests[i], span.start, span.stop, span.fresh)
+            if given.extra is not None:
+                extras.append((plan.index[i], row, given.extra))
+            xs.append(given.x)
+            places.append(given.positions)
+            row += span.stop - span.start
+        paging = lane.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
+        hidden, captured = lane.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
+        if not samples:
+            return torch.empty(0, lane.columns, dtype=torch.int64, device=self.device), captured
+        last = paging.last_rows
+        host = np.array([[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64).T
+        pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
+        edits = [(n, plan.requests[i]) for n, i in enumerate(samples) if plan.requests[i].spec.host_history]
+        return lane.pick(rows, positions, hidden[pick], how, edits).tokens, captured
+
+    def _publish(self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: Captured) -> Step:
+        tokens = tokens.to(torch.int32)  # as links carry them
+        if self.stream is None:
+            return Step(batch, sampling, tokens, tokens, None, captured, None)
+        rows_at = None
+        if captured.rows:  # complete before the copy below: whoever takes them need not wait for it
+            rows_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            rows_at.record(self.stream)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(self.stream)
+        return Step(batch, sampling, tokens, host, copied, captured, rows_at)

@@ -1,0 +1,39 @@
+"""A launched batch on its way back.
+
+Three things come out of a step, each at its own time: the next token (already on the device, ordered by the stream;
+the next launch needs nothing else), the host's copy of the tokens (`wait_tokens`), and rows for the next stage
+(`captured`, with an event of their own). A step keeps alive whatever its kernels and copies still read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stretto.errors import StrettoError
+from stretto.stage.runner.lane import Captured
+from stretto.stage.scheduler.batch import Batch
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    batch: Batch
+    sampling: list[int]  # spans that sampled, in the order of the rows of `tokens`
+    tokens: torch.Tensor  # [sampling spans, columns] on the device
+    host: torch.Tensor  # the same in pinned memory, valid once `copied` has fired
+    copied: torch.cuda.Event | None  # None on a CPU: all is done at launch
+    captured: Captured
+    captured_at: torch.cuda.Event | None  # the captured rows are complete
+    error: StrettoError | None = None  # the launch failed; nothing ran
+    retired: bool = False
+
+    @property
+    def done(self) -> bool:
+        """The host copy of the tokens is there."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def wait_tokens(self) -> list[list[int]]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        rows: list[list[int]] = self.host.tolist()
+        return rows

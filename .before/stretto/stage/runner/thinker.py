@@ -1,0 +1,176 @@
+"""The thinker's lane: words and media rows in, text tokens out, accept-layer rows handed on at media positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.kernels.fast import MAX_ROWS
+from stretto.kernels.paged import KVCache, Paging
+from stretto.kernels.sampling import sample
+from stretto.layers.upload import to_device
+from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
+from stretto.stage.request import StageRequest
+from stretto.stage.runner.lane import Captured, HostInput, Picked
+from stretto.stage.runner.prefill_graphs import PrefillGraphs
+from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
+from stretto.stage.scheduler.batch import RowJoin
+from stretto.types import GREEDY, RequestId, SamplingParams
+
+Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""(all ids so far, logits [vocabulary]) -> logits. Its request must be marked `host_history`."""
+
+
+@dataclass(slots=True, eq=False)
+class ThinkerInput:
+    """What a request brings beside its ids. A new segment replaces positions and `first_decode` in one go."""
+
+    positions: npt.NDArray[np.float32]  # [3, prompt]
+    first_decode: float  # rotary position of the first generated token
+    sampling: SamplingParams = GREEDY
+    media: MediaRows | None = None
+    capture: npt.NDArray[np.int64] | None = None  # sorted prompt positions whose accept-layer rows are wanted
+    edit: Edit | None = None
+    min_new: int = 0  # tokens before the end may come
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ThinkerExtra:
+    media: MediaRows | None  # places counted from the run's first row
+    capture: list[int]  # rows of the run
+    start: int
+
+
+class ThinkerLane:
+    columns = 1
+
+    def __init__(self, model: Thinker, cache: KVCache, num_rows: int, max_context: int) -> None:
+        self.model, self.cache = model, cache
+        blocks = -(-max_context // cache.block_size)
+        self.rows = DeviceRows(num_rows, blocks, model.config.thinker.text.vocab_size, cache)
+        self.params = SamplingColumns(num_rows + 1, model.device)
+        self.true = torch.ones((), dtype=torch.bool, device=model.device)
+        self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
+        self.fused = model.model.fused is not None
+        self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
+        self.inputs: dict[RequestId, ThinkerInput] = {}
+
+    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
+        return (self.inputs[id].sampling,)
+
+    def join(self, join: RowJoin, request: StageRequest) -> None:
+        given = self.inputs[join.request]
+        penalised = given.sampling.repetition_penalty != 1.0
+        offset = given.first_decode - given.positions.shape[1]
+        seen = sorted(set(request.ids)) if penalised else ()
+        self.rows.join(join.row, join.blocks, offset, seen, request.cursor.prompt + given.min_new)
+        self.params.write(join.row, given.sampling)
+
+    def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
+        pass  # the scheduler keeps the ids
+
+    def decode_value(self, request: StageRequest, position: int) -> int:
+        return 0
+
+    def device_input(
+        self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.model.embed(self.next[rows]), (positions + self.rows.offset[rows]).expand(3, -1)
+
+    def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[ThinkerExtra]:
+        given, device = self.inputs[request.id], self.model.device
+        media = None if given.media is None else given.media.within(start, stop)
+        x = self.model.embed(to_device(request.ids[start:stop], device, torch.int64), media)
+        capture: list[int] = []
+        if given.capture is not None:
+            low, high = np.searchsorted(given.capture, [max(start, fresh), stop])
+            capture = (given.capture[low:high] - start).tolist()
+        extra = ThinkerExtra(media, capture, start) if media is not None or capture else None
+        return HostInput(x, to_device(rope_rows(given, start, stop), device, torch.float32), extra)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, ThinkerExtra]]
+    ) -> tuple[torch.Tensor, Captured]:
+        device, captured = self.model.device, Captured()
+        visual = [(row, e.media) for _, row, e in extras if e.media is not None and len(e.media.visual_places)]
+        deep = None
+        if visual:
+            places = np.concatenate([m.visual_places.numpy() + row for row, m in visual])
+            deep = Deep(to_device(places, device, torch.int64), torch.cat([m.deep for _, m in visual], 1))
+        wanted = [row + r for _, row, e in extras for r in e.capture]
+        capture = to_device(wanted, device, torch.int64) if wanted else None
+        found = None if self.prompts is None or deep is not None else self.prompts.run(x, positions, paging)
+        if found is None:
+            hidden, rows = self.model(x, positions, self.cache, paging, deep, capture)
+        else:
+            hidden, accept = found
+            rows = None if capture is None or accept is None else accept[capture]
+        if rows is not None:
+            taken = [(i, e) for i, _, e in extras if e.capture]
+            for (i, e), part in zip(taken, rows.split([len(e.capture) for _, e in taken]), strict=True):
+                captured.places[i], captured.rows[i] = [e.start + r for r in e.capture], part
+        return hidden, captured
+
+    def pick(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        how: How,
+        edits: list[tuple[int, StageRequest]],
+    ) -> Picked:
+        if self.fused and not edits and len(hidden) <= MAX_ROWS:
+            return Picked(self._fused_pick(rows, positions, hidden))
+        logits = self.model.logits(hidden)
+        self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
+        for i, request in edits:
+            edit = self.inputs[request.id].edit
+            if edit is not None:
+                logits[i] = edit(request.ids, logits[i])
+        seen = self.rows.seen[rows] if how.penalty else None
+        tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
+        self.next[rows] = tokens
+        if how.penalty:
+            self.rows.seen.index_put_((rows, tokens), self.true)
+        return Picked(guarded(tokens[:, None], logits))
+
+    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        model = self.model.model
+        hidden = model.fused_step(
+            rows,
+            positions,
+            values,
+            model.embed_tokens.weight,
+            self.next,
+            self.rows.tables,
+            self.rows.offset,
+            self.cache,
+        )
+        return self._fused_pick(rows, positions, hidden)
+
+    def _fused_pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        from stretto.kernels.fast.linear import project
+        from stretto.kernels.fast.sampling import Answer, Columns, pick_text
+
+        answer = Answer(self.rows.seen, self.rows.floor, self.model.config.tokens.im_end)
+        params = Columns(self.params.floats, self.params.ints)
+        logits = project(hidden, self.model.lm_head.weight)
+        return pick_text(logits, rows, positions, params, answer, self.next)[:, None]
+
+
+def rope_rows(given: ThinkerInput, start: int, stop: int) -> npt.NDArray[np.float32]:
+    """Positions of rows [start, stop), prompt rows and generated ones alike."""
+    prompt = given.positions.shape[1]
+    beyond = given.first_decode + np.arange(max(start, prompt), max(stop, prompt), dtype=np.float32) - prompt
+    tail = np.broadcast_to(beyond.astype(np.float32), (3, len(beyond)))
+    return np.concatenate([given.positions[:, start : min(stop, prompt)], tail], 1)
+
+
+def guarded(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Tokens, with -1 where the logits are not numbers any more. (One may be -inf: forbidden on purpose.)"""
+    fine = logits.amax(-1, keepdim=True).isfinite()
+    return torch.where(fine, tokens, -1)

@@ -1,0 +1,122 @@
+"""What passes between scheduler and runner: one `Batch` per step on the way there, one `StepResult` on the way
+back. The field comments are the protocol. Made and read on the stage's loop thread; imports no torch.
+
+The runner keeps, per row id, a block table and the last sampled token on the device. For each batch, in this order,
+it drops the rows in `left`, sets up those in `joined`, then runs `spans`. Batches are launched and retired in
+order; one whose launch fails is retired like any other, with `StepResult.failed`, once those before it are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from stretto.errors import StrettoError
+from stretto.stage.request import BlockId, Confirmed, Reason, RowId, StageRequest
+from stretto.stage.scheduler.blocks import PayloadHandle
+from stretto.types import RequestId
+
+
+class RowSpan(NamedTuple):
+    """What one row computes in one step: positions [start, stop) of its sequence."""
+
+    request: RequestId
+    row: RowId
+    start: int
+    stop: int
+    samples: bool  # the row at stop - 1 samples token `stop`, into the device row (and later to the host)
+    # True: stop == start + 1, and the input token is the one that the row's previous step sampled, taken from the
+    # device row (the host may not know it yet); or it is the prompt's last row, of a request that is `last_on_device`.
+    # False: the inputs of all rows are on the host, in `StageRequest.ids` or where the stage keeps input that has no
+    # id. After a preemption or a pause they are asked for again, generated ones too, so the stage keeps a request's
+    # inputs until it is DONE.
+    from_device: bool
+    # Rows below this were published before and are only computed again for their KV (after a preemption): publish
+    # payload for [max(start, fresh), stop) alone.
+    fresh: int
+    # table[first_block : first_block + len(new_blocks)] = new_blocks, before the step runs. What the table holds
+    # beyond the block of row stop - 1 is stale.
+    first_block: int
+    new_blocks: tuple[BlockId, ...]
+    epoch: int  # the scheduler's: results of an older epoch are surplus
+
+
+class RowJoin(NamedTuple):
+    """A row changes hands, before the spans of its batch."""
+
+    request: RequestId
+    row: RowId
+    resumed: bool  # False: never had a row before
+    blocks: tuple[BlockId, ...]  # the whole table so far; `new_blocks` of the same batch come on top
+    filled: int  # rows whose KV is in those blocks
+    # Rows [reused_from, filled) came from the prefix cache and were never launched for this request: their output
+    # is confirmed, and their payload, where they have one and the request needs it, is in `payloads` as (block
+    # index, handle). The handles stay good as long as the request holds its blocks. Often an empty range.
+    reused_from: int
+    payloads: tuple[tuple[int, PayloadHandle], ...]
+
+
+class Leave(Enum):
+    ENDED = "ended"
+    PAUSED = "paused"
+    PREEMPTED = "preempted"  # its blocks are gone too; it will join again and compute its rows again
+    PARKED = "parked"  # it keeps its blocks, and waits for input without a row
+
+
+class RowLeave(NamedTuple):
+    request: RequestId
+    row: RowId
+    why: Leave
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step, as the scheduler wants it."""
+
+    step: int  # 0, 1, 2, ... in launch order
+    spans: tuple[RowSpan, ...]  # at most one per row; decodes first, then prefill chunks; most urgent first in each
+    num_decodes: int  # spans[:num_decodes] each compute one row and sample
+    num_tokens: int  # rows computed by all spans
+    joined: tuple[RowJoin, ...]  # since the batch before
+    # Rows given up since the batch before. No step in flight uses them; they may be in `joined` again.
+    left: tuple[RowLeave, ...]
+
+    @property
+    def decode_only(self) -> bool:
+        """One row per span, all sampling: fits a captured graph of at least `len(spans)` rows."""
+        return self.num_decodes == len(self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the host learned from one step."""
+
+    tokens: Sequence[int]  # one per span, in order; ignored where the span does not sample
+    errors: Mapping[RequestId, StrettoError] = field(default_factory=dict)  # these requests fail, the others stand
+
+    @classmethod
+    def failed(cls, batch: Batch, error: StrettoError) -> StepResult:
+        """The whole step failed."""
+        return cls([0] * len(batch.spans), {span.request: error for span in batch.spans})
+
+
+class Published(NamedTuple):
+    """A block that became findable, has media rows, and awaits `Scheduler.attach_payload`."""
+
+    block: BlockId
+    key: bytes
+    start: int  # its rows
+    stop: int
+
+
+class Outcome(NamedTuple):
+    """What a retired step meant for one request. Surplus spans have none."""
+
+    request: StageRequest
+    at: int  # index of its span in the batch
+    start: int  # rows [start, confirmed) are newly certain; empty if the span only computed rows again
+    confirmed: Confirmed
+    token: int | None  # newly certain token `confirmed`; None if the span did not sample
+    reason: Reason | None  # why the segment ended with this step; request.state tells PAUSED from DONE
+    published: tuple[Published, ...]

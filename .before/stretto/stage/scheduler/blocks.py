@@ -1,0 +1,197 @@
+"""The pool of KV blocks: who holds which block, and which blocks can be found again by their content. Owned by the
+scheduler, called on the stage's loop thread only. Knows block ids, never device memory.
+
+A block is in exactly one of three places:
+
+    free     nobody holds it and nobody can find it
+    held     at least one request (or a step in flight) refers to it; it may also be findable
+    cached   nobody holds it, but its key is in the index; the least recently used is evicted first
+
+so `free + held + cached == total`, which `check` asserts."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import NewType
+
+from stretto.errors import Bug
+from stretto.stage.request import BlockId, Salt, StageRequest
+
+PayloadHandle = NewType("PayloadHandle", int)
+"""Names what the stage keeps beside a cached block (the accept-layer rows of its media), so that a later request
+that finds the block can send those rows on without computing them."""
+
+_DIGEST_SIZE = 16
+
+
+def _digest(parent: bytes, ids: bytes, start: int, salts: Sequence[Salt]) -> bytes:
+    """The key of the rows from `start` on with these ids (8 bytes each), after the rows told by `parent`. A salt
+    enters with its place relative to `start`, so that media items side by side cannot be mistaken for one another."""
+    told = parent + ids
+    stop = start + len(ids) // 8
+    for salt in salts:
+        place = (salt.span.start - start, min(salt.span.stop, stop) - start, len(salt.digest))
+        told += array("q", place).tobytes() + salt.digest
+    return blake2b(told, digest_size=_DIGEST_SIZE).digest()
+
+
+def _root(root: bytes) -> bytes:
+    return blake2b(root, digest_size=_DIGEST_SIZE, person=b"prefix root").digest()
+
+
+def prefix_key(ids: Sequence[int], salts: Sequence[Salt] = (), root: bytes = b"") -> bytes:
+    """A key for a whole prefix, whatever the block size: the talker salts its media rows with the thinker's."""
+    inside = [salt for salt in salts if salt.span.start < len(ids)]
+    return _digest(_root(root), array("q", ids).tobytes(), 0, inside)
+
+
+def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:
+    """Computes the keys of the request's full blocks below `rows` that are not there yet. Each key chains the one
+    before, so a key stands for the whole prefix up to the end of its block."""
+    keys = request.keys
+    begin, end = len(keys) * block_size, min(rows, request.keyable) // block_size * block_size
+    if begin >= end:
+        return
+    key = keys[-1][0] if keys else _root(request.spec.cache_root)
+    ids = array("q", request.ids[begin:end]).tobytes()
+    salts = [salt for salt in request.salts if salt.span.stop > begin]
+    for start in range(begin, end, block_size):
+        stop = start + block_size
+        inside = [s for s in salts if s.span.start < stop and s.span.stop > start] if salts else salts
+        key = _digest(key, ids[(start - begin) * 8 : (stop - begin) * 8], start, inside)
+        keys.append((key, bool(inside)))
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, on_drop: Callable[[PayloadHandle], None] | None = None) -> None:
+        """`on_drop` is told each payload handle whose block can no longer be found."""
+        self.num_blocks = num_blocks
+        self._on_drop = on_drop
+        self._free = [BlockId(i) for i in reversed(range(num_blocks))]
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # oldest first
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, BlockId] = {}
+        self._payloads: dict[BlockId, PayloadHandle] = {}
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def take(self, count: int) -> list[BlockId]:
+        """`count` blocks to write, free ones first, then the least recently used cached ones."""
+        if count > self.num_available:
+            raise Bug(f"{count} blocks wanted, {self.num_available} available")
+        blocks = []
+        for _ in range(count):
+            if not self._free:
+                self._forget(next(iter(self._cached)))
+            block = self._free.pop()
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def find(self, keys: Iterable[tuple[bytes, bool]]) -> list[BlockId]:
+        """The longest run of leading blocks found under `keys`, each (key, whether a payload must be kept with it).
+        Nothing is held yet: call `hold` before anything else can evict them."""
+        found = []
+        for key, needs_payload in keys:
+            block = self._index.get(key)
+            if block is None or (needs_payload and block not in self._payloads):
+                break
+            found.append(block)
+        return found
+
+    def hold(self, blocks: Sequence[BlockId]) -> None:
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def num_refs(self, block: BlockId) -> int:
+        return self._refs[block]
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Gives up one reference to each. In reverse, so that the end of a prefix is evicted before its start."""
+        for block in reversed(blocks):
+            if self._refs[block] <= 0:
+                raise Bug(f"block {block} released twice")
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def publish(self, block: BlockId, key: bytes, brings_payload: bool) -> bool:
+        """Makes a full, confirmed block findable. False if an equal block already is; a block that will bring a
+        payload takes the place of one that has none."""
+        other = self._index.get(key)
+        if other == block:
+            return True
+        if self._keys[block] is not None:
+            raise Bug(f"block {block} published under two keys")
+        if other is not None:
+            if not brings_payload or other in self._payloads:
+                return False
+            self._forget(other)
+        self._index[key], self._keys[block] = block, key
+        return True
+
+    def attach(self, block: BlockId, key: bytes, payload: PayloadHandle) -> bool:
+        """Keeps a payload with a published block. False if the block has been evicted or replaced since, or has a
+        payload already: then the caller keeps the handle."""
+        if self._keys[block] != key or block in self._payloads:
+            return False
+        self._payloads[block] = payload
+        return True
+
+    def payload(self, block: BlockId) -> PayloadHandle | None:
+        return self._payloads.get(block)
+
+    def clear_cache(self) -> None:
+        """Forgets everything findable (weights changed, or a benchmark wants cold runs)."""
+        for block in list(self._index.values()):
+            self._forget(block)
+
+    def _forget(self, block: BlockId) -> None:
+        key = self._keys[block]
+        if key is None:
+            raise Bug(f"block {block} is not findable")
+        del self._index[key]
+        self._keys[block] = None
+        payload = self._payloads.pop(block, None)
+        if self._refs[block] == 0:
+            del self._cached[block]
+            self._free.append(block)
+        if payload is not None and self._on_drop is not None:
+            self._on_drop(payload)
+
+    def check(self, refs: Sequence[int] | None = None) -> None:
+        """Conservation, and that each block is where its reference count and key say. `refs`: how often each block
+        is referred to, as counted by the caller."""
+        free, cached = set(self._free), set(self._cached)
+        held = {BlockId(b) for b, n in enumerate(self._refs) if n > 0}
+        if len(free) != len(self._free) or free & cached or free & held or cached & held:
+            raise Bug("a block is in two places")
+        if len(free) + len(held) + len(cached) != self.num_blocks:
+            raise Bug(f"blocks lost: {len(free)} free + {len(held)} held + {len(cached)} cached != {self.num_blocks}")
+        if any(self._keys[block] is not None for block in free) or any(self._keys[b] is None for b in cached):
+            raise Bug("free blocks have no key, cached blocks have one")
+        if {key: block for block, key in enumerate(self._keys) if key is not None} != self._index:
+            raise Bug("the index and the blocks' keys differ")
+        if any(self._keys[block] is None for block in self._payloads):
+            raise Bug("a payload is kept for a block that cannot be found")
+        if refs is not None and list(refs) != self._refs:
+            raise Bug(f"references counted {list(refs)}, kept {self._refs}")

@@ -1,0 +1,43 @@
+"""The scheduler's limits and habits, chosen once when a stage starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.errors import Invalid
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    num_blocks: int
+    block_size: int = 16  # rows of KV per block
+    max_rows: int = 128  # requests that can be in a batch
+    max_waiting: int = 256  # requests never admitted yet; more are refused with Busy
+    max_context: int = 32768  # prompt and answer of one request, all segments together
+    max_step_tokens: int = 8192  # rows computed by one step
+    prefill_chunk: int = 1024  # of those, prefill rows while any request is answering: keeps the decodes' cadence
+    lone_prefill_chunk: int = 1 << 30  # the same while none is: so that the next stage can follow a long prompt
+    mixed: bool = True  # prefills and decodes in one step; else they take turns, each in steps of their own
+    least_share: int = 64  # a prefill's share of a step is not cut below this for others' sake
+    overlap_depth: int = 2  # steps in flight
+    prefix_cache: bool = True
+    patience: int = 64  # steps that a ready request may be left out before it goes first
+    max_preemptions: int = 2  # a request that was preempted more often goes before all others
+
+    def __post_init__(self) -> None:
+        least = {
+            "num_blocks": (self.num_blocks, 1),
+            "block_size": (self.block_size, 1),
+            "max_rows": (self.max_rows, 1),
+            "max_waiting": (self.max_waiting, 1),
+            "max_step_tokens": (self.max_step_tokens, 2),  # one for decodes and one for prefill: neither starves
+            "prefill_chunk": (self.prefill_chunk, 1),
+            "lone_prefill_chunk": (self.lone_prefill_chunk, 1),
+            "least_share": (self.least_share, 1),
+            "overlap_depth": (self.overlap_depth, 1),
+            "patience": (self.patience, 0),
+            "max_preemptions": (self.max_preemptions, 0),
+        }
+        for name, (value, bound) in least.items():
+            if value < bound:
+                raise Invalid(f"{name} must be at least {bound}, got {value}", param=name)
