@@ -19,7 +19,8 @@ PROVENANCE = (  # file, what it holds
     ("prefill_h200", "prompts as passes by themselves"),
     ("copies_h200", "copies of links beside decode steps"),
     ("split_h200", "one process and two on one card"),
-    ("open_before_after", "open loop, two versions"),
+    ("before_after_h200", "two versions side by side"),
+    ("open_before_after", "open loops that a plan is checked on"),
     ("realtime_h200", "conversations"),
     ("tts_h200", "Qwen3-TTS"),
     ("ablation_h200", "overlaps switched off"),
@@ -119,26 +120,27 @@ def open_loop(results: Results) -> str:
 
 
 def before_after(results: Results) -> str:
-    """The open loop of two versions, two runs of each."""
-    runs = (results.file("open_before_after") or {}).get("runs", [])
+    """Closed and open loops of two versions, two runs of each."""
+    runs = (results.file("before_after_h200") or {}).get("runs", [])
+    loads = [(found["streams"], found["rate"]) for found in (runs[0]["found"] if runs else [])]
     lines = []
-    for i, rate in enumerate(found["rate"] for found in (runs[0]["found"] if runs else [])):
+    for streams, rate in loads:
         for which in ("before", "after"):
             mine = [run for run in runs if run["which"] == which]
-            levels = [run["found"][i] for run in mine]
+            levels = [f for run in mine for f in run["found"] if (f["streams"], f["rate"]) == (streams, rate)]
             names = ("first_text_s", "first_audio_s", "rtf")
             text, first, rtf = ([f["summary"][name]["p50"] for f in levels] for name in names)
             busy, idle = ([f["host"][f"stretto_host_{k}_seconds_total"] for f in levels] for k in ("busy", "idle"))
             lines.append(
                 (
-                    f"{rate:g}", f"{which}, {mine[0]['env']['commit'][:7]}", both([f["answers"] for f in levels], 0),
+                    many(streams) if streams else f"{rate:g} requests a second",
+                    f"{which}, {mine[0]['env']['commit'][:7]}", both([f["answers"] for f in levels], 0),
                     both([1e3 * v for v in text], 1), both([1e3 * v for v in first], 1), both(rtf, 3),
                     " / ".join(f"{100 * b / (b + w):.0f} %" for b, w in zip(busy, idle, strict=True)),
                 )
             )  # fmt: skip
     head = (
-        "requests a second", "version", "answers", "first text p50, ms", "first audio p50, ms", "RTF p50",
-        "loop thread busy",
+        "load", "version", "answers", "first text p50, ms", "first audio p50, ms", "RTF p50", "loop thread busy",
     )  # fmt: skip
     return markdown(head, lines)
 

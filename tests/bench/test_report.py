@@ -206,9 +206,11 @@ def test_listeners_who_wait_in_every_run_are_told(tmp_path: Path) -> None:
 def test_two_versions_and_two_placements_are_told_side_by_side(tmp_path: Path) -> None:
     def run(which: str, commit: str, ms: float) -> dict:
         names = ("first_text_s", "first_audio_s", "rtf")
-        found = {"rate": 4.0, "answers": 40, "summary": {name: {"p50": ms / 1e3} for name in names},
+        found = {"streams": None, "rate": 4.0, "answers": 40, "summary": {name: {"p50": ms / 1e3} for name in names},
                  "host": {"stretto_host_busy_seconds_total": 1.0, "stretto_host_idle_seconds_total": 3.0}}  # fmt: skip
-        return {"which": which, "env": {"commit": commit, "clean": True}, "found": [found]}
+        closed = found | {"streams": 8, "rate": None, "answers": 80}
+        both = [closed, found] if which == "before" else [found, closed]  # in whatever order
+        return {"which": which, "env": {"commit": commit, "clean": True}, "found": both}
 
     def placed(ms: float) -> dict:
         summary = {"first_audio_s": {"p50": ms / 1e3}, "rtf": {"p50": 0.03}}
@@ -216,12 +218,15 @@ def test_two_versions_and_two_placements_are_told_side_by_side(tmp_path: Path) -
 
     versions = [run("before", "aaaaaaaaaaaa", 30.0), run("after", "bbbbbbbbbbbb", 31.0)]
     given = results(tmp_path, split_h200={"runs": [placed(20.0), placed(22.0)]})
-    (tmp_path / "open_before_after.json").write_text(json.dumps({"runs": [*versions, *versions]}))
+    (tmp_path / "before_after_h200.json").write_text(json.dumps({"runs": [*versions, *versions]}))
     told = tables.before_after(given)
-    assert "| 4 | before, aaaaaaa | 40 / 40 | 30.0 / 30.0 | 30.0 / 30.0 | 0.030 / 0.030 | 25 % / 25 % |" in told
-    assert "| 4 | after, bbbbbbb | 40 / 40 | 31.0 / 31.0 |" in told
+    open_loop = "| 4 requests a second | before, aaaaaaa | 40 / 40 | 30.0 / 30.0 | 30.0 / 30.0 | 0.030 / 0.030 |"
+    assert f"{open_loop} 25 % / 25 % |" in told
+    assert "| 4 requests a second | after, bbbbbbb | 40 / 40 | 31.0 / 31.0 |" in told
+    assert "| 8 streams | before, aaaaaaa | 80 / 80 | 30.0 / 30.0 |" in told
+    assert "| 8 streams | after, bbbbbbb | 80 / 80 | 31.0 / 31.0 |" in told
     assert "| 16 | 16 | 20.0 ms | 22.0 ms | 0.0300 | 0.0300 |" in tables.split(given), "32 asked, but 16 answers in all"
-    assert tables.sources(given).count("`open_before_after.json`") == 2, "a line for each commit"
+    assert tables.sources(given).count("`before_after_h200.json`") == 2, "a line for each commit"
 
 
 def test_the_pages_say_what_the_files_say() -> None:
