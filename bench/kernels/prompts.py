@@ -2,9 +2,10 @@
 
     python -m bench kernels --parts prompts --out bench/results/prefill_h200.json      # 1 to 2 min
 
-Passes are timed as a graph and launched one by one. Kernels are captured in a graph that goes through all layers, so
-that neither the launch nor a warm cache decides the number. A variant that fails is reported as such (a negative time,
-the reason printed), and the rest goes on. The order is by importance: what comes after the time limit is left out."""
+Passes are timed as a graph, which has room for as many sequences as a server's (`--sequences`), and launched one by
+one. Kernels are captured in a graph that goes through all layers, so that neither the launch nor a warm cache decides
+the number. A variant that fails is reported as such (a negative time, the reason printed), and the rest goes on. The
+order is by importance: what comes after the time limit is left out."""
 
 from __future__ import annotations
 
@@ -162,20 +163,20 @@ def wall(call: Callable[[], object], repeats: int) -> float:
 
 
 @torch.inference_mode()
-def run(report: Report, layers: int = 48) -> None:
+def run(report: Report, sequences: int, layers: int = 48) -> None:
     """Report (name, µs)."""
     bench = Bench(report)
     model = Model(THINKER, layers, max(SIZES))
-    passes(bench, "thinker", model, SIZES)
+    passes(bench, "thinker", model, SIZES, sequences)
     for rows in (100, 2500):
-        kernels(bench, model, rows)
+        kernels(bench, model, rows, sequences)
     for rows in SWEEP:
         sweep(bench, model, rows)
     for rows in (16, 512, 2048):
-        kernels(bench, model, rows)
+        kernels(bench, model, rows, sequences)
     del model
     torch.cuda.empty_cache()
-    passes(bench, "talker", Model(TALKER, min(layers, 20), 512), (16, 100, 512))
+    passes(bench, "talker", Model(TALKER, min(layers, 20), 512), (16, 100, 512), sequences)
     encoders(bench)
 
 
@@ -213,8 +214,8 @@ def random_weights(make: Callable[[], M]) -> M:
     return module
 
 
-def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...]) -> None:
-    graphs = PrefillGraphs(model.decoder, model.cache, model.rows, sizes=sizes)
+def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...], sequences: int) -> None:
+    graphs = PrefillGraphs(model.decoder, model.cache, model.rows, sizes=sizes, max_sequences=sequences)
 
     def capture() -> float:
         start = time.perf_counter()
@@ -243,11 +244,17 @@ def one_pass(bench: Bench, name: str, model: Model, graphs: PrefillGraphs, n: in
     bench.time(f"{name} eager rows={n}", lambda: wall(eager, 3))
 
 
-def kernels(bench: Bench, model: Model, n: int) -> None:
+def kernels(bench: Bench, model: Model, n: int, sequences: int) -> None:
     layers, c = model.layers, model.decoder.config
     x = model.x[:n]
     paging = model.rows.mixed_paging([(0, 0, n)])
     ragged = Ragged.of(paging)
+    assert model.decoder.fused is not None
+    counters, empty = model.decoder.fused.split_counters, sequences - 1
+    # as in a graph that has room for more sequences
+    starts = torch.cat((ragged.starts, ragged.starts.new_full((empty,), n)))
+    lengths = torch.cat((ragged.lengths, ragged.lengths.new_zeros(empty)))
+    tables = ragged.tables.expand(sequences, -1)
     cos, sin = model.decoder.rope(model.positions[:, :n], x.dtype)
     qkv = F.linear(x, layers[0].self_attn.qkv.weight)
     q = torch.randn(n, c.num_heads, c.head_dim, device=x.device, dtype=x.dtype)
@@ -263,7 +270,7 @@ def kernels(bench: Bench, model: Model, n: int) -> None:
         "experts by torch": lambda i: grouped.library_experts(
             x, mlps[i].experts.gate_up, mlps[i].experts.down, routed
         ),
-        "attend": lambda i: attend(q, model.cache.data[i], ragged.starts, ragged.lengths, ragged.tables),
+        "attend": lambda i: attend(q, model.cache.data[i], starts, lengths, tables, counters=counters),
         "qkv product": lambda i: F.linear(x, layers[i].self_attn.qkv.weight),
         "o product": lambda i: F.linear(q.flatten(1), layers[i].self_attn.o_proj.weight),
         "router product": lambda i: F.linear(x, mlps[i].gate.weight),
@@ -322,13 +329,15 @@ def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
 
 
 def main(given: Sequence[str]) -> int:
-    args = parser("kernels --parts prompts", __doc__).parse_args(given)
-    result: dict[str, Any] = {"env": describe(), "times_us": {}}
+    p = parser("kernels --parts prompts", __doc__)
+    p.add_argument("--sequences", type=int, default=128, help="that a graph has room for (default: %(default)s)")
+    args = p.parse_args(given)
+    result: dict[str, Any] = {"env": describe(), "sequences": args.sequences, "times_us": {}}
 
     def report(name: str, us: float) -> None:
         print(f"{name:90} {us:12.1f} us", flush=True)
         result["times_us"][name] = us
         write(args.out, result)
 
-    run(report)
+    run(report, args.sequences)
     return 0
