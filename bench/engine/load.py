@@ -9,9 +9,10 @@ Closed: each of N streams sends its next request when it has its answer. Open: R
 moments (Poisson, seeded), whether or not the engine keeps up; those that it refuses are counted. Search: how many
 listeners, each of whom hears an answer before asking again, have no underrun. With `--read` and none of these given,
 all three: 1, 8, 32, 128 streams, 1, 10, 20 requests a second, and a search from what the closed loops made. Each part
-is bounded in time, and the result is written behind each. Hosts run as in service; this is the process that would be
-the server. Times are taken when an event leaves the engine. A server is measured by `python -m bench serve`, and from
-outside by `stretto bench`."""
+is bounded in time, and the result is written behind each. Before all that a few requests go one by one, so that one can
+see whether the first after a start waits longer (`first_requests`, and `first_request_s` for its first audio). Hosts
+run as in service; this is the process that would be the server. Times are taken when an event leaves the engine. A
+server is measured by `python -m bench serve`, and from outside by `stretto bench`."""
 
 from __future__ import annotations
 
@@ -48,6 +49,8 @@ from stretto.prompt.template import Tokenizer
 PREBUFFERS = (0.0, 0.2)
 FRAME_S = 0.08
 READ_STREAMS, READ_RATES, READ_S = [1, 8, 32, 128], [1.0, 10.0, 20.0], 4.0
+FIRST, UNSEEN = 4, 1 << 20
+"""Requests that are sent one by one as soon as the engine is ready, and their numbers: no other has these words."""
 LEAST = 16
 """Requests of an open loop that reads aloud, however slowly they come."""
 
@@ -138,6 +141,15 @@ def sender(engine: PipelineEngine, questions: Questions, clock: SystemClock, man
     return send
 
 
+async def first_times(pieces: AsyncIterator[tuple[float, Piece]], clock: SystemClock) -> dict[str, float]:
+    """Seconds from now to a request's first words, first audio and end, as far as it has them."""
+    start, took = clock.now(), dict[str, float]()
+    async for at, piece in pieces:
+        kind = "text" if isinstance(piece, Words) else "audio" if isinstance(piece, Sound) else "end"
+        took[kind] = at - start if kind == "end" else took.get(kind, at - start)
+    return took
+
+
 def words(messages: list[dict[str, Any]]) -> str:
     content = messages[-1]["content"]
     return content if isinstance(content, str) else "".join(p.get("text", "") for p in content)
@@ -168,6 +180,20 @@ class Run:
     clock: SystemClock
     found: dict[str, Any] = field(default_factory=dict)  # beside the levels
     levels: list[tuple[Workload, Level]] = field(default_factory=list)
+
+    async def begin(self, workload: Workload) -> None:
+        """The very first requests, by themselves: what do they pay for, if a host that says it is ready is not?"""
+        questions = Questions(workload, self.tokenizer)
+        questions.prepare(UNSEEN, FIRST)
+        send = sender(self.engine, questions, self.clock, self.manner)
+        took = [await first_times(send(UNSEEN + i), self.clock) for i in range(FIRST)]
+        heard = [t["audio"] if "audio" in t else t["end"] for t in took]
+        self.found["first_requests"], self.found["first_request_s"] = took, heard[0]
+        first, *later = (f"{1e3 * s:.1f}" for s in heard)
+        print(
+            f"{workload.name}: the first request's audio begins after {first} ms, then {', '.join(later)}\n", flush=True
+        )
+        self.write()
 
     async def measure(self, workload: Workload, loads: list[tuple[Load, Targets]]) -> None:
         questions = Questions(workload, self.tokenizer)
@@ -230,6 +256,7 @@ async def run_levels(
             print(f"ready after {ready:.1f} s\n", flush=True)
             manner = await reader(engine) if args.read else None
             run = Run(args, config, engine, Tokenizer.open(directory), manner, clock, {"ready_s": ready})
+            await run.begin(workloads[0])
             for workload in workloads:
                 await run.measure(workload, loads)
             run.found["running_after"] = await idle(engine)
@@ -270,8 +297,7 @@ def failures(found: dict[str, Any]) -> int:
 def levels(args: argparse.Namespace) -> list[tuple[Load, Targets]]:
     """Closed loops, then open ones. Reading aloud, they are bounded in time, and warming up once is enough: a host that
     is ready has nothing left to compile."""
-    # The very first request by itself: what it pays for, if a host that says it is ready is not.
-    chosen: list[tuple[Load, Targets]] = [(Closed(1), Targets(requests=1))] if args.read else []
+    chosen: list[tuple[Load, Targets]] = []
     for n in args.concurrency or ():
         requests, warmup = args.requests or max(16, 4 * n), n if args.warmup is None else args.warmup
         if args.read and args.requests is None:

@@ -54,7 +54,8 @@ class InThreads:
         self._long = FairQueue(LONG_AT_ONCE)
 
     async def start(self) -> None:
-        pass
+        """Build prompts for nobody, so that the first one finds a thread, and all that it imports."""
+        await asyncio.to_thread(work.warm, self._builder)
 
     async def close(self) -> None:
         pass

@@ -65,9 +65,9 @@ def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Pro
 
 
 def warm(builder: Builder) -> None:
-    """Build a prompt with each kind of media once: what that imports and computes is there then, for the children of
-    this process too."""
-    for part in (_silence(), _dot()):
+    """Build a prompt of text and with each kind of media once: what that imports and computes is there then, for the
+    children of this process too."""
+    for part in ({"type": "text", "text": "Hello"}, _silence(), _dot()):
         with suppress(Exception):  # a model that takes no such media refuses it; what else is wrong is told to clients
             builder.build([{"role": "user", "content": [part]}])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from stretto.observe.recorder import Histogram
 
@@ -44,3 +45,17 @@ class CodecStats:
     queue: Histogram = field(default_factory=Histogram)  # from a stream's first frames to its slot
     launch: Histogram = field(default_factory=Histogram)
     device: Histogram = field(default_factory=Histogram)  # from launch to the samples' arrival, behind earlier steps
+
+
+def reset(counted: Any) -> None:
+    """Begin to count anew, in place: whoever shows the numbers has these very objects."""
+    for name, value in ((f.name, getattr(counted, f.name)) for f in fields(counted)):
+        if isinstance(value, dict):
+            for part in value.values():
+                reset(part)
+        elif is_dataclass(value):
+            reset(value)
+        elif isinstance(value, list):
+            value[:] = [0] * len(value)
+        else:
+            setattr(counted, name, type(value)())

@@ -109,9 +109,11 @@ class Outlet(Generic[P]):
         """The receiver is in this host."""
         return self._inlet is not None
 
-    def join(self, inlet: Inlet[P]) -> None:
-        """The receiver is in this host: there is nothing in between."""
-        self._inlet, inlet.within = inlet, True
+    def join(self, inlet: Inlet[P] | None) -> None:
+        """The receiver is in this host: there is nothing in between. None: it is not."""
+        self._inlet = inlet
+        if inlet is not None:
+            inlet.within = True
 
     def open(self, id: RequestId) -> None:
         self._open[id] = 0

@@ -82,6 +82,7 @@ class Loop:
         self.clock = clock
         self.failure: BaseException | None = None
         self._on_failure: Callable[[], None] = lambda: None
+        self._first: Callback = lambda: None
         self.idle_ns = 0  # asleep, since `run` began
         self._begun = time.monotonic()
         self._messages: deque[Callback] = deque()
@@ -99,9 +100,9 @@ class Loop:
         self._messages.append(message)
         self.bell.ring()
 
-    def start(self, on_failure: Callable[[], None]) -> None:
-        """`on_failure` is called last on the loop thread, if it dies."""
-        self._on_failure = on_failure
+    def start(self, on_failure: Callable[[], None], first: Callback = lambda: None) -> None:
+        """`first` is called before the first round, `on_failure` last, if it dies; both on the loop thread."""
+        self._on_failure, self._first = on_failure, first
         self._thread = threading.Thread(target=self.run, name="stage-loop", daemon=True)
         self._thread.start()
 
@@ -119,8 +120,9 @@ class Loop:
         return time.monotonic() - self._begun
 
     def run(self) -> None:
-        self._begun = time.monotonic()
         try:
+            self._first()
+            self._begun = time.monotonic()
             while not self._stopping:
                 if not self.round():
                     self.sleep()

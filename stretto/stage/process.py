@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 
 import torch
@@ -22,6 +23,7 @@ from stretto.observe import logs
 from stretto.stage.channel import Channel
 from stretto.stage.devices import check_device, one_line
 from stretto.stage.host import Host, take_messages
+from stretto.stage.rehearsal import Curtain, rehearse
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ def serve(sock: socket.socket) -> int:
     try:
         settings = HostSettings(**configure.settings)
         check_device(settings.device)
-        host = Host(configure, settings, channel.post, channel.push)
+        curtain = Curtain(channel.post)
+        host = Host(configure, settings, curtain.post, channel.push)
         host.load()
     except Exception as e:
         if not isinstance(e, (StrettoError, RuntimeError, OSError)):
@@ -49,10 +52,22 @@ def serve(sock: socket.socket) -> int:
         return 1
     if host.device.type == "cuda":
         host.context.memory["allocated"] = torch.cuda.memory_allocated(host.device)
-    settle_down()
-    channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))
+    rehearsed, alive = threading.Event(), False
+
+    def rehearsing() -> None:
+        nonlocal alive
+        try:
+            rehearse(host, curtain)
+            alive = True
+        finally:
+            rehearsed.set()
+
     # Its failure wakes the reader below, so that the orchestrator learns of it now and not with its next message.
-    host.loop.start(lambda: sock.shutdown(socket.SHUT_RD))
+    host.loop.start(lambda: sock.shutdown(socket.SHUT_RD), rehearsing)
+    rehearsed.wait()
+    if alive:
+        settle_down()
+        channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))
     try:
         take_messages(host, channel)
     except Busy as e:

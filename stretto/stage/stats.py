@@ -43,7 +43,7 @@ def resident() -> int:
 
 def record_stage(recorder: Recorder, stage: Stage) -> None:
     """An autoregressive stage."""
-    s, scheduler = stage.stats, stage.scheduler
+    s = stage.stats
     for name, read in {
         "stretto_stage_tokens_total": lambda: s.tokens,
         "stretto_stage_rows_total": lambda: s.rows,
@@ -51,9 +51,9 @@ def record_stage(recorder: Recorder, stage: Stage) -> None:
         "stretto_stage_held_total": lambda: s.held,
         "stretto_stage_late_total": lambda: s.late,
         "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
-        "stretto_stage_waiting": lambda: scheduler.num_waiting,
-        "stretto_stage_blocks_available": lambda: scheduler.pool.num_available,
-        "stretto_stage_blocks": lambda: scheduler.pool.num_blocks,
+        "stretto_stage_waiting": lambda: stage.scheduler.num_waiting,
+        "stretto_stage_blocks_available": lambda: stage.scheduler.pool.num_available,
+        "stretto_stage_blocks": lambda: stage.scheduler.pool.num_blocks,
     }.items():
         recorder.number(name, read, stage=stage.name)
     recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=stage.name)

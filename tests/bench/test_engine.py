@@ -1,5 +1,6 @@
 """What the pipeline's benchmarks share: checkpoints, events as measurements, variants, and the baseline."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,11 +10,11 @@ import pytest
 
 from bench.ablation import DEFAULT, Found, bases, ratios, variants
 from bench.ablation.plain import Plain
-from bench.engine.load import pieces, stream
+from bench.engine.load import first_times, pieces, stream
 from bench.harness.checkpoint import checkpoint, host_fields
 from stretto.client.bench import Sample, SystemClock
 from stretto.client.player import Packet
-from stretto.client.wire import Piece, RequestFailed
+from stretto.client.wire import Piece, RequestFailed, Sound, Used, Words
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
@@ -126,3 +127,15 @@ def test_the_baseline_gives_the_same_answer_later(tiny_dir: Path) -> None:
     first = next(i for i, e in enumerate(streamed) if isinstance(e, Audio))
     assert of(TextToken, streamed[first:])
     assert len(sample.packets) == 1
+
+
+def test_first_times_are_of_the_first_of_each_kind() -> None:
+    class Clock(SystemClock):
+        def now(self) -> float:
+            return 10.0
+
+    async def told() -> AsyncIterator[tuple[float, Piece]]:
+        for at, piece in enumerate([Words("a"), Sound(""), Words("b"), Sound(""), Used({})], start=11):
+            yield at, piece
+
+    assert asyncio.run(first_times(told(), Clock())) == {"text": 1.0, "audio": 2.0, "end": 5.0}

@@ -112,7 +112,7 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings())
     driven.host.nodes["thinker"].clock = lambda: 1000.0
-    assert driven.host.nodes["talker"]._rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
+    assert driven.host.nodes["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
     try:
         driven.answer(
             announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20), packed.features

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from stretto.models.qwen3_omni.prompts import open_builder
 from stretto.prompt import threads as module
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.threads import LONG_AT_ONCE, SHORT_CHARS, InThreads
@@ -81,3 +84,17 @@ def test_what_counts_as_text() -> None:
     calls = [{"function": {"name": "f", "arguments": "z" * 100}}]
     assert module.num_chars([{"role": "assistant", "content": "", "tool_calls": calls}], None) > 100
     assert module.num_chars([], [{"function": {"description": "z" * 100}}]) > 100
+
+
+def test_the_first_prompt_finds_a_thread_and_all_that_it_imports(tiny_dir: Path) -> None:
+    async def run() -> None:
+        builder = open_builder(tiny_dir)
+        built: list[Any] = []
+        seen: Any = SimpleNamespace(build=lambda messages: built.extend(messages) or builder.build(messages))
+        before = set(threading.enumerate())
+        await InThreads(seen).start()
+        kinds = [part["type"] for message in built for part in message["content"]]
+        assert kinds == ["text", "input_audio", "image_url"]
+        assert set(threading.enumerate()) - before, "a thread, which the next prompt finds idle"
+
+    asyncio.run(run())

@@ -15,7 +15,7 @@ from stretto.orchestrator.process import HostProcess
 from stretto.prompt.packed import PromptMeta
 from stretto.stage import host as hosts
 from stretto.stage import process
-from stretto.stage.loop import Loop
+from stretto.stage.loop import Callback, Loop
 from stretto.types import GREEDY, RequestId
 from tests.pipeline import STAGES, announcement, configure
 
@@ -25,16 +25,18 @@ PLACES, CONTROL = 8, 3
 class Still(Loop):
     """Takes messages when it is told to, and not by itself."""
 
-    def start(self, name: str = "") -> None:
-        pass
+    def start(self, on_failure: Callback, first: Callback = lambda: None) -> None:
+        first()
 
 
 class Host:
     """As far as the process needs one."""
 
+    Loop: type[Loop] = Still
+
     def __init__(self, *args: Any) -> None:
-        self.device, self.context = SimpleNamespace(type="cpu"), SimpleNamespace(memory={})
-        self.loop = Still([], max_messages=PLACES)
+        self.device, self.context = SimpleNamespace(type="cpu"), SimpleNamespace(memory={}, rehearsal=None)
+        self.loop = self.Loop([], max_messages=PLACES)
         self.handled: list[ToHost] = []
         self.closed = False
 
@@ -45,6 +47,7 @@ class Host:
         self.handled.append(message)
 
     def close(self) -> None:
+        self.loop.stop()
         self.closed = True
 
 
@@ -53,7 +56,7 @@ def admit(name: str) -> Admit:
     return announcement(RequestId(name), PromptMeta((1,)), True, None, s, s, s, 4, 4)
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost) -> tuple[int, Host, list[Any]]:
+def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost, settles: bool = True) -> tuple[int, Host, list[Any]]:
     """Its exit status, the host, and what it said."""
     made: list[Host] = []
 
@@ -63,7 +66,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost) -> tuple[int, Host
 
     monkeypatch.setattr(process, "Host", make)
     monkeypatch.setattr(hosts, "CONTROL", CONTROL)
-    monkeypatch.setattr(process, "settle_down", lambda: None)
+    if settles:
+        monkeypatch.setattr(process, "settle_down", lambda: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for message in (configure("", STAGES, HostSettings().as_dict()), *messages):
@@ -97,3 +101,26 @@ def test_a_message_that_finds_no_room_ends_the_host(monkeypatch: pytest.MonkeyPa
     assert isinstance(said[-1], Broken)
     assert "8 messages" in said[-1].message
     assert not host.closed, "that would wait for the loop, which may stand still for good"
+
+
+def test_a_host_is_ready_when_it_has_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr(process, "rehearse", lambda host, curtain: threads.append(threading.current_thread().name))
+    monkeypatch.setattr(process, "settle_down", lambda: threads.append("settled"))
+    monkeypatch.setattr(Host, "Loop", Loop)
+    code, _, said = serve(monkeypatch, Quit(), settles=False)
+    assert (code, threads) == (0, ["stage-loop", "settled"])
+    assert isinstance(said[0], Ready)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_host_whose_rehearsal_breaks_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(host: Any, curtain: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(process, "rehearse", breaks)
+    monkeypatch.setattr(Host, "Loop", Loop)
+    code, _, said = serve(monkeypatch)
+    assert code == 1
+    assert [type(m) for m in said] == [Broken]
+    assert "the device is lost" in said[0].message

@@ -18,6 +18,7 @@ from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.nodes.talker import TalkerNode
 from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.plan import plan, pool_sizes
+from stretto.models.qwen3_omni.rehearsal import rehearsal
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import begin
@@ -51,7 +52,9 @@ class StageBuilder(Building[Source]):
         source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False, expert_weights=s.expert_weights)
         order = sorted(self.stages, key=lambda name: name != "code2wav")
         self._plan(source, order, pool_sizes, plan, begin)
-        return self._nodes(source, order)
+        nodes = self._nodes(source, order)
+        c.rehearsal = rehearsal(nodes, source.config, c.device, source.dtype)
+        return nodes
 
     def _node(self, name: str, source: Source) -> Node:
         if name != "code2wav" and self.warming is not None and self.warming.apart:

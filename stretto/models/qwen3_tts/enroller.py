@@ -19,7 +19,7 @@ from torch import nn
 from stretto.control.messages import Admit, Made, Working
 from stretto.errors import Busy, Invalid
 from stretto.layers.upload import to_device
-from stretto.models.parts import Parts, run_through
+from stretto.models.parts import Parts
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.encoder import CodecEncoder
 from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
@@ -33,8 +33,6 @@ from stretto.types import RequestId
 
 MOST = 8
 """Clips that may wait."""
-REHEARSED = 24_000
-"""Samples."""
 
 
 class Enroller(nn.Module):
@@ -58,11 +56,6 @@ class Enroller(nn.Module):
         codes = yield from self.encoder.run(samples, self.per_frame)
         yield
         return vector.float(), codes.to(torch.int16)
-
-    @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Run over a second of silence for nobody: the first clip would wait for what the device loads and tries."""
-        run_through(self.run(torch.zeros(REHEARSED, device=self.device), (0,)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

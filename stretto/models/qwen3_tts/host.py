@@ -15,6 +15,7 @@ from stretto.models.qwen3_tts.enroller import EnrollerNode
 from stretto.models.qwen3_tts.lane import TalkerLane
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.plan import plan, pool_sizes
+from stretto.models.qwen3_tts.rehearsal import rehearsal
 from stretto.models.qwen3_tts.talker_node import TalkerNode
 from stretto.models.qwen3_tts.vocoder_node import CodecNode
 from stretto.models.qwen3_tts.warming import begin
@@ -41,7 +42,9 @@ class StageBuilder(Building[Source]):
         source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False)
         order = sorted(self.stages, key=lambda name: name == "talker")
         self._plan(source, order, pool_sizes, plan, begin)
-        return self._nodes(source, order)
+        nodes = self._nodes(source, order)
+        c.rehearsal = rehearsal(nodes, source.config, c.device)
+        return nodes
 
     def _node(self, name: str, source: Source) -> Node:
         if self.warming is not None and self.warming.apart:
@@ -69,8 +72,6 @@ class StageBuilder(Building[Source]):
                 c.progress("talker", "capturing prompts")
                 prompts.capture(stream)
                 lane.prompts = prompts
-            with torch.cuda.stream(stream):
-                lane.rehearse()
 
         def stage(emit: Emit) -> Stage:
             # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
@@ -83,11 +84,7 @@ class StageBuilder(Building[Source]):
         return CodecNode(lambda emit: c.vocoder("code2wav", model, emit), c)
 
     def _enroller(self, source: Source) -> EnrollerNode:
-        c, model = self.context, source.enroller()
-        if c.device.type == "cuda":
-            c.progress("enroller", "trying a clip")
-            model.rehearse()
-        return EnrollerNode(model, c)
+        return EnrollerNode(source.enroller(), self.context)
 
     def _room(self, stage: str) -> str:
         s = self.context.settings

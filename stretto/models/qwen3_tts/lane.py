@@ -9,10 +9,9 @@ import numpy.typing as npt
 import torch
 
 from stretto.layers.upload import to_device
-from stretto.models.qwen3_tts.rows import FRAME, NONE, VECTOR, Reference, SpeechPrompt, speech_prompt
+from stretto.models.qwen3_tts.rows import FRAME, NONE, VECTOR, SpeechPrompt
 from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.speech.lane import FrameInput, FrameLane
-from stretto.types import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -43,20 +42,6 @@ class TalkerLane(FrameLane[Talker, TalkerInput]):
                 x.index_add_(0, self._at(sound), self.frame_rows(p.reference.frames[codecs[sound] - FRAME]))
         positions = np.arange(start, stop, dtype=np.float32)
         return x, np.broadcast_to(positions, (3, len(positions)))
-
-    def rehearse(self) -> None:
-        """Make the inputs of a prompt once, with every kind of row, for nobody: what of that the device has never run
-        takes it some milliseconds the first time."""
-        config = self.model.config
-        vector = np.zeros(config.talker.decoder.hidden_size, np.float32)
-        frames = np.zeros((2, self.columns), np.int64)
-        for reference in (None, Reference(vector, frames, (0,))):
-            prompt = speech_prompt(config, (0,), None, None, reference, whole=False)
-            prompt.take([0, 0])
-            given = TalkerInput(prompt, SamplingParams(), SamplingParams())
-            with torch.inference_mode():
-                self.prompt_input(given, 0, len(prompt))
-                self.embedding[self.rows.sink] = self.before_text(given)
 
     def _at(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
         return to_device(places, self.model.device, torch.int64)

@@ -83,7 +83,7 @@ class FrameNode:
         self.outlets = (self.outlet,)
         self.voices: dict[RequestId, Speaking] = {}
         self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
-        self._rhythm = (Rhythm.on_cpu if context.device.type == "cpu" else Rhythm)(FRAME_S, opening_s)
+        self.rhythm = (Rhythm.on_cpu if context.device.type == "cpu" else Rhythm)(FRAME_S, opening_s)
         self._came = False  # frames came since the last look at them
         self._looked = 0.0
         self.stage = stage(self._emit)
@@ -116,7 +116,7 @@ class FrameNode:
             cache_root=known.root,
         )
         request = self.stage.submit(spec, given, known.rows, closed=False, salts=known.salts, missing=known.missing)
-        pace = Pace(p.first_frames, p.each_frames, p.ramp, self._rhythm)
+        pace = Pace(p.first_frames, p.each_frames, p.ramp, self.rhythm)
         self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, Journal(self.clock()), pace)
         self.outlet.open(id)
         if p.spoken is not None:

@@ -19,8 +19,9 @@ class Staging:
         frames = config.slots * max(config.frame_sizes)
         size = frames * groups + config.slots
         self._in = [torch.zeros(size, dtype=torch.int64, pin_memory=self._pin) for _ in range(self._places)]
-        self._out: list[torch.Tensor | None] = [None] * self._places
-        self._samples = frames * rate
+        # At once: to pin so much takes milliseconds, and a stream's first packets would wait for that.
+        out = rate * max(slots * size for slots, size in config.shapes()) if self._pin else 0
+        self._out = [torch.empty(out, pin_memory=self._pin) for _ in range(self._places)]
         self._turn = 0
 
     def inputs(self, slots: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -37,11 +38,7 @@ class Staging:
 
     def output(self, wav: torch.Tensor) -> torch.Tensor:
         """Where the step's samples go."""
-        place = self._out[self._turn]
-        if place is None or place.numel() < wav.numel():
-            size = max(self._samples, wav.numel())
-            place = self._out[self._turn] = torch.empty(size, dtype=wav.dtype, pin_memory=self._pin)
-        return place[: wav.numel()].view(wav.shape)
+        return self._out[self._turn][: wav.numel()].view(wav.shape)
 
 
 def split(given: torch.Tensor, slots: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

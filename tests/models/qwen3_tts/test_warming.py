@@ -1,4 +1,4 @@
-"""Qwen3-TTS's kernels are compiled ahead as Qwen3-Omni's are, and its first request finds nothing left to load."""
+"""Qwen3-TTS's kernels are compiled ahead as Qwen3-Omni's are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from stretto.models import warming as shared
 from stretto.models.qwen3_tts import host as building
 from stretto.models.qwen3_tts import warming
 from stretto.models.qwen3_tts.config import TtsConfig
-from stretto.models.qwen3_tts.load import Source
 from stretto.models.warming import WarmUp, tasks_of
 from stretto.stage.runner import prefill_graphs
 from tests.models.qwen3_tts.conftest import Checkpoint
@@ -85,16 +84,3 @@ def test_a_cpu_has_no_part_in_this(tts: Checkpoint, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(building, "begin", never)
     host = Hosted(tts("base"), ("talker", "enroller", "code2wav"))
     assert tuple(host.host.nodes) == ("talker", "enroller", "code2wav")
-
-
-def test_rehearsals_make_every_kind_of_row_and_leave_nothing(tts: Checkpoint) -> None:
-    host = Hosted(tts("base"), ("talker", "enroller", "code2wav"))
-    lane = host.host.nodes["talker"].stage.runner.lane  # type: ignore[attr-defined]
-    seen: list[int] = []
-    real = lane.model.frame_rows
-    lane.model.frame_rows = lambda codes: (seen.append(len(codes)), real(codes))[1]
-    lane.rehearse()
-    assert seen == [2, 1]  # of the reference: all beside words, and what stands in the last row
-    assert not lane.inputs
-    assert not lane.embedding[: lane.rows.sink].any()
-    Source.open(tts("base"), progress=False).enroller().rehearse()

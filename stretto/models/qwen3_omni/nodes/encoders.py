@@ -122,6 +122,10 @@ class Encoders:
     def drop(self, id: RequestId) -> None:
         self.requests.pop(id, None)
 
+    def forget(self) -> None:
+        """What was encoded so far was for nobody."""
+        self.kept, self.encoded, self.asked, self._rests_ns = Kept(), 0, 0, 0
+
     def proven(self, id: RequestId) -> int:
         """A request has picked a token: all that was encoded for it are numbers, so others may find it. Returns how
         many pieces that were."""

@@ -64,7 +64,7 @@ class TalkerNode(FrameNode):
         id, given = a.request, known.given
         spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=known.root)
         request = self.stage.submit(spec, given, known.rows, salts=known.salts, missing=known.missing)
-        pace = Pace(1, 1, None, self._rhythm)
+        pace = Pace(1, 1, None, self.rhythm)
         self.voices[id] = Speaking(request, num_prompt, False, Journal(self.clock()), pace, ahead=True)
         self.inlet.open(id)
 

@@ -1,0 +1,180 @@
+"""Rehearsals: before a host says that it is ready, its stages serve a few made-up requests, by the ordinary path and
+for nobody.
+
+What is made on first use is made then: kernels that the device loads when they are first launched, library handles and
+pools that belong to a thread, pinned memory. That is why it happens on the loop thread. A family says what such
+requests are (`StageContext.rehearsal`). Nothing of them is left: what the stages say of them is dropped, and what they
+learn, count and keep of them is forgotten. The KV pool and the device rows are written anew by whoever takes them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from stretto.control.messages import Admit, Cancel, Ended, Failed, FromHost, encode
+from stretto.observe.recorder import MAX_SPANS
+from stretto.prompt.packed import pack
+from stretto.prompt.prompt import Prompt
+from stretto.stage.ahead import Ahead
+from stretto.stage.codec import CodecStage
+from stretto.stage.counters import reset
+from stretto.stage.links import Arrival, Inlet
+from stretto.stage.mediarows import PayloadStore
+from stretto.stage.payload.schema import Payload
+from stretto.stage.report import Report
+from stretto.stage.scheduler.scheduler import Scheduler
+from stretto.stage.stage import Stage
+from stretto.types import Mark, RequestId
+
+if TYPE_CHECKING:
+    from stretto.stage.host import Host
+
+log = logging.getLogger(__name__)
+
+LIMIT_S = 60.0
+"""For one request. A host that needs longer is ready without having ended it."""
+REFUSED = ("Invalid", "TooLong")
+"""Errors of a request that this host has no room for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeUp:
+    """A request, as its stages are told of it. Those of other hosts are left out."""
+
+    told: Mapping[str, msgspec.Struct]  # by stage
+    prompt: Prompt
+    arriving: Mapping[str, Sequence[Payload]] = field(default_factory=dict)
+    """By link: what its sender would send, for a host that does not have it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rehearsal:
+    """A family's, for the stages of one host."""
+
+    requests: Sequence[MadeUp]
+    forget: Callable[[], None] = lambda: None
+    """Drops what its nodes have learnt and kept; stages are taken care of."""
+
+
+class Curtain:
+    """Stands between a host and its channel. While it is down, what is said of requests does not leave."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.down = False
+        self.ended: set[str] = set()  # stages that are done with the request
+        self.failed: Failed | None = None
+
+    def post(self, message: FromHost, blob: bytes = b"") -> None:
+        if not self.down or not hasattr(message, "request"):
+            self._report(message, blob)
+            return
+        encode(message, blob)  # as if it left
+        if isinstance(message, Ended):
+            self.ended.add(message.stage)
+        elif isinstance(message, Failed):
+            self.failed = message
+
+    def clear(self) -> None:
+        """Of the request that comes next, nothing was said yet."""
+        self.ended, self.failed = set(), None
+
+
+def rehearse(host: Host, curtain: Curtain, clock: Callable[[], float] = time.monotonic) -> int:
+    """On the loop thread, before its first round. How many requests came to a good end."""
+    rehearsal, good = host.context.rehearsal, 0
+    if rehearsal is None:
+        return good
+    start = clock()
+    curtain.down = True
+    with alone(host) as inlets:
+        for number, made_up in enumerate(rehearsal.requests):
+            if made_up.told.keys() & host.nodes.keys():
+                good += _perform(host, curtain, made_up, RequestId(f"rehearsal-{number}"), inlets, clock)
+        _settle(host)
+    curtain.down = False
+    rehearsal.forget()
+    _forget(host)
+    host.context.rehearsal = None  # and the tensors in it
+    log.info("rehearsed %d requests in %.3f s", good, clock() - start)
+    return good
+
+
+@contextmanager
+def alone(host: Host) -> Iterator[Mapping[str, Inlet[Any]]]:
+    """Let links end here that lead to other hosts: what is sent is dropped. Gives the inlets that nobody sends to."""
+    nodes = host.nodes.values()
+    outlets = [o for node in nodes for o in node.outlets if not o.within]
+    inlets = {i.link: i for node in nodes for i in node.inlets if not i.within}
+    for outlet in outlets:
+        outlet.join(Inlet(outlet.link, outlet.kind, lambda id, arrival: None, lambda id, error: None))
+    for inlet in inlets.values():
+        inlet.within = True
+    try:
+        yield inlets
+    finally:
+        for outlet in outlets:
+            outlet.join(None)
+        for inlet in inlets.values():
+            inlet.within = False
+
+
+def _perform(
+    host: Host, curtain: Curtain, made_up: MadeUp, id: RequestId, inlets: Mapping[str, Inlet[Any]],
+    clock: Callable[[], float],
+) -> bool:  # fmt: skip
+    curtain.clear()
+    told = {name: params for name, params in made_up.told.items() if name in host.nodes}
+    prompt = pack(made_up.prompt)
+    raw = {name: msgspec.Raw(msgspec.msgpack.encode(params)) for name, params in told.items()}
+    host.handle(Admit(id, prompt.meta, raw), bytes(prompt.features))
+    for link, payloads in made_up.arriving.items():
+        if link in inlets:
+            for payload in payloads:
+                inlets[link].hand(id, Arrival(payload, Mark.MORE))
+            inlets[link].hand(id, Arrival(None, Mark.REQUEST_END))
+    limit = clock() + LIMIT_S
+    while curtain.failed is None and (told.keys() - curtain.ended or host.num_requests()):
+        if clock() > limit:
+            log.warning("a rehearsal did not end in %.0f s: stages %s", LIMIT_S, sorted(told.keys() - curtain.ended))
+            break
+        if not host.loop.round():
+            host.bell.sleep(1)
+    if curtain.failed is not None:
+        how = logging.INFO if curtain.failed.kind in REFUSED else logging.WARNING
+        log.log(how, "a rehearsal failed: %s: %s", curtain.failed.stage, curtain.failed.message)
+    host.handle(Cancel(id), b"")  # what is left, if it did not end
+    return curtain.failed is None and told.keys() == curtain.ended
+
+
+def _settle(host: Host) -> None:
+    """Until nothing is in flight."""
+    while host.loop.round():
+        pass
+    if host.device.type == "cuda":
+        torch.cuda.synchronize(host.device)
+        while host.loop.round():
+            pass
+
+
+def _forget(host: Host) -> None:
+    for node in host.nodes.values():
+        stage: object = getattr(node, "stage", None)
+        if isinstance(stage, Stage):
+            a, stage.store = stage.ahead, PayloadStore()
+            stage.scheduler = Scheduler(stage.scheduler.config, stage.store.drop)
+            stage.ahead, stage.due_ns = Ahead(a.sizes, a.lead_ns, a.on, a.clock), None
+            reset(stage.stats)
+        elif isinstance(stage, CodecStage):
+            stage.primers.clear()
+            reset(stage.stats)
+        for outlet in node.outlets:
+            outlet.handed = 0
+    host.recorder.take_spans(MAX_SPANS)

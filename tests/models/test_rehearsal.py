@@ -1,0 +1,256 @@
+"""Before a host is ready, it serves made-up requests: the first real one then does nothing for the first time, and
+finds no trace of them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stretto.control.life import Configure, Loading
+from stretto.control.messages import Admit, Codes, Ended, Failed, Pcm, Text
+from stretto.control.request import Manner, Params
+from stretto.control.settings import HostSettings
+from stretto.family import Capability, Wanted
+from stretto.models.qwen3_tts.params import ClonedVoice
+from stretto.named import load
+from stretto.prompt import work
+from stretto.prompt.packed import pack
+from stretto.prompt.prompt import Prompt
+from stretto.registry import open_model
+from stretto.stage.host import Host
+from stretto.stage.rehearsal import Curtain, MadeUp, rehearse
+from stretto.types import RequestId
+from tests.models.qwen3_tts.cases import write
+
+KINDS = ("omni", "custom_voice", "voice_design", "base")
+CHANGES = ("stretto_host_memory_bytes", "stretto_host_busy_seconds_total")
+"""Numbers that time alone changes."""
+Open = Callable[..., "Driven"]
+Question = tuple[Capability, Prompt, tuple[int, ...] | None, Manner]
+
+
+def noise(seconds: float) -> dict[str, Any]:
+    samples = np.random.default_rng(0).standard_normal(int(16_000 * seconds), dtype=np.float32)
+    return {"type": "audio", "data": samples, "sample_rate": 16_000}
+
+
+class Driven:
+    """A host in this process, driven by hand, and the front end of its model."""
+
+    def __init__(self, model: Path, stages: tuple[str, ...] = (), **settings: Any) -> None:
+        self.model = open_model(model)
+        self.builder: work.Builder = load(self.model.builder)(model)
+        self.reports: list[tuple[Any, bytes]] = []
+        self.curtain = Curtain(lambda message, blob: self.reports.append((message, blob)))
+        pipeline = self.model.pipeline
+        links = tuple((k.sender, k.receiver) for k in pipeline.links)
+        told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
+        self.host = Host(told, HostSettings(trace=True, **settings), self.curtain.post)
+        self.host.load()
+        for node in self.host.nodes.values():  # no time passes: the sizes of packets tell nothing of this machine
+            if hasattr(node, "clock"):
+                node.clock = lambda: 0.0
+            if hasattr(node, "encoders"):
+                node.encoders.clock = lambda: 0
+        self.reports.clear()
+
+    def rehearse(self) -> int:
+        return rehearse(self.host, self.curtain)
+
+    def values(self) -> dict[str, float]:
+        return {k: v for k, v in self.host.recorder.values().items() if k not in CHANGES}
+
+    def ask(self, question: Question, id: str = "a") -> dict[str, Any]:
+        """A request that draws from a seed; all that is said of it."""
+        capability, prompt, spoken, manner = question
+        params = Params(
+            temperature=1.0, max_text_tokens=6, ignore_eos=True, max_frames=5, min_frames=5, want_codes=True
+        )
+        told = self.model.stage_params(Wanted(capability, params, 7, None, spoken, manner))
+        packed = pack(prompt)
+        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items()}
+        self.reports.clear()
+        self.host.handle(Admit(RequestId(id), packed.meta, raw), bytes(packed.features))
+        while len({m.stage for m, _ in self.reports if isinstance(m, Ended)}) < len(told):
+            assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
+            self.host.loop.round()
+        found: dict[str, Any] = {"text": [], "codes": b"", "pcm": b"", "cached": {}}
+        for message, blob in self.reports:
+            match message:
+                case Text(ids=ids):
+                    found["text"] += ids
+                case Codes():
+                    found["codes"] += blob
+                case Pcm():
+                    found["pcm"] += blob
+                case Ended(stage=stage, cached=cached):
+                    found["cached"][stage] = cached
+        return found
+
+    def question(self, wants: str) -> Question:
+        builder, manner = self.builder, Manner()
+        if wants in ("reading", "cloned"):
+            if wants == "cloned":
+                talker = self.model.config.talker  # type: ignore[attr-defined]
+                rng = np.random.default_rng(1)
+                vector = rng.standard_normal(talker.decoder.hidden_size, dtype=np.float32)
+                codes = rng.integers(0, 2048, (5, talker.num_code_groups)).astype(np.int16)
+                manner = Manner(voice=msgspec.msgpack.encode(ClonedVoice(vector.tobytes(), codes.tobytes(), (5, 6, 7))))
+            return "reading", *work.read_aloud(builder, "Good morning to all."), manner
+        parts: list[Any] = [{"type": "text", "text": "What is this?"}]
+        match wants:
+            case "sound":
+                parts.append(noise(1.3))
+            case "short sound":
+                parts.append(noise(0.1))
+            case "picture":
+                parts.append({"type": "image", "data": Image.new("RGB", (64, 96))})
+        return "speech", builder.build([{"role": "user", "content": parts}]), None, manner
+
+
+@pytest.fixture
+def opened(tiny_dir: Path, tmp_path: Path) -> Open:
+    def open_kind(kind: str, stages: tuple[str, ...] = (), **settings: Any) -> Driven:
+        model = tiny_dir if kind == "omni" else tmp_path / f"{kind}-1b7"
+        if not model.exists():
+            write(tmp_path, kind, "1b7")
+        return Driven(model, stages, **settings)
+
+    return open_kind
+
+
+class Noted(TorchDispatchMode):
+    """Which operations were run, on numbers of which kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for a in (*args, *(kwargs or {}).values()) for t in (a if isinstance(a, list | tuple) else [a])]
+        self.found.add((func, *(t.dtype for t in given if isinstance(t, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+REQUESTS = [
+    ("omni", "text"), ("omni", "sound"), ("omni", "short sound"), ("omni", "picture"), ("omni", "reading"),
+    ("custom_voice", "reading"), ("voice_design", "reading"), ("base", "reading"), ("base", "cloned"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "wants"), REQUESTS)
+def test_a_first_request_does_nothing_for_the_first_time(opened: Open, kind: str, wants: str) -> None:
+    driven = opened(kind)
+    question = driven.question(wants)
+    with Noted() as before:
+        driven.rehearse()
+    modules, threads = set(sys.modules), set(threading.enumerate())
+    with Noted() as first:
+        driven.ask(question)
+    assert sorted(map(str, first.found - before.found)) == []
+    assert set(sys.modules) == modules
+    assert set(threading.enumerate()) == threads
+    assert first.found, "there is something to compare"
+
+
+@pytest.mark.parametrize(("kind", "wants"), [("omni", "sound"), ("custom_voice", "reading"), ("base", "cloned")])
+def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
+    plain, driven = opened(kind), opened(kind)
+    before = driven.values()
+    assert driven.rehearse() == {"omni": 1, "custom_voice": 1, "base": 2}[kind]
+    assert driven.reports == []
+    assert driven.values() == before
+    assert not driven.host.recorder.take_spans(1)
+    assert driven.host.num_requests() == 0
+    assert driven.host.context.rehearsal is None
+    nodes: dict[str, Any] = driven.host.nodes
+    others: dict[str, Any] = plain.host.nodes
+    assert nodes["talker"].rhythm == others["talker"].rhythm
+    assert not nodes["talker"].stage.runner.lane.inputs
+    assert not len(nodes["code2wav"].stage.primers)
+    for name in nodes.keys() & {"thinker", "talker"}:
+        stage = nodes[name].stage
+        assert stage.scheduler.pool._free == others[name].stage.scheduler.pool._free
+        assert not len(stage.store)
+        assert stage.ahead._launches.high is None
+    if kind == "omni":
+        assert nodes["thinker"].encoders.kept.num_bytes == 0
+    for times in ("first", "again"):
+        mine, theirs = driven.ask(driven.question(wants), times), plain.ask(plain.question(wants), times)
+        assert mine == theirs
+        assert mine["pcm"]
+        assert any(mine["cached"].values()) == (times == "again" and kind == "omni")
+
+
+ALONE = [
+    ("omni", ("thinker",), 1), ("omni", ("talker",), 1), ("omni", ("code2wav",), 1),
+    ("omni", ("talker", "code2wav"), 1),
+    ("custom_voice", ("talker",), 1), ("custom_voice", ("code2wav",), 1), ("base", ("code2wav",), 2),
+    ("base", ("enroller",), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "stages", "requests"), ALONE)
+def test_stages_rehearse_without_those_of_other_hosts(
+    opened: Open, kind: str, stages: tuple[str, ...], requests: int
+) -> None:
+    driven = opened(kind, stages)
+    nodes: dict[str, Any] = driven.host.nodes
+    steps: list[str] = []
+    for name, node in nodes.items():
+        if requests:
+            what = node.stage if name == "code2wav" else node.stage.runner
+            watch(what, "run" if name == "code2wav" else "launch", lambda name=name: steps.append(name))
+    before, within = driven.values(), [end.within for n in nodes.values() for end in (*n.inlets, *n.outlets)]
+    assert driven.rehearse() == requests
+    assert set(steps) == (set(stages) if requests else set())
+    assert driven.values() == before
+    assert [end.within for n in nodes.values() for end in (*n.inlets, *n.outlets)] == within
+
+
+def watch(owner: Any, name: str, note: Callable[[], None]) -> None:
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args: (note(), real(*args))[1])
+
+
+def test_one_that_fails_or_does_not_end_is_given_up(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    driven, plain = opened("custom_voice"), opened("custom_voice")
+    [good] = driven.host.context.rehearsal.requests  # type: ignore[union-attr]
+    endless = {**good.told, "talker": msgspec.structs.replace(good.told["talker"], live=True)}
+    unheard = {**good.told, "talker": msgspec.structs.replace(good.told["talker"], spoken=())}
+    requests = [MadeUp(endless, good.prompt), MadeUp(unheard, good.prompt), good]
+    driven.host.context.rehearsal = replace(driven.host.context.rehearsal, requests=requests)  # type: ignore[type-var]
+    ticks = count()
+    with caplog.at_level(logging.INFO, "stretto"):
+        assert rehearse(driven.host, driven.curtain, lambda: float(next(ticks))) == 1
+    said = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert said[0] == ("WARNING", "a rehearsal did not end in 60 s: stages ['code2wav', 'talker']")
+    assert said[1] == ("INFO", "a rehearsal failed: talker: there is nothing to say")
+    assert driven.host.num_requests() == 0
+    assert driven.ask(driven.question("reading")) == plain.ask(plain.question("reading"))
+
+
+def test_what_is_not_about_requests_leaves_meanwhile() -> None:
+    said: list[Any] = []
+    curtain = Curtain(lambda message, blob: said.append(message))
+    curtain.down = True
+    loading, ended = Loading("talker", "loading"), Ended(RequestId("a"), "talker", "stop", 0.0, ())
+    curtain.post(loading)
+    curtain.post(ended)
+    assert (said, curtain.ended) == ([loading], {"talker"})
+    curtain.down = False
+    curtain.post(ended)
+    assert said == [loading, ended]
