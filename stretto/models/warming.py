@@ -67,7 +67,7 @@ class Task(msgspec.Struct, frozen=True):
         return once + each * len(self.sizes)
 
 
-class WarmUp(msgspec.Struct, frozen=True):
+class CompileJob(msgspec.Struct, frozen=True):
     """What one process does, as it is told on its command line."""
 
     model: str
@@ -180,7 +180,7 @@ def start(
         return None
     commands = []
     for share in share_out(tasks, workers):
-        job = WarmUp(
+        job = CompileJob(
             model, s.device, str(dtype).removeprefix("torch."), s.max_rows, s.max_context, s.block_size,
             blocks_alike(blocks[share[0].stage]), tuple(share), s.expert_weights,
         )  # fmt: skip
@@ -250,9 +250,9 @@ class Steps:
                 lane.pick(rows.fill_(lane.rows.sink), positions, hidden, How(True, True))
 
 
-def main(run: Callable[[WarmUp], None]) -> None:
+def main(run: Callable[[CompileJob], None]) -> None:
     """Of a family's module, as a process."""
     die_with_parent()
-    run(msgspec.json.decode(sys.argv[1], type=WarmUp))
+    run(msgspec.json.decode(sys.argv[1], type=CompileJob))
     sys.stderr.flush()
     os._exit(0)  # the driver's own goodbye takes a while, and the memory goes back either way

@@ -21,7 +21,6 @@ from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
 from stretto.stage.mediarows import PayloadStore
 from stretto.stage.node import Node
 from stretto.stage.plan import RESERVE, StagePlan, card_memory, check, free_memory
-from stretto.stage.rehearsal import Rehearsal
 from stretto.stage.report import Report
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs
 from stretto.stage.runner.lane import Lane
@@ -32,6 +31,7 @@ from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Emit, Stage
 from stretto.stage.stats import record_codec, record_stage
 from stretto.stage.vocoder import Vocoder
+from stretto.stage.warmup import WarmUp
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class StageContext:
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
     configure: Configure | None = None  # what the host was told that it is
-    rehearsal: Rehearsal | None = None  # what the stages do before the host is ready, if the family says so
+    warm_up: WarmUp | None = None  # what the stages do before the host is ready, if the family says so
 
     @property
     def beside(self) -> tuple[tuple[str, ...], ...]:

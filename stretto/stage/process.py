@@ -23,7 +23,7 @@ from stretto.observe import logs
 from stretto.stage.channel import Channel
 from stretto.stage.devices import check_device, one_line
 from stretto.stage.host import Host, take_messages
-from stretto.stage.rehearsal import Curtain, rehearse
+from stretto.stage.warmup import Reports, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ def serve(sock: socket.socket) -> int:
     try:
         settings = HostSettings(**configure.settings)
         check_device(settings.device)
-        curtain = Curtain(channel.post)
-        host = Host(configure, settings, curtain.post, channel.push)
+        reports = Reports(channel.post)
+        host = Host(configure, settings, reports.post, channel.push)
         host.load()
     except Exception as e:
         if not isinstance(e, (StrettoError, RuntimeError, OSError)):
@@ -52,19 +52,19 @@ def serve(sock: socket.socket) -> int:
         return 1
     if host.device.type == "cuda":
         host.context.memory["allocated"] = torch.cuda.memory_allocated(host.device)
-    rehearsed, alive = threading.Event(), False
+    warmed_up, alive = threading.Event(), False
 
-    def rehearsing() -> None:
+    def warming_up() -> None:
         nonlocal alive
         try:
-            rehearse(host, curtain)
+            warm_up(host, reports)
             alive = True
         finally:
-            rehearsed.set()
+            warmed_up.set()
 
     # Its failure wakes the reader below, so that the orchestrator learns of it now and not with its next message.
-    host.loop.start(lambda: sock.shutdown(socket.SHUT_RD), rehearsing)
-    rehearsed.wait()
+    host.loop.start(lambda: sock.shutdown(socket.SHUT_RD), warming_up)
+    warmed_up.wait()
     if alive:
         settle_down()
         channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))

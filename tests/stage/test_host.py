@@ -35,7 +35,7 @@ class Host:
     Loop: type[Loop] = Still
 
     def __init__(self, *args: Any) -> None:
-        self.device, self.context = SimpleNamespace(type="cpu"), SimpleNamespace(memory={}, rehearsal=None)
+        self.device, self.context = SimpleNamespace(type="cpu"), SimpleNamespace(memory={}, warm_up=None)
         self.loop = self.Loop([], max_messages=PLACES)
         self.handled: list[ToHost] = []
         self.closed = False
@@ -103,9 +103,9 @@ def test_a_message_that_finds_no_room_ends_the_host(monkeypatch: pytest.MonkeyPa
     assert not host.closed, "that would wait for the loop, which may stand still for good"
 
 
-def test_a_host_is_ready_when_it_has_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    monkeypatch.setattr(process, "rehearse", lambda host, curtain: threads.append(threading.current_thread().name))
+    monkeypatch.setattr(process, "warm_up", lambda host, reports: threads.append(threading.current_thread().name))
     monkeypatch.setattr(process, "settle_down", lambda: threads.append("settled"))
     monkeypatch.setattr(Host, "Loop", Loop)
     code, _, said = serve(monkeypatch, Quit(), settles=False)
@@ -114,11 +114,11 @@ def test_a_host_is_ready_when_it_has_rehearsed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_host_whose_rehearsal_breaks_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(host: Any, curtain: Any) -> None:
+def test_a_host_whose_warm_up_breaks_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(host: Any, reports: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(process, "rehearse", breaks)
+    monkeypatch.setattr(process, "warm_up", breaks)
     monkeypatch.setattr(Host, "Loop", Loop)
     code, _, said = serve(monkeypatch)
     assert code == 1

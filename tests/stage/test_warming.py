@@ -23,7 +23,7 @@ from stretto.models.qwen3_omni import warming
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.host import StageBuilder
 from stretto.models.qwen3_omni.warming import SPACE, begin, run, small
-from stretto.models.warming import Task, Warming, WarmUp, num_workers, share_out, tasks_of
+from stretto.models.warming import CompileJob, Task, Warming, num_workers, share_out, tasks_of
 from stretto.stage.context import StageContext
 from stretto.stage.host import Host
 from stretto.stage.runner import prefill_graphs
@@ -113,8 +113,8 @@ def test_a_process_runs_all_that_it_is_told(stage: str, tiny_dir: Path, monkeypa
     for lane in (warming.ThinkerLane, warming.TalkerLane):
         spy(lane, "pick", lambda self, rows, *args: picked.append(len(rows)))
     monkeypatch.setattr(shared.PrefillGraphs, "where_usable", lambda *args: Passes())
-    told = WarmUp(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of(stage, [1, 2, 4], [16, 32])))
-    run(msgspec.json.decode(msgspec.json.encode(told), type=WarmUp))
+    told = CompileJob(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of(stage, [1, 2, 4], [16, 32])))
+    run(msgspec.json.decode(msgspec.json.encode(told), type=CompileJob))
     assert set(decoded) == {1, 2, 4}
     assert prompts == [16, 32]
     assert set(picked) == {1, 2, 3, 4}
@@ -124,13 +124,13 @@ def test_a_process_runs_all_that_it_is_told(stage: str, tiny_dir: Path, monkeypa
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[WarmUp]:
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CompileJob]:
     """As on a GPU with 8 cores, with processes that only end well."""
-    jobs: list[WarmUp] = []
+    jobs: list[CompileJob] = []
 
     def command(module: str, text: str) -> list[str]:
         assert module == "stretto.models.qwen3_omni.warming"
-        jobs.append(msgspec.json.decode(text, type=WarmUp))
+        jobs.append(msgspec.json.decode(text, type=CompileJob))
         return [sys.executable, "-c", "pass"]
 
     monkeypatch.setattr(shared, "python", command)
@@ -147,7 +147,7 @@ def start(
     return begin("dir", config, stages, s, s.blocks, torch.bfloat16, free, 10 * SPACE)
 
 
-def test_a_host_compiles_once(tiny_config: OmniConfig, commands: list[WarmUp]) -> None:
+def test_a_host_compiles_once(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
     first = start(tiny_config)
     assert first is not None
     assert not first.apart
@@ -162,7 +162,7 @@ def test_a_host_compiles_once(tiny_config: OmniConfig, commands: list[WarmUp]) -
     assert start(tiny_config) is None
 
 
-def test_another_host_compiles_its_own(tiny_config: OmniConfig, commands: list[WarmUp]) -> None:
+def test_another_host_compiles_its_own(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
     first = start(tiny_config)
     assert first is not None
     first.finish()
@@ -179,7 +179,7 @@ def test_another_host_compiles_its_own(tiny_config: OmniConfig, commands: list[W
     )
 
 
-def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, commands: list[WarmUp]) -> None:
+def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
     first = start(tiny_config)
     assert first is not None
     first.finish()
@@ -194,13 +194,13 @@ def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, com
 @pytest.mark.parametrize("experts", ["full", "float8"])
 def test_a_process_builds_the_experts_it_is_told(experts: Literal["full", "float8"], tiny_dir: Path) -> None:
     lane = warming.build_lane(
-        WarmUp(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, (Task("thinker", "picks", ()),), experts)
+        CompileJob(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, (Task("thinker", "picks", ()),), experts)
     )
     dtypes = {p.dtype for n, p in lane.model.named_parameters() if ".experts." in n}
     assert dtypes == {torch.float8_e4m3fn if experts == "float8" else torch.float32}
 
 
-def test_some_hosts_have_nothing_to_compile(tiny_config: OmniConfig, commands: list[WarmUp]) -> None:
+def test_some_hosts_have_nothing_to_compile(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
     assert start(tiny_config, replace(SETTINGS, warm=False)) is None
     assert start(tiny_config, replace(SETTINGS, graphs=False)) is None
     assert start(tiny_config, stages=("code2wav",)) is None
@@ -208,14 +208,14 @@ def test_some_hosts_have_nothing_to_compile(tiny_config: OmniConfig, commands: l
     assert not commands
 
 
-def test_weights_wait_where_memory_is_short(tiny_config: OmniConfig, commands: list[WarmUp]) -> None:
+def test_weights_wait_where_memory_is_short(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
     first = start(tiny_config, free=12 * SPACE)
     assert first is not None
     assert first.apart
     first.close()
 
 
-def test_a_host_of_some_stages_leaves_room_for_the_others(tiny_config: OmniConfig, commands: list[WarmUp]) -> None:
+def test_a_host_of_some_stages_leaves_room_for_the_others(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
     first = start(tiny_config, stages=("thinker",), free=12 * SPACE)
     assert first is not None
     assert len(commands) == 4

@@ -18,10 +18,10 @@ from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.nodes.talker import TalkerNode
 from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.plan import plan, pool_sizes
-from stretto.models.qwen3_omni.rehearsal import rehearsal
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import begin
+from stretto.models.qwen3_omni.warmup import warm_up
 from stretto.models.speech.vocoder_node import VocoderNode
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
@@ -53,7 +53,7 @@ class StageBuilder(Building[Source]):
         order = sorted(self.stages, key=lambda name: name != "code2wav")
         self._plan(source, order, pool_sizes, plan, begin)
         nodes = self._nodes(source, order)
-        c.rehearsal = rehearsal(nodes, source.config, c.device, source.dtype)
+        c.warm_up = warm_up(nodes, source.config, c.device, source.dtype)
         return nodes
 
     def _node(self, name: str, source: Source) -> Node:

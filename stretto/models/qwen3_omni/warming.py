@@ -13,7 +13,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.lanes.talker import TalkerLane
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.warming import Room, Steps, Warming, WarmUp, compiled, few, main, start
+from stretto.models.warming import CompileJob, Room, Steps, Warming, compiled, few, main, start
 
 SPACE = 6 << 30
 """Bytes on the device that one process takes at most, at the released size: two layers, embedding and head, context."""
@@ -53,7 +53,7 @@ def small(config: OmniConfig) -> OmniConfig:
     return replace(config, thinker=thinker, talker=replace(ta, text=few(ta.text), predictor=few(ta.predictor)))
 
 
-def build_lane(job: WarmUp) -> ThinkerLane | TalkerLane:
+def build_lane(job: CompileJob) -> ThinkerLane | TalkerLane:
     config = small(OmniConfig.read(job.model))
     source = Source.open(
         config, job.device, getattr(torch, job.dtype), "dummy", progress=False, expert_weights=job.expert_weights
@@ -66,7 +66,7 @@ def build_lane(job: WarmUp) -> ThinkerLane | TalkerLane:
     return TalkerLane(talker, talker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
 
 
-def run(job: WarmUp) -> None:
+def run(job: CompileJob) -> None:
     lane = build_lane(job)
     accept = lane.model.accept_layer if isinstance(lane, ThinkerLane) else None
     Steps(lane, lane.model.model, accept).run(job.tasks)

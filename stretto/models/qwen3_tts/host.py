@@ -15,10 +15,10 @@ from stretto.models.qwen3_tts.enroller import EnrollerNode
 from stretto.models.qwen3_tts.lane import TalkerLane
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.plan import plan, pool_sizes
-from stretto.models.qwen3_tts.rehearsal import rehearsal
 from stretto.models.qwen3_tts.talker_node import TalkerNode
 from stretto.models.qwen3_tts.vocoder_node import CodecNode
 from stretto.models.qwen3_tts.warming import begin
+from stretto.models.qwen3_tts.warmup import warm_up
 from stretto.stage.context import StageContext
 from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
@@ -43,7 +43,7 @@ class StageBuilder(Building[Source]):
         order = sorted(self.stages, key=lambda name: name == "talker")
         self._plan(source, order, pool_sizes, plan, begin)
         nodes = self._nodes(source, order)
-        c.rehearsal = rehearsal(nodes, source.config, c.device)
+        c.warm_up = warm_up(nodes, source.config, c.device)
         return nodes
 
     def _node(self, name: str, source: Source) -> Node:

@@ -12,7 +12,7 @@ from stretto.control.settings import HostSettings
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.lane import TalkerLane
 from stretto.models.qwen3_tts.load import Source
-from stretto.models.warming import Room, Steps, Warming, WarmUp, compiled, few, main, start
+from stretto.models.warming import CompileJob, Room, Steps, Warming, compiled, few, main, start
 
 SPACE = 2 << 30
 """Bytes on the device that one process takes at most, at the larger released size: two layers, tables and context."""
@@ -44,13 +44,13 @@ def small(config: TtsConfig) -> TtsConfig:
     return replace(config, talker=replace(t, decoder=few(t.decoder), predictor=few(t.predictor), text_vocab=WORDS))
 
 
-def build_lane(job: WarmUp) -> TalkerLane:
+def build_lane(job: CompileJob) -> TalkerLane:
     source = Source.open(job.model, job.device, getattr(torch, job.dtype), "dummy", progress=False)
     talker = replace(source, config=small(source.config)).talker()
     return TalkerLane(talker, talker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
 
 
-def run(job: WarmUp) -> None:
+def run(job: CompileJob) -> None:
     lane = build_lane(job)
     Steps(lane, lane.model.model).run(job.tasks)
 

@@ -176,7 +176,7 @@ def test_no_captured_step_launches_anything_else(
     tasks = shared.tasks_of(stage, sizes, prefill_graphs.SIZES)
     for share in shared.share_out(tasks, 3):
         pool = shared.blocks_alike(blocks)
-        warming.run(shared.WarmUp("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
+        warming.run(shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
     ahead = set(variants)
     variants.clear()
 
@@ -210,7 +210,7 @@ def test_nor_does_one_of_a_speech_model(
     sizes = [n for n in graphs.SIZES if n <= rows]
     for share in shared.share_out(shared.tasks_of("talker", sizes, prefill_graphs.SIZES), 3):
         pool = shared.blocks_alike(blocks)
-        speech_warming.run(shared.WarmUp("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share)))
+        speech_warming.run(shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share)))
     ahead = set(variants)
     variants.clear()
     talker = SpeechSource.open("", "cpu", torch.bfloat16, "dummy", progress=False).talker()

@@ -15,7 +15,7 @@ from stretto.models import warming as shared
 from stretto.models.qwen3_tts import host as building
 from stretto.models.qwen3_tts import warming
 from stretto.models.qwen3_tts.config import TtsConfig
-from stretto.models.warming import WarmUp, tasks_of
+from stretto.models.warming import CompileJob, tasks_of
 from stretto.stage.runner import prefill_graphs
 from tests.models.qwen3_tts.conftest import Checkpoint
 from tests.models.qwen3_tts.hosted import Hosted
@@ -23,8 +23,8 @@ from tests.models.qwen3_tts.hosted import Hosted
 SETTINGS = HostSettings(device="cuda:0", max_rows=8, blocks={"talker": 47})
 
 
-def told(model: Path) -> WarmUp:
-    return WarmUp(str(model), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of("talker", [1, 2, 4], [16])))
+def told(model: Path) -> CompileJob:
+    return CompileJob(str(model), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of("talker", [1, 2, 4], [16])))
 
 
 def test_small_models_are_as_wide(tts: Checkpoint) -> None:
@@ -49,11 +49,11 @@ def test_a_process_runs_all_that_it_is_told(tts: Checkpoint, monkeypatch: pytest
 
 
 def test_a_host_compiles_once(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    jobs: list[WarmUp] = []
+    jobs: list[CompileJob] = []
 
     def command(module: str, text: str) -> list[str]:
         assert module == "stretto.models.qwen3_tts.warming"
-        jobs.append(msgspec.json.decode(text, type=WarmUp))
+        jobs.append(msgspec.json.decode(text, type=CompileJob))
         return [sys.executable, "-c", "pass"]
 
     monkeypatch.setattr(shared, "python", command)

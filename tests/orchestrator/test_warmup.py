@@ -1,4 +1,4 @@
-"""Hosts rehearse before they are ready, wherever their stages are, and when they come back. Nobody sees it."""
+"""Hosts warm_up before they are ready, wherever their stages are, and when they come back. Nobody sees it."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ COUNTED = ("_steps_total", "_tokens_total", "_rows_total", "_frames_total", "_ch
 
 
 @pytest.mark.parametrize(("placement", "replicas"), [(ONE_HOST, 2), (PROCESSES, 1)])
-def test_hosts_rehearse_anywhere_and_nobody_sees_it(
+def test_hosts_warm_up_anywhere_and_nobody_sees_it(
     tiny_dir: Path,
     models: Models,
     placement: Placement,
@@ -39,7 +39,7 @@ def test_hosts_rehearse_anywhere_and_nobody_sees_it(
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(placement, replicas=replicas)) as engine:
             hosts = len(engine.pids)
-            assert capfd.readouterr().err.count("rehearsed 1 requests") == hosts
+            assert capfd.readouterr().err.count("warmed_up 1 requests") == hosts
             assert untouched(engine)
             last = engine.pids[-1]
             assert last is not None
@@ -48,7 +48,7 @@ def test_hosts_rehearse_anywhere_and_nobody_sees_it(
             async with asyncio.timeout(60):
                 while not up.restarts[-1]:
                     await asyncio.sleep(0.01)
-            assert capfd.readouterr().err.count("rehearsed 1 requests") == 1
+            assert capfd.readouterr().err.count("warmed_up 1 requests") == 1
             for _ in range(replicas):
                 same(await collect(engine.generate(CHATS["text"], params=PARAMS)), want)
 

@@ -1,9 +1,9 @@
-"""Rehearsals: before a host says that it is ready, its stages serve a few made-up requests, by the ordinary path and
-for nobody.
+"""Warm-up requests: before a host says that it is ready, its stages serve a few of them, by the ordinary path and for
+nobody.
 
 What is made on first use is made then: kernels that the device loads when they are first launched, library handles and
 pools that belong to a thread, pinned memory. That is why it happens on the loop thread. A family says what such
-requests are (`StageContext.rehearsal`). Nothing of them is left: what the stages say of them is dropped, and what they
+requests are (`StageContext.warm_up`). Nothing of them is left: what the stages say of them is dropped, and what they
 learn, count and keep of them is forgotten. The KV pool and the device rows are written anew by whoever takes them."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REFUSED = ("Invalid", "TooLong")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MadeUp:
+class WarmUpRequest:
     """A request, as its stages are told of it. Those of other hosts are left out."""
 
     told: Mapping[str, msgspec.Struct]  # by stage
@@ -55,25 +55,25 @@ class MadeUp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rehearsal:
+class WarmUp:
     """A family's, for the stages of one host."""
 
-    requests: Sequence[MadeUp]
+    requests: Sequence[WarmUpRequest]
     forget: Callable[[], None] = lambda: None
     """Drops what its nodes have learnt and kept; stages are taken care of."""
 
 
-class Curtain:
-    """Stands between a host and its channel. While it is down, what is said of requests does not leave."""
+class Reports:
+    """What a host reports through. While `muted`, what is said of requests does not leave."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self.down = False
+        self.muted = False
         self.ended: set[str] = set()  # stages that are done with the request
         self.failed: Failed | None = None
 
     def post(self, message: FromHost, blob: bytes = b"") -> None:
-        if not self.down or not hasattr(message, "request"):
+        if not self.muted or not hasattr(message, "request"):
             self._report(message, blob)
             return
         encode(message, blob)  # as if it left
@@ -87,23 +87,23 @@ class Curtain:
         self.ended, self.failed = set(), None
 
 
-def rehearse(host: Host, curtain: Curtain, clock: Callable[[], float] = time.monotonic) -> int:
+def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.monotonic) -> int:
     """On the loop thread, before its first round. How many requests came to a good end."""
-    rehearsal, good = host.context.rehearsal, 0
-    if rehearsal is None:
+    given, good = host.context.warm_up, 0
+    if given is None:
         return good
     start = clock()
-    curtain.down = True
+    reports.muted = True
     with alone(host) as inlets:
-        for number, made_up in enumerate(rehearsal.requests):
-            if made_up.told.keys() & host.nodes.keys():
-                good += _perform(host, curtain, made_up, RequestId(f"rehearsal-{number}"), inlets, clock)
+        for number, asked in enumerate(given.requests):
+            if asked.told.keys() & host.nodes.keys():
+                good += _perform(host, reports, asked, RequestId(f"warm-up-{number}"), inlets, clock)
         _settle(host)
-    curtain.down = False
-    rehearsal.forget()
+    reports.muted = False
+    given.forget()
     _forget(host)
-    host.context.rehearsal = None  # and the tensors in it
-    log.info("rehearsed %d requests in %.3f s", good, clock() - start)
+    host.context.warm_up = None  # and the tensors in it
+    log.info("warmed_up %d requests in %.3f s", good, clock() - start)
     return good
 
 
@@ -127,31 +127,33 @@ def alone(host: Host) -> Iterator[Mapping[str, Inlet[Any]]]:
 
 
 def _perform(
-    host: Host, curtain: Curtain, made_up: MadeUp, id: RequestId, inlets: Mapping[str, Inlet[Any]],
+    host: Host, reports: Reports, asked: WarmUpRequest, id: RequestId, inlets: Mapping[str, Inlet[Any]],
     clock: Callable[[], float],
 ) -> bool:  # fmt: skip
-    curtain.clear()
-    told = {name: params for name, params in made_up.told.items() if name in host.nodes}
-    prompt = pack(made_up.prompt)
+    reports.clear()
+    told = {name: params for name, params in asked.told.items() if name in host.nodes}
+    prompt = pack(asked.prompt)
     raw = {name: msgspec.Raw(msgspec.msgpack.encode(params)) for name, params in told.items()}
     host.handle(Admit(id, prompt.meta, raw), bytes(prompt.features))
-    for link, payloads in made_up.arriving.items():
+    for link, payloads in asked.arriving.items():
         if link in inlets:
             for payload in payloads:
                 inlets[link].hand(id, Arrival(payload, Mark.MORE))
             inlets[link].hand(id, Arrival(None, Mark.REQUEST_END))
     limit = clock() + LIMIT_S
-    while curtain.failed is None and (told.keys() - curtain.ended or host.num_requests()):
+    while reports.failed is None and (told.keys() - reports.ended or host.num_requests()):
         if clock() > limit:
-            log.warning("a rehearsal did not end in %.0f s: stages %s", LIMIT_S, sorted(told.keys() - curtain.ended))
+            log.warning(
+                "a warm-up request did not end in %.0f s: stages %s", LIMIT_S, sorted(told.keys() - reports.ended)
+            )
             break
         if not host.loop.round():
             host.bell.sleep(1)
-    if curtain.failed is not None:
-        how = logging.INFO if curtain.failed.kind in REFUSED else logging.WARNING
-        log.log(how, "a rehearsal failed: %s: %s", curtain.failed.stage, curtain.failed.message)
+    if reports.failed is not None:
+        how = logging.INFO if reports.failed.kind in REFUSED else logging.WARNING
+        log.log(how, "a warm-up request failed: %s: %s", reports.failed.stage, reports.failed.message)
     host.handle(Cancel(id), b"")  # what is left, if it did not end
-    return curtain.failed is None and told.keys() == curtain.ended
+    return reports.failed is None and told.keys() == reports.ended
 
 
 def _settle(host: Host) -> None:

@@ -1,4 +1,4 @@
-"""What the rehearsals (`stage/rehearsal.py`) of families that speak have in common. Used when stages are built."""
+"""What the warm-up requests (`stage/warmup.py`) of families that speak have in common. Used when stages are built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packets(groups: int) -> Sequence[CodecFrames]:
 
 
 def forgetter(nodes: Iterable[Node]) -> Callable[[], None]:
-    """Called before a rehearsal: puts the talker's rhythm back behind it."""
+    """Called before the warm-up: puts the talker's rhythm back behind it."""
     fresh = [(node, replace(node.rhythm)) for node in nodes if isinstance(node, FrameNode)]
 
     def forget() -> None:

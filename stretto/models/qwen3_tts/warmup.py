@@ -1,4 +1,4 @@
-"""Qwen3-TTS's rehearsal (see `stage/rehearsal.py`): a text is read aloud; where voices are cloned, twice with one that
+"""Qwen3-TTS's warm-up (see `stage/warmup.py`): a text is read aloud; where voices are cloned, twice with one that
 nobody has, since what is kept of it the first time is put to use the second time. Used when its stages are built."""
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from stretto.control.request import Manner, Params
 from stretto.family import Wanted
 from stretto.models.qwen3_tts.config import SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.params import RESIDUAL, ClonedVoice, stage_params
-from stretto.models.speech.rehearsal import WORD, forgetter, packets, params
+from stretto.models.speech.warmup import WORD, forgetter, packets, params
 from stretto.prompt.prompt import AudioClip, Prompt
 from stretto.stage.node import Node
-from stretto.stage.rehearsal import MadeUp, Rehearsal
+from stretto.stage.warmup import WarmUp, WarmUpRequest
 
 FRAMES = 2
 """Of the cloned voice's reference."""
 
 
-def rehearsal(nodes: Mapping[str, Node], config: TtsConfig, device: torch.device) -> Rehearsal:
+def warm_up(nodes: Mapping[str, Node], config: TtsConfig, device: torch.device) -> WarmUp:
     requests = [reading(config, params(device))]
     if config.kind == "base":
         requests *= 2
         if device.type == "cuda":  # on a CPU there is little to be made, and it takes long
             requests.append(enrolment(config))
-    return Rehearsal(requests, forgetter(nodes.values()))
+    return WarmUp(requests, forgetter(nodes.values()))
 
 
-def reading(config: TtsConfig, p: Params) -> MadeUp:
+def reading(config: TtsConfig, p: Params) -> WarmUpRequest:
     manner = Manner()
     if config.kind == "base":
         vector = np.zeros(config.talker.decoder.hidden_size, np.float32)
@@ -39,11 +39,11 @@ def reading(config: TtsConfig, p: Params) -> MadeUp:
         manner = Manner(voice=msgspec.msgpack.encode(ClonedVoice(vector.tobytes(), codes.tobytes(), (WORD,))))
     told = stage_params(config, Wanted("reading", p, 0, None, (WORD,) * 4, manner), RESIDUAL)
     role = config.tokens.im_start, config.tokens.assistant, WORD
-    return MadeUp(told, Prompt(role), {"talker>code2wav": packets(config.talker.num_code_groups)})
+    return WarmUpRequest(told, Prompt(role), {"talker>code2wav": packets(config.talker.num_code_groups)})
 
 
-def enrolment(config: TtsConfig) -> MadeUp:
+def enrolment(config: TtsConfig) -> WarmUpRequest:
     """A voice of a second of noise."""
     noise = 0.1 * np.random.default_rng(0).standard_normal((1, SAMPLE_RATE), dtype=np.float32)
     told = stage_params(config, Wanted("enrolment", Params(), 0), RESIDUAL)
-    return MadeUp(told, Prompt((WORD,), (AudioClip.of(noise),)))
+    return WarmUpRequest(told, Prompt((WORD,), (AudioClip.of(noise),)))

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's rehearsal (see `stage/rehearsal.py`): words, a sound and a picture are answered aloud. On a GPU twice,
+"""Qwen3-Omni's warm-up (see `stage/warmup.py`): words, a sound and a picture are answered aloud. On a GPU twice,
 since what is kept of the prompt the first time is put to use the second time, and then words alone. Used when its
 stages are built."""
 
@@ -15,15 +15,15 @@ from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import runs_of
-from stretto.models.speech.rehearsal import WORD, forgetter, packets, params
+from stretto.models.speech.warmup import WORD, forgetter, packets, params
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
 from stretto.stage.node import Node
 from stretto.stage.payload.schema import Payload
-from stretto.stage.rehearsal import MadeUp, Rehearsal
+from stretto.stage.warmup import WarmUp, WarmUpRequest
 from stretto.types import Span
 
 
-def rehearsal(nodes: Mapping[str, Node], config: OmniConfig, device: torch.device, dtype: torch.dtype) -> Rehearsal:
+def warm_up(nodes: Mapping[str, Node], config: OmniConfig, device: torch.device, dtype: torch.dtype) -> WarmUp:
     forget_rhythm = forgetter(nodes.values())
 
     def forget() -> None:
@@ -35,15 +35,15 @@ def rehearsal(nodes: Mapping[str, Node], config: OmniConfig, device: torch.devic
     told = stage_params(Wanted("speech", params(device), 0))
     frames = packets(config.talker.num_code_groups)
 
-    def asked(prompt: Prompt) -> MadeUp:
+    def asked(prompt: Prompt) -> WarmUpRequest:
         arriving: dict[str, Sequence[Payload]] = {
             "thinker>talker": answer(prompt, config, device, dtype),
             "talker>code2wav": frames,
         }
-        return MadeUp(told, prompt, arriving)
+        return WarmUpRequest(told, prompt, arriving)
 
     seen = asked(question(config, media=True))
-    return Rehearsal([seen, seen, asked(question(config, media=False))] if device.type == "cuda" else [seen], forget)
+    return WarmUp([seen, seen, asked(question(config, media=False))] if device.type == "cuda" else [seen], forget)
 
 
 def question(config: OmniConfig, media: bool) -> Prompt:

@@ -31,7 +31,7 @@ from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
 from stretto.registry import open_model
 from stretto.stage.host import Host
-from stretto.stage.rehearsal import Curtain, MadeUp, rehearse
+from stretto.stage.warmup import Reports, WarmUpRequest, warm_up
 from stretto.types import RequestId
 from tests.models.qwen3_tts.cases import write
 
@@ -54,11 +54,11 @@ class Driven:
         self.model = open_model(model)
         self.builder: work.Builder = load(self.model.builder)(model)
         self.reports: list[tuple[Any, bytes]] = []
-        self.curtain = Curtain(lambda message, blob: self.reports.append((message, blob)))
+        self.outgoing = Reports(lambda message, blob: self.reports.append((message, blob)))
         pipeline = self.model.pipeline
         links = tuple((k.sender, k.receiver) for k in pipeline.links)
         told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
-        self.host = Host(told, HostSettings(trace=True, **settings), self.curtain.post)
+        self.host = Host(told, HostSettings(trace=True, **settings), self.outgoing.post)
         self.host.load()
         for node in self.host.nodes.values():  # no time passes: the sizes of packets tell nothing of this machine
             if hasattr(node, "clock"):
@@ -67,8 +67,8 @@ class Driven:
                 node.encoders.clock = lambda: 0
         self.reports.clear()
 
-    def rehearse(self) -> int:
-        return rehearse(self.host, self.curtain)
+    def warm_up(self) -> int:
+        return warm_up(self.host, self.outgoing)
 
     def values(self) -> dict[str, float]:
         return {k: v for k, v in self.host.recorder.values().items() if k not in CHANGES}
@@ -156,7 +156,7 @@ def test_a_first_request_does_nothing_for_the_first_time(opened: Open, kind: str
     driven = opened(kind)
     question = driven.question(wants)
     with Noted() as before:
-        driven.rehearse()
+        driven.warm_up()
     modules, threads = set(sys.modules), set(threading.enumerate())
     with Noted() as first:
         driven.ask(question)
@@ -170,12 +170,12 @@ def test_a_first_request_does_nothing_for_the_first_time(opened: Open, kind: str
 def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
     plain, driven = opened(kind), opened(kind)
     before = driven.values()
-    assert driven.rehearse() == {"omni": 1, "custom_voice": 1, "base": 2}[kind]
+    assert driven.warm_up() == {"omni": 1, "custom_voice": 1, "base": 2}[kind]
     assert driven.reports == []
     assert driven.values() == before
     assert not driven.host.recorder.take_spans(1)
     assert driven.host.num_requests() == 0
-    assert driven.host.context.rehearsal is None
+    assert driven.host.context.warm_up is None
     nodes: dict[str, Any] = driven.host.nodes
     others: dict[str, Any] = plain.host.nodes
     assert nodes["talker"].rhythm == others["talker"].rhythm
@@ -204,7 +204,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("kind", "stages", "requests"), ALONE)
-def test_stages_rehearse_without_those_of_other_hosts(
+def test_stages_warm_up_without_those_of_other_hosts(
     opened: Open, kind: str, stages: tuple[str, ...], requests: int
 ) -> None:
     driven = opened(kind, stages)
@@ -215,7 +215,7 @@ def test_stages_rehearse_without_those_of_other_hosts(
             what = node.stage if name == "code2wav" else node.stage.runner
             watch(what, "run" if name == "code2wav" else "launch", lambda name=name: steps.append(name))
     before, within = driven.values(), [end.within for n in nodes.values() for end in (*n.inlets, *n.outlets)]
-    assert driven.rehearse() == requests
+    assert driven.warm_up() == requests
     assert set(steps) == (set(stages) if requests else set())
     assert driven.values() == before
     assert [end.within for n in nodes.values() for end in (*n.inlets, *n.outlets)] == within
@@ -228,29 +228,29 @@ def watch(owner: Any, name: str, note: Callable[[], None]) -> None:
 
 def test_one_that_fails_or_does_not_end_is_given_up(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     driven, plain = opened("custom_voice"), opened("custom_voice")
-    [good] = driven.host.context.rehearsal.requests  # type: ignore[union-attr]
+    [good] = driven.host.context.warm_up.requests  # type: ignore[union-attr]
     endless = {**good.told, "talker": msgspec.structs.replace(good.told["talker"], live=True)}
     unheard = {**good.told, "talker": msgspec.structs.replace(good.told["talker"], spoken=())}
-    requests = [MadeUp(endless, good.prompt), MadeUp(unheard, good.prompt), good]
-    driven.host.context.rehearsal = replace(driven.host.context.rehearsal, requests=requests)  # type: ignore[type-var]
+    requests = [WarmUpRequest(endless, good.prompt), WarmUpRequest(unheard, good.prompt), good]
+    driven.host.context.warm_up = replace(driven.host.context.warm_up, requests=requests)  # type: ignore[type-var]
     ticks = count()
     with caplog.at_level(logging.INFO, "stretto"):
-        assert rehearse(driven.host, driven.curtain, lambda: float(next(ticks))) == 1
+        assert warm_up(driven.host, driven.outgoing, lambda: float(next(ticks))) == 1
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
-    assert said[0] == ("WARNING", "a rehearsal did not end in 60 s: stages ['code2wav', 'talker']")
-    assert said[1] == ("INFO", "a rehearsal failed: talker: there is nothing to say")
+    assert said[0] == ("WARNING", "a warm_up did not end in 60 s: stages ['code2wav', 'talker']")
+    assert said[1] == ("INFO", "a warm_up failed: talker: there is nothing to say")
     assert driven.host.num_requests() == 0
     assert driven.ask(driven.question("reading")) == plain.ask(plain.question("reading"))
 
 
 def test_what_is_not_about_requests_leaves_meanwhile() -> None:
     said: list[Any] = []
-    curtain = Curtain(lambda message, blob: said.append(message))
-    curtain.down = True
+    reports = Reports(lambda message, blob: said.append(message))
+    reports.muted = True
     loading, ended = Loading("talker", "loading"), Ended(RequestId("a"), "talker", "stop", 0.0, ())
-    curtain.post(loading)
-    curtain.post(ended)
-    assert (said, curtain.ended) == ([loading], {"talker"})
-    curtain.down = False
-    curtain.post(ended)
+    reports.post(loading)
+    reports.post(ended)
+    assert (said, reports.ended) == ([loading], {"talker"})
+    reports.muted = False
+    reports.post(ended)
     assert said == [loading, ended]
