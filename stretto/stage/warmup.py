@@ -103,7 +103,7 @@ def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.mono
     given.forget()
     _forget(host)
     host.context.warm_up = None  # and the tensors in it
-    log.info("warmed_up %d requests in %.3f s", good, clock() - start)
+    log.info("served %d warm-up requests in %.3f s", good, clock() - start)
     return good
 
 

@@ -237,8 +237,8 @@ def test_one_that_fails_or_does_not_end_is_given_up(opened: Open, caplog: pytest
     with caplog.at_level(logging.INFO, "stretto"):
         assert warm_up(driven.host, driven.outgoing, lambda: float(next(ticks))) == 1
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
-    assert said[0] == ("WARNING", "a warm_up did not end in 60 s: stages ['code2wav', 'talker']")
-    assert said[1] == ("INFO", "a warm_up failed: talker: there is nothing to say")
+    assert said[0] == ("WARNING", "a warm-up request did not end in 60 s: stages ['code2wav', 'talker']")
+    assert said[1] == ("INFO", "a warm-up request failed: talker: there is nothing to say")
     assert driven.host.num_requests() == 0
     assert driven.ask(driven.question("reading")) == plain.ask(plain.question("reading"))
 
