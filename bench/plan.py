@@ -60,7 +60,7 @@ FITTED: dict[str, dict[str, float]] = {
     }
 }
 EXPERTS, PICKS = 128, {"text": 8, "frames": 6}  # of a layer, and of those that a row picks
-SEEDS = 5
+SEEDS, FIT_SEEDS = 10, 5
 """Replays of a run. The least change lets other requests share a step, so one of them says little."""
 SHARES = ("text_spread", "frames_spread", "mixed", "beside_vocoder", "vocoder_beside")
 """Those that are at most 1; the others are times."""
@@ -355,7 +355,7 @@ def loss(table: Table, runs: Sequence[Mapping[str, Any]], least: float = math.in
         there = marks(*([s[what] for s in run["samples"]] for what in ("first_text", "first_audio", "rtf")))
         found = [
             marks([h.first_text or 0.0 for h in heard], [h.first_audio or 0.0 for h in heard], [h.rtf for h in heard])
-            for heard in replays(table, run, 2 if run["streams"] == 128 else SEEDS)
+            for heard in replays(table, run, 2 if run["streams"] == 128 else FIT_SEEDS)
         ]
         off = [statistics.mean(each) / m - 1 for each, m in zip(zip(*found, strict=True), there, strict=True)]
         total += sum(w * abs(e) ** 1.5 for w, e in zip(WEIGHTS, off, strict=True))

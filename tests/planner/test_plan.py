@@ -478,7 +478,7 @@ def test_the_shipped_table_says_how_far_it_is_off() -> None:
     runs = [run for run in fitted + other_runs("h200") if run["answers"] <= 60]
     assert {label(run) for run in runs} == {"1 streams", "4 streams", "4 a second"}
     for run in runs:
-        again = check(table, run, run in fitted)
+        again = check(table, run, run in fitted, 3)
         [known] = [
             c for c in table.checks if (c.load, c.fitted, c.interval) == (again.load, again.fitted, again.interval)
         ]
