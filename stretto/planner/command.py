@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from stretto.errors import Invalid
 
 TOKENS_PER_FRAME = 64 / 125
@@ -40,6 +42,7 @@ def add_plan_parser(jobs: Any) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
+    from stretto.planner.error import error_lines
     from stretto.planner.heard import Asked
     from stretto.planner.plan import Goal, Load, make_plan
     from stretto.planner.table import find_table, read_table
@@ -56,16 +59,12 @@ def run_plan(args: argparse.Namespace) -> int:
     cost = plan.cost(price)
     if args.json:
         told = {**asdict(plan), "cost_per_speech_hour": cost, "error": table.error, "worst": table.worst}
-        told["between"] = table.between
+        told |= {"checks": to_builtins(table.checks), "between": table.between}
         sys.stdout.write(json.dumps(told) + "\n")
         return 0
     s = plan.seen
-    errors = ", ".join(
-        f"{name} {100 * value:.0f} % (worst {100 * table.worst.get(name, value):.0f} %)"
-        for name, value in table.error.items()
-    )
-    apart = ", ".join(f"{name} {100 * value:.0f} %" for name, value in table.between.items())
-    apart = f"               measured runs of the same load differ by up to: {apart}\n" if apart else ""
+    first, *more = error_lines(table)
+    errors = "".join(f"{'':15}{line}\n" for line in more)
     sys.stdout.write(
         f"{plan.cards} x {table.gpu} for {load.sessions} sessions of {table.model}: {s.sessions} on each, which would "
         f"carry {plan.most}{' or more' if plan.or_more else ''}\n"
@@ -76,8 +75,7 @@ def run_plan(args: argparse.Namespace) -> int:
         f"  memory       weights {table.weights_gib:.0f} of {table.memory_gib:.0f} GiB; the KV caches hold "
         f"{min(table.text.tokens, table.frames.tokens):,} tokens each, at most {100 * s.cache:.0f} % of them in use\n"
         f"  cost         {cost:.3g} for an hour of speech, at {args.price:g} an hour for a card\n"
-        f"  error        of the replay against measured runs: {errors or 'not known'}\n"
-        f"{apart}"
+        f"  error        {first}\n{errors}"
     )
     return 0
 

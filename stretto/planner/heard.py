@@ -30,8 +30,8 @@ class Heard:
 
     @property
     def rtf(self) -> float:
-        assert self.end is not None
-        return (self.end - self.arrived) / sum(s for _, s in self.packets)
+        """Time until the last packet over what all of them sound."""
+        return (self.packets[-1][0] - self.arrived) / sum(s for _, s in self.packets)
 
     @property
     def waited(self) -> float:

@@ -1,5 +1,5 @@
-"""What runs on the replayed card: the stages with their real scheduler and their real way of launching ahead, the
-vocoder in the shapes that it is captured in, and the server's one thread. Time is told to them. Imports no torch."""
+"""What runs on the replayed card: the stages with their real scheduler and their real way of launching ahead, and the
+vocoder in the shapes that it is captured in. Time is told to them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stretto.planner.heard import Heard
 from stretto.planner.table import StageTimes, Table, at, vocoder_ms
 from stretto.stage.ahead import Ahead, Flight
-from stretto.stage.loop import TICK_NS
 from stretto.stage.pace import Pace
 from stretto.stage.request import StageRequest, State
 from stretto.stage.scheduler.batch import Batch, Outcome, StepResult
@@ -44,30 +43,33 @@ class Stage:
         )  # fmt: skip
         self.times, self.scheduler = times, Scheduler(config)
         self.ahead = Ahead(SIZES, LEAD_NS, clock=clock)
-        self.running: deque[Step] = deque()
-        self.due: float | None = None  # when a launch that is held back should be looked at again
+        self.running: deque[Step] = deque()  # on the device
+        self.done: deque[Step] = deque()  # of which the host knows nothing yet
+        self.due: float | None = None  # when a launch that is held back is due
         self.most_held = 0  # blocks of its KV cache that requests had at once
         self._known: dict[int, float] = {}  # what decodes take, by rows
 
-    def launch(self, busy: Callable[[float], float]) -> None:
-        """The next step, or two, as `stage/stage.py` has it: one that brings no prompt is held back. `busy` has the
-        host work for some milliseconds and says when it is done."""
+    def launch(self, busy: Callable[[float], float]) -> bool:
+        """One step, as `stage/stage.py` has it: one that brings no prompt is held back. `busy` has the host work for
+        some milliseconds and says when it is done."""
         self.due = None
-        while len(self.running) < DEPTH:
-            due = self.ahead.due_ns()
-            if due is not None and self.scheduler.only_decodes_wait:
-                self.due = (due - TICK_NS) / 1e9 + 1e-6
-                return
-            batch = self.scheduler.schedule()
-            if batch is None:
-                return
-            ms = self.times.launch if batch.decode_only else self.times.launch_prompt
-            flight = self.ahead.launched(len(batch.spans) if batch.decode_only else None, int(1e6 * ms))
-            starts = busy(ms)
-            flight.launched_ns = int(1e9 * starts)
-            self.running.append(Step(batch, self.takes(batch), starts, flight))
-            pool = self.scheduler.pool
-            self.most_held = max(self.most_held, pool.num_blocks - pool.num_available)
+        if len(self.running) + len(self.done) >= DEPTH:
+            return False
+        due = self.ahead.due_ns()
+        if due is not None and self.scheduler.only_decodes_wait:
+            self.due = due / 1e9
+            return False
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        ms = self.times.launch if batch.decode_only else self.times.launch_prompt
+        flight = self.ahead.launched(len(batch.spans) if batch.decode_only else None, int(1e6 * ms))
+        starts = busy(ms)
+        flight.launched_ns = int(1e9 * starts)
+        self.running.append(Step(batch, self.takes(batch), starts, flight))
+        pool = self.scheduler.pool
+        self.most_held = max(self.most_held, pool.num_blocks - pool.num_available)
+        return True
 
     def takes(self, batch: Batch) -> float:
         """Milliseconds, alone."""
@@ -89,11 +91,19 @@ class Stage:
         read = min(t.experts, t.picks * math.pow(rows, t.spread))
         return read if rows in SIZES else read + t.picks * (1 - read / t.experts)
 
-    def retire(self) -> list[Outcome]:
+    def end(self) -> None:
+        """The device is done with a step, and goes on with the next."""
         step = self.running.popleft()
         self.ahead.ended(step.flight)
+        self.done.append(step)
+
+    def retire(self, busy: Callable[[float], float]) -> list[Outcome]:
+        """The host learns what came of a step, row by row."""
+        step = self.done.popleft()
         self.ahead.retired()
-        return self.scheduler.retire(step.batch, StepResult([7] * len(step.batch.spans)))
+        outcomes = self.scheduler.retire(step.batch, StepResult([7] * len(step.batch.spans)))
+        busy(self.times.retire + self.times.retire_row * len(outcomes))
+        return outcomes
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +142,8 @@ class Vocoder:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self.calls: deque[Call] = deque()
+        self.calls: deque[Call] = deque()  # on the device
+        self.done: deque[Call] = deque()  # of which the host knows nothing yet
         self._free = list(range(table.max_rows))
         self._voices: list[Voice] = []  # with frames that wait
 
@@ -141,67 +152,46 @@ class Vocoder:
             self._voices.append(voice)
         voice.pending += frames
 
-    def launch(self, now: float, busy: Callable[[float], float]) -> None:
-        while self._voices and len(self.calls) < DEPTH:
-            for voice in sorted(self._voices, key=lambda v: v.number):
-                if voice.slot is None and self._free:
-                    voice.slot = heapq.heappop(self._free)
-            seated = [v for v in self._voices if v.slot is not None]
-            if not seated:
-                return
-            urgent = [v for v in seated if v.deadline is None or v.deadline < now + URGENT_S]
-            most = max(v.pending for v in ([v for v in urgent if v.deadline is None] or urgent or seated))
-            size = next((n for n in (1, 2, 4, 8) if n >= most), 8)
-            chosen = [v for v in seated if v.pending <= size or v in urgent] if urgent else seated
-            top = 1 + max(v.slot for v in chosen if v.slot is not None)
-            slots = next((n for n in SHAPES if n >= top), max(SHAPES))
-            sizes = SHAPES[slots]
-            size = sizes[min(bisect_left(sizes, size), len(sizes) - 1)]
-            streams = [(v, min(v.pending, size)) for v in chosen]
-            for voice, n in streams:
-                voice.pending -= n
-            self._voices = [v for v in self._voices if v.pending]
-            self.calls.append(Call(streams, vocoder_ms(self.table, slots, size), busy(self.table.launch_vocoder)))
+    def launch(self, now: float, busy: Callable[[float], float]) -> bool:
+        """One call."""
+        if not self._voices or len(self.calls) + len(self.done) >= DEPTH:
+            return False
+        for voice in sorted(self._voices, key=lambda v: v.number):
+            if voice.slot is None and self._free:
+                voice.slot = heapq.heappop(self._free)
+        seated = [v for v in self._voices if v.slot is not None]
+        if not seated:
+            return False
+        urgent = [v for v in seated if v.deadline is None or v.deadline < now + URGENT_S]
+        most = max(v.pending for v in ([v for v in urgent if v.deadline is None] or urgent or seated))
+        size = next((n for n in (1, 2, 4, 8) if n >= most), 8)
+        chosen = [v for v in seated if v.pending <= size or v in urgent] if urgent else seated
+        top = 1 + max(v.slot for v in chosen if v.slot is not None)
+        slots = next((n for n in SHAPES if n >= top), max(SHAPES))
+        sizes = SHAPES[slots]
+        size = sizes[min(bisect_left(sizes, size), len(sizes) - 1)]
+        streams = [(v, min(v.pending, size)) for v in chosen]
+        for voice, n in streams:
+            voice.pending -= n
+        self._voices = [v for v in self._voices if v.pending]
+        self.calls.append(Call(streams, vocoder_ms(self.table, slots, size), busy(self.table.launch_vocoder)))
+        return True
 
-    def retire(self) -> list[tuple[Voice, int, bool]]:
-        """What came of the oldest call: voice, frames, whether they are its last."""
-        found = []
-        for voice, n in self.calls.popleft().streams:
-            found.append((voice, n, voice.last and self.close(voice)))
-        return found
+    def end(self) -> None:
+        """The device is done with a call."""
+        self.done.append(self.calls.popleft())
+
+    def retire(self, busy: Callable[[float], float]) -> list[tuple[Voice, int, bool]]:
+        """What came of the oldest call that is done: voice, frames, whether they are its last."""
+        streams = self.done.popleft().streams
+        busy(self.table.retire_vocoder + self.table.retire_packet * len(streams))
+        return [(voice, n, voice.last and self.close(voice)) for voice, n in streams]
 
     def close(self, voice: Voice) -> bool:
         """Whether nothing of it is left here; then its slot is free."""
-        if voice.pending or any(voice is v for call in self.calls for v, _ in call.streams):
+        if voice.pending or any(voice is v for call in (*self.calls, *self.done) for v, _ in call.streams):
             return False
         if voice.slot is not None:
             heapq.heappush(self._free, voice.slot)
             voice.slot = None
         return True
-
-
-@dataclass(slots=True)
-class Thread:
-    """Does a little of each of its jobs by turns, so those that come together end together."""
-
-    now: float = 0.0
-    _each_ms: float = 0.0  # that a job which was always there would have got
-    _jobs: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)  # a heap
-    _number: int = 0
-
-    def add(self, ms: float, then: Callable[[], None]) -> None:
-        heapq.heappush(self._jobs, (self._each_ms + ms, self._number, then))
-        self._number += 1
-
-    @property
-    def next(self) -> float | None:
-        """When a job ends."""
-        return self.now + (self._jobs[0][0] - self._each_ms) / 1e3 * len(self._jobs) if self._jobs else None
-
-    def advance(self, to: float) -> None:
-        """To no later than `next`."""
-        if self._jobs:
-            self._each_ms += 1e3 * (to - self.now) / len(self._jobs)
-        self.now = to
-        while self._jobs and self._jobs[0][0] <= self._each_ms + 1e-6:
-            heapq.heappop(self._jobs)[2]()

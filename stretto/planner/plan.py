@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from stretto.client.stats import percentile
 from stretto.errors import Invalid
 from stretto.planner.heard import Asked, Heard
 from stretto.planner.replay import Card, replay
@@ -112,7 +113,8 @@ def make_plan(table: Table, load: Load, goal: Goal) -> Plan:
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+    """As in the reports of measured runs."""
+    return percentile(sorted(values), part)
 
 
 def _first(heard: Heard) -> float:

@@ -1,9 +1,10 @@
 """One card, replayed: requests come, the stages' steps take table time, and listeners hear what comes of them.
 
 The scheduler, the launching ahead and the pace of packets are the real ones. Steps of the stages run beside each other,
-each slower than alone. What a step gives is passed on by the host a little later, row by row. The server's one thread
-works on all that arrive and on all that leaves, by turns. Time is simulated: a minute of a busy card takes seconds.
-Called by the planner; deterministic; imports no torch."""
+each slower than alone. The host's one thread gives the stages turns, in the real order; what it is told while it
+launches it hears of afterwards. The server's one thread does one thing after the other: requests that come, packets,
+ends. Time is simulated: a minute of a busy card takes seconds. Called by the planner; deterministic; imports no
+torch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from random import Random
 from typing import Literal
 
 from stretto.planner.heard import Asked, Heard
-from stretto.planner.lanes import Call, Stage, Step, Thread, Vocoder, Voice
+from stretto.planner.lanes import Call, Stage, Step, Vocoder, Voice
+from stretto.planner.loop import HostLoop
 from stretto.planner.table import Table, share_at
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.request import RequestSpec
@@ -26,7 +28,6 @@ from stretto.types import RequestId
 Lane = Literal["text", "frames", "vocoder"]
 OPENING = 8  # rows of a frames prompt behind those of the text; the last one comes with the first token of text
 FIRST, EACH, RAMP = 1, 8, 2  # frames of packets
-JITTER = 0.3
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025  # tokens that are told together, at most, and how long one waits for that
 
 
@@ -41,12 +42,23 @@ class Card:
         self.text = Stage(table.text, rows, True, self._clock)
         self.frames = Stage(table.frames, rows, False, self._clock)
         self.vocoder = Vocoder(table)
+        self._lanes: dict[Lane, Stage | Vocoder] = {"text": self.text, "frames": self.frames, "vocoder": self.vocoder}
         self._rhythm = Rhythm(table.frame_s, table.opening_s)
         self._voices: dict[RequestId, Voice] = {}
         self._came, self._looked = False, 0.0  # frames, since the pace of packets was looked at
-        self._server, self._host = Thread(), 0.0  # until when the host's thread is busy
-        self._later: list[tuple[float, int, Callable[[], None]]] = []  # what the host does soon: a heap, by when
+        self._server = 0.0  # until when the server's thread is busy
+        self._messages: deque[Heard] = deque()  # requests that the host was told of
+        self._fresh = False  # some of them were admitted in this round
+        self._reports: list[Callable[[], None]] = []  # of the host, which leave together
+        self._host = HostLoop(
+            (
+                self._admit, self._turn_vocoder, self._push, self._turn_fresh, self._turn_frames, self._turn_vocoder,
+                self._push, self._turn_text, self._push,
+            ), self._due,
+        )  # fmt: skip
+        self._later: list[tuple[float, int, Callable[[], None]]] = []  # what happens soon: a heap, by when
         self._random = Random(seed)
+        self._shares: dict[tuple[str, int], float] = {}  # those that were looked up before
         self._arrived = self._number = 0
         self.running = 0  # requests that are not answered yet
 
@@ -58,49 +70,42 @@ class Card:
         """The largest part of a stage's KV cache that was ever in use."""
         return max(s.most_held / s.scheduler.pool.num_blocks for s in (self.text, self.frames))
 
-    def arrive(self, asked: Asked) -> None:
-        """A request reaches the server now: `serial_ms` of its thread's time, and the rest of the way to the stages
-        takes `overhead_ms`, more or less."""
+    def arrive(self, asked: Asked) -> Heard:
+        """A request reaches the server now: `serial_ms` of its thread's time, half of it before and half of it behind
+        the rest of the way, which takes `overhead_ms`, more or less."""
         heard = Heard(self.now, asked)
         self.running += 1
-        way_s = self.table.overhead_ms / 1e3 * self._random.uniform(1 - JITTER, 1 + JITTER)
-        self._server.add(self.table.serial_ms, lambda: self._later_at(self.now + way_s, lambda: self._announce(heard)))
+        way_s = max(0.0, self._random.gauss(self.table.overhead_ms, self.table.jitter_ms)) / 1e3
+
+        def built() -> None:
+            self._serve(self.table.serial_ms / 2, lambda: self._announce(heard))
+
+        self._serve(self.table.serial_ms / 2, lambda: self._later_at(self.now + way_s, built))
+        return heard
 
     def _announce(self, heard: Heard) -> None:
-        """All rows of a prompt are known to the frames stage at once, but for the last one."""
-        id, asked = RequestId(f"r{self._arrived}"), heard.asked
-        self._arrived += 1
-        self.heard[id] = heard
-        # The pick that ends a request is not a frame.
-        spec = RequestSpec(id, asked.frames + 1, paced=True, last_on_device=True, cache_output=False)
-        request = self.frames.scheduler.submit(spec, asked.prompt + OPENING, closed=False)
-        self._voices[id] = Voice(self._arrived, Pace(FIRST, EACH, RAMP, self._rhythm), request, heard)
-        self.text.scheduler.submit(RequestSpec(id, asked.text), asked.prompt)
+        self._messages.append(heard)
+        self._ring()
 
     # -- time
 
     def advance(self, until: float) -> None:
         """Let the device run to `until`, or to the next thing that happens, whichever is sooner."""
-        self._launch()
+        self._host.run(self.now)
         rates = self._rates()
         times = [self.now + step.left_ms / 1e3 / rate for step, rate in rates.values()]
         queues = (self.text.running, self.frames.running, self.vocoder.calls)
         times += [q[0].starts for q in queues if q and q[0].starts > self.now]
-        times += [max(due, self._host) for due in (self.text.due, self.frames.due) if due is not None]
-        times += [] if self._server.next is None else [self._server.next]
+        times += [] if self._host.next is None else [self._host.next]
         times += [t for t, _, _ in self._later[:1]]
-        if self._host > self.now:
-            times.append(self._host)
-        if any(v.waiting for v in self._voices.values()):
-            times.append(max(self._host, self._looked + LOOK_S + 1e-6))
         then = max(self.now, min([until, *times]))
         passed, self.now = then - self.now, then
         for step, rate in rates.values():
             step.left_ms -= 1e3 * passed * rate
         for lane, (step, _) in rates.items():
             if step.left_ms <= 1e-6:
-                self._finish(lane)
-        self._server.advance(self.now)
+                self._lanes[lane].end()
+                self._ring()
         while self._later and self._later[0][0] <= self.now:
             heapq.heappop(self._later)[2]()
 
@@ -113,19 +118,30 @@ class Card:
         t = self.table.together
         text, frames, call = self._at_work(self.text.running), self._at_work(self.frames.running), self._call()
         slowed = t.beside_vocoder if call else 1.0
+        prompts = text.batch.num_tokens if text and not text.batch.decode_only else 0
         found: dict[Lane, tuple[Step | Call, float]] = {}
         if text:
-            prompts = not text.batch.decode_only
-            beside = share_at(t.prompt, text.batch.num_tokens) if prompts else share_at(t.text, len(text.batch.spans))
-            found["text"] = (text, slowed * (beside if frames else 1.0))
+            beside = 1.0
+            if frames and prompts:
+                lost = 1 / self._share("prompt", prompts) - 1
+                beside = 1 / (1 + lost * (len(frames.batch.spans) / t.beside) ** t.power)
+            elif frames:
+                beside = self._share("text", len(text.batch.spans))
+            found["text"] = (text, slowed * beside)
         if frames:
-            beside = share_at(t.frames, len(frames.batch.spans))
-            if text and not text.batch.decode_only:
-                beside = share_at(t.frames_prompt, text.batch.num_tokens)
-            found["frames"] = (frames, slowed * (beside if text else 1.0))
+            beside = 1.0
+            if text:
+                rows = len(frames.batch.spans)
+                beside = self._share("frames_prompt", prompts) if prompts else self._share("frames", rows)
+            found["frames"] = (frames, slowed * beside)
         if call:
             found["vocoder"] = (call, t.vocoder if found else 1.0)
         return found
+
+    def _share(self, of: Literal["text", "prompt", "frames", "frames_prompt"], size: int) -> float:
+        if (of, size) not in self._shares:
+            self._shares[of, size] = share_at(getattr(self.table.together, of), size)
+        return self._shares[of, size]
 
     def _at_work(self, steps: deque[Step]) -> Step | None:
         return steps[0] if steps and steps[0].starts <= self.now else None
@@ -134,34 +150,66 @@ class Card:
         calls = self.vocoder.calls
         return calls[0] if calls and calls[0].starts <= self.now else None
 
+    # -- the host's turns
+
     def _busy(self, ms: float) -> float:
-        """The host's thread does something as soon as it can. When that is done."""
-        self._host = max(self.now, self._host) + ms / 1e3
-        return self._host
+        return self._host.busy(self.now, ms)
 
-    def _finish(self, lane: Lane) -> None:
-        """The next step is on the device already, while the host passes on what this one gave, row by row."""
-        self._host = max(self._host, self.now + self.table.hop_us / 1e6)
-        if lane == "vocoder":
-            sounded = self.vocoder.retire()
-            self._later_at(self._busy(len(sounded) * self.table.host_us / 1e3), lambda: self._sounded(sounded))
-            return
-        stage, take = (self.text, self._wrote) if lane == "text" else (self.frames, self._spoke)
-        outcomes = stage.retire()
-        self._later_at(self._busy(len(outcomes) * self.table.host_us / 1e3), lambda: take(outcomes))
+    def _ring(self) -> None:
+        self._later_at(self.now + self.table.hop_us / 1e6, self._host.ring)
 
-    # -- stages
+    def _due(self) -> float | None:
+        return min((s.due for s in (self.text, self.frames) if s.due is not None), default=None)
 
-    def _launch(self) -> None:
-        """Whatever the host can do now: a round of its loop, the last stage first."""
-        if self.now < self._host:
-            return
-        self.vocoder.launch(self.now, self._busy)
-        self.frames.launch(self._busy)
-        if self._came or self.now - self._looked > LOOK_S:
-            self._send_due()
-            self.vocoder.launch(self.now, self._busy)
-        self.text.launch(self._busy)
+    def _admit(self) -> bool:
+        """All rows of a prompt are known to the frames stage at once, but for the last one."""
+        self._fresh = bool(self._messages)
+        for _ in range(len(self._messages)):
+            heard = self._messages.popleft()
+            id, asked = RequestId(f"r{self._arrived}"), heard.asked
+            self._arrived += 1
+            self.heard[id] = heard
+            # The pick that ends a request is not a frame.
+            spec = RequestSpec(id, asked.frames + 1, paced=True, last_on_device=True, cache_output=False)
+            request = self.frames.scheduler.submit(spec, asked.prompt + OPENING, closed=False)
+            self._voices[id] = Voice(self._arrived, Pace(FIRST, EACH, RAMP, self._rhythm), request, heard)
+            self.text.scheduler.submit(RequestSpec(id, asked.text), asked.prompt)
+            self._busy(self.table.admit_ms)
+        return self._fresh
+
+    def _turn_fresh(self) -> bool:
+        """New prompts go to the first stage before the others have their turns."""
+        return self._fresh and self._turn_text()
+
+    def _turn_text(self) -> bool:
+        did = bool(self.text.done)
+        while self.text.done:
+            self._wrote(self.text.retire(self._busy))
+        return self.text.launch(self._busy) or did
+
+    def _turn_frames(self) -> bool:
+        did = bool(self.frames.done)
+        while self.frames.done:
+            self._spoke(self.frames.retire(self._busy))
+        did = self.frames.launch(self._busy) or did
+        there = [v for v in self._voices.values() if v.waiting]
+        if there and (self._came or self.now - self._looked > LOOK_S):
+            did = self._send_due(there) or did
+        return did
+
+    def _turn_vocoder(self) -> bool:
+        did = bool(self.vocoder.done)
+        while self.vocoder.done:
+            self._sounded(self.vocoder.retire(self._busy))
+        return self.vocoder.launch(self.now, self._busy) or did
+
+    def _push(self) -> bool:
+        for report in self._reports:
+            report()
+        self._reports.clear()
+        return False
+
+    # -- what comes of steps
 
     def _wrote(self, outcomes: list[Outcome]) -> None:
         """Several tokens are told at a time, to the frames stage and to the listener."""
@@ -182,7 +230,7 @@ class Card:
             if last:
                 frames.end_text(id)
             voice.told, voice.untold, voice.told_at = voice.told + voice.untold, 0, self.now
-            self._deliver(partial(self._read, voice.heard))
+            self._reports.append(partial(self._deliver, partial(self._read, voice.heard)))
 
     def _spoke(self, outcomes: list[Outcome]) -> None:
         for o in outcomes:
@@ -197,12 +245,13 @@ class Card:
                 voice.pace.came(self.now)
                 self._came = True
 
-    def _send_due(self) -> None:
+    def _send_due(self, there: list[Voice]) -> bool:
         self._came, self._looked = False, self.now
-        there = [v for v in self._voices.values() if v.waiting]
-        for voice, goes in zip(there, leaving([(v.pace, v.waiting, v.stalled) for v in there], self.now), strict=True):
+        which = leaving([(v.pace, v.waiting, v.stalled) for v in there], self.now)
+        for voice, goes in zip(there, which, strict=True):
             if goes:
                 self._send(voice)
+        return any(which)
 
     def _send(self, voice: Voice) -> None:
         if voice.waiting:
@@ -210,35 +259,47 @@ class Card:
             voice.pace.left(voice.waiting, self.now)
             voice.waiting = 0
         elif self.vocoder.close(voice):  # all of it is sounded already
-            self._later_at(self.now + self.table.hop_us / 1e6, lambda: self._sounded([(voice, 0, True)]))
+            self._sounded([(voice, 0, True)])
 
     def _sounded(self, sounded: list[tuple[Voice, int, bool]]) -> None:
-        """Packets leave; the server sends them."""
+        """Packets leave, and ends."""
         for voice, frames, last in sounded:
-            seconds = frames * self.table.frame_s - (0.0 if voice.begun else self.table.opening_s)
-            voice.begun = voice.begun or self.now
-            voice.sounded_s += seconds
-            voice.deadline = voice.begun + voice.sounded_s
-            self._deliver(partial(self._heard, voice, seconds, last))
+            if frames:
+                seconds = frames * self.table.frame_s - (0.0 if voice.begun else self.table.opening_s)
+                voice.begun = voice.begun or self.now
+                voice.sounded_s += seconds
+                voice.deadline = voice.begun + voice.sounded_s
+                self._reports.append(partial(self._deliver, partial(self._hear, voice.heard, seconds)))
+            if last:
+                self._reports.append(partial(self._close, voice))
 
-    # -- the way back
+    # -- the server
+
+    def _serve(self, ms: float, then: Callable[[], None]) -> None:
+        """Its thread does this when all is done that came before."""
+        self._server = max(self.now, self._server) + ms / 1e3
+        self._later_at(self._server, then)
 
     def _deliver(self, then: Callable[[], None]) -> None:
-        self._server.add(self.table.server_us / 1e3, then)
+        self._serve(self.table.server_us / 1e3, then)
 
     def _read(self, heard: Heard) -> None:
         if heard.first_text is None:
             heard.first_text = self.now - heard.arrived
 
-    def _heard(self, voice: Voice, seconds: float, last: bool) -> None:
-        heard = voice.heard
-        if seconds:
-            heard.packets.append((self.now, seconds))
-        if last:
-            heard.end = self.now
-            del self._voices[voice.request.id]
-            self.running -= 1
-            self.ended(heard)
+    def _hear(self, heard: Heard, seconds: float) -> None:
+        heard.packets.append((self.now, seconds))
+
+    def _close(self, voice: Voice) -> None:
+        """The end of an answer is told with all that is known of it: when each of its steps was, for one."""
+        del self._voices[voice.request.id]
+        ms = self.table.end_ms + voice.heard.asked.frames * self.table.end_frame_us / 1e3
+        self._serve(ms, lambda: self._end(voice.heard))
+
+    def _end(self, heard: Heard) -> None:
+        heard.end = self.now
+        self.running -= 1
+        self.ended(heard)
 
 
 def replay(card: Card, arrivals: Iterator[tuple[float, Asked]], until: float) -> list[Heard]:

@@ -29,17 +29,32 @@ class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int  # that its KV pool holds
     launch: float  # of the host's thread, for a decode step
     launch_prompt: float  # and for one that holds prompts
+    retire: float  # of the same, to pass on what came of a step
+    retire_row: float  # and for each of its rows more
 
 
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast steps run beside others, of what they run alone."""
 
     text: Curve  # of the text stage beside the frames stage, by rows
-    prompt: Curve  # of a step of it that holds prompts, by rows
+    prompt: Curve  # of a step of it that holds prompts, by rows, beside a step of frames for `beside` rows
+    beside: float
+    power: float  # of rows of frames by which what such a step loses grows
     frames: Curve  # of the frames stage beside the text stage, by its rows
     frames_prompt: Curve  # of the same beside a step that holds prompts, by the rows of that
     vocoder: float  # beside any of them
     beside_vocoder: float  # of any of them
+
+
+class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A measured run and its replay. All numbers are shares of what was measured, by measure."""
+
+    load: str
+    fitted: bool  # it is one of those that the table was fitted to
+    answers: int
+    error: dict[str, float]  # of the mean of several replays
+    spread: dict[str, tuple[float, float]]  # of the replays alone: the lowest and the highest
+    interval: dict[str, tuple[float, float]]  # 90 % sampling interval of what was measured
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,18 +67,24 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frames: StageTimes
     vocoder: list[tuple[float, float, float]]  # streams, frames of each, milliseconds
     launch_vocoder: float
+    retire_vocoder: float
+    retire_packet: float
     together: Together
     frame_s: float
     opening_s: float  # of the first frame that is not sounded
-    overhead_ms: float  # from a request's arrival to its announcement, and back to the client
-    serial_ms: float  # of that, what the server does for one request after the other
-    hop_us: float  # of the host's thread, from the end of a step to what follows from it
-    host_us: float  # of the host's thread, for each row of a step
+    overhead_ms: float  # from a request's arrival to its announcement, beside what the server does itself
+    jitter_ms: float  # standard deviation of that
+    serial_ms: float  # of the server's thread, for a request that comes
+    admit_ms: float  # of the host's thread, for a request that is announced
+    hop_us: float  # until the host's thread wakes up
     server_us: float  # of the server's thread, for each packet and each piece of text
+    end_ms: float  # of the server's thread, for the end of an answer
+    end_frame_us: float  # and for each frame that it had
     made_by: str
     error: dict[str, float] = {}  # of the replay against the measured runs, as shares: the mean
     worst: dict[str, float] = {}  # and of the run that it is farthest from
-    between: dict[str, float] = {}  # how far measured runs of the same load were from each other, at most
+    checks: list[Check] = []  # run by run
+    between: dict[str, dict[str, float]] = {}  # by load: how far its measured runs were from each other
 
 
 def read_table(path: Path) -> Table:
