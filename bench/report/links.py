@@ -1,10 +1,13 @@
-"""Tables of docs/performance.md about links between processes: what their copies cost decode steps, what a hop takes,
-and what it costs to split a pipeline on one card. They stand in tables.py."""
+"""Tables of docs/performance.md about processes that share a card or send to each other: what the copies of links cost
+decode steps, what a hop takes, what it costs to split a pipeline on one card, and to have other servers on it. They
+stand in tables.py."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from bench.harness.markdown import markdown
-from bench.report.measured import Results
+from bench.report.measured import Results, found_in
 
 
 def copies(results: Results) -> str:
@@ -51,3 +54,31 @@ def split(results: Results) -> str:
         lines.append((str(min(levels[0]["load"]["streams"], *answers)), str(min(answers)), *first, *rtf))
     head = ("streams", "answers", "first audio p50: one process", "two", "RTF p50: one process", "two")
     return markdown(head, lines)
+
+
+def beside(results: Results) -> str:
+    """A server whose card others use too: its own listeners, then those of each other server, all rounds of it."""
+    found = results.file("beside_h200") or {"parts": {}, "beside": []}
+    others: dict[int, list[Any]] = {}
+    for level in found["beside"]:
+        others.setdefault(level["server"], []).append(level)
+    lines = []
+    for level in found_in(found, "latency"):
+        s = level["summary"]
+        lines.append(("the full model", str(level["streams"]), str(level["answers"]), *_heard([s])))
+    for number, levels in others.items():
+        answers = sum(level["answers"] for level in levels)
+        heard = _heard([level["summary"] for level in levels])
+        lines.append((f"tiny server {number + 1}", str(levels[0]["streams"]), str(answers), *heard))
+    return markdown(("listeners of", "streams", "answers", "first audio p50", "RTF p50", "longest wait"), lines)
+
+
+def _heard(summaries: list[Any]) -> tuple[str, str, str]:
+    """First audio, RTF and the longest wait; of several rounds from the best to the worst."""
+    first, rtf = (sorted(s[name]["p50"] for s in summaries) for name in ("first_audio_s", "rtf"))
+    longest = max(s["wait_0ms_s"]["max"] for s in summaries)
+    ends = (0, -1) if len(summaries) > 1 else (0,)
+    return (
+        " to ".join(f"{1e3 * first[i]:.0f}" for i in ends) + " ms", " to ".join(f"{rtf[i]:.3f}" for i in ends),
+        f"{1e3 * longest:.0f} ms",
+    )  # fmt: skip

@@ -19,6 +19,7 @@ PROVENANCE = (  # file, what it holds
     ("prefill_h200", "prompts as passes by themselves"),
     ("copies_h200", "copies of links beside decode steps"),
     ("split_h200", "one process and two on one card"),
+    ("beside_h200", "beside other servers on the card"),
     ("before_after_h200", "two versions side by side"),
     ("open_before_after", "open loops that a plan is checked on"),
     ("realtime_h200", "conversations"),

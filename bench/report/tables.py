@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.harness.markdown import NOT_YET, both, many, markdown
 from bench.report import faults
-from bench.report.links import copies, hops, split
+from bench.report.links import beside, copies, hops, split
 from bench.report.measured import PREDICTOR_PASSES, TALKER, THINKER, Ran, Results, layer_bytes, layers, one_step
 from bench.report.serving import before_after, host, latency, memory, open_loop, phases, realtime, sources, start
 from bench.report.targets import p50s, targets
@@ -305,6 +305,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "copies": copies,
     "hops": hops,
     "split": split,
+    "beside": beside,
     "ablation": ablation,
     "kills": faults.kills,
     "soak": faults.soak,

@@ -229,6 +229,21 @@ def test_two_versions_and_two_placements_are_told_side_by_side(tmp_path: Path) -
     assert tables.sources(given).count("`before_after_h200.json`") == 2, "a line for each commit"
 
 
+def test_servers_on_one_card_are_told_one_by_one(tmp_path: Path) -> None:
+    def level(ms: float, wait_s: float, **more: int) -> dict:
+        summary = {"first_audio_s": {"p50": ms / 1e3}, "rtf": {"p50": ms / 1e3}, "wait_0ms_s": {"max": wait_s}}
+        return {"streams": 8, "answers": 20, "summary": summary, **more}
+
+    others = [level(130.0, 0.0, server=0), level(800.0, 0.0, server=1), level(120.0, 0.01, server=0)]
+    given = results(tmp_path)
+    held = {"env": {}, "parts": {"latency": {"found": [level(146.1, 0.03)]}}, "beside": others}
+    (tmp_path / "beside_h200.json").write_text(json.dumps(held))
+    told = tables.beside(given)
+    assert "| the full model | 8 | 20 | 146 ms | 0.146 | 30 ms |" in told
+    assert "| tiny server 1 | 8 | 40 | 120 to 130 ms | 0.120 to 0.130 | 10 ms |" in told
+    assert "| tiny server 2 | 8 | 20 | 800 ms | 0.800 | 0 ms |" in told
+
+
 def test_the_pages_say_what_the_files_say() -> None:
     """Each table in README.md, the page and the notes is the one that is made from bench/results now."""
     made = {name: text for name, make in tables.TABLES.items() if (text := make(Results()))}
