@@ -10,29 +10,25 @@ Needs the extra `stretto[ray]`. Parts:
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import random
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench.cluster.ingress import ingress
 from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
 from bench.harness.env import describe
 from bench.harness.parts import add_parts
-from bench.harness.results import ROOT, arguments, parser, quantile, write
+from bench.harness.results import arguments, parser, write
 from tests.cluster import environment
 
 ENVIRONMENT = {
@@ -43,7 +39,6 @@ ENVIRONMENT = {
     "RAY_health_check_initial_delay_ms": "1000",
 }
 END_S = 5.0  # for what was told to end
-STREAMS, PACKETS, EVERY_S, BYTES = 32, 48, 1 / 12, 4096
 
 
 @contextmanager
@@ -61,10 +56,6 @@ def cluster() -> Iterator[Any]:
     finally:
         ray.shutdown()
         it.shutdown()
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    return {name: quantile(values, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0), ("min", 0.0))}
 
 
 # ---- replicas
@@ -139,108 +130,12 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
     return found
 
 
-# ---- ingress
-
-
-def stream_app() -> Any:
-    """Packets that carry the time at which each was sent."""
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import StreamingResponse
-    from starlette.routing import Route
-
-    async def packets() -> AsyncIterator[bytes]:
-        for _ in range(PACKETS):
-            line = json.dumps({"at": time.monotonic()})
-            yield f"data: {line}{' ' * (BYTES - len(line))}\n\n".encode()
-            await asyncio.sleep(EVERY_S)
-
-    async def answer(request: Request) -> StreamingResponse:
-        return StreamingResponse(packets(), media_type="text/event-stream")
-
-    return Starlette(routes=[Route("/stream", answer)])
-
-
-async def hear(base: str) -> tuple[list[float], list[float]]:
-    """First bytes, and each packet's delay, of all streams."""
-    firsts: list[float] = []
-    delays: list[float] = []
-
-    async def one(client: httpx.AsyncClient, number: int) -> None:
-        await asyncio.sleep(random.Random(number).random())
-        asked = time.monotonic()
-        async with client.stream("GET", f"{base}/stream") as answer:
-            first = True
-            async for line in answer.aiter_lines():
-                if line.startswith("data: "):
-                    now = time.monotonic()
-                    if first:
-                        firsts.append(now - asked)
-                        first = False
-                    delays.append(now - json.loads(line[6:])["at"])
-
-    limits = httpx.Limits(max_connections=STREAMS)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-        await asyncio.gather(*(one(client, i) for i in range(STREAMS)))
-    return firsts, delays
-
-
-def until_answered(base: str) -> None:
-    while True:
-        try:
-            if httpx.get(f"{base}/stream", timeout=60).status_code == 200:
-                return
-        except httpx.ConnectError:
-            pass
-        time.sleep(0.2)
-
-
-def ingress(port: int, rounds: int) -> dict[str, Any]:
-    from ray import serve
-
-    from stretto.cluster.app import ACTOR
-
-    @serve.deployment(max_ongoing_requests=200, ray_actor_options=ACTOR)
-    @serve.ingress(stream_app)
-    class Stream:
-        pass
-
-    serve.run(Stream.bind(), name="stream", route_prefix="/")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        plain = s.getsockname()[1]
-    # In a process of its own, as a replica is: in this one it would wait for its clients' interpreter.
-    command = [sys.executable, "-m", "uvicorn", "--factory", "bench.cluster:stream_app", "--port", str(plain)]
-    server = subprocess.Popen([*command, "--log-level", "warning", "--no-access-log"], cwd=ROOT)
-    ways = {"uvicorn": f"http://127.0.0.1:{plain}", "haproxy": f"http://127.0.0.1:{port}"}
-    heard: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-    try:
-        for base in ways.values():
-            until_answered(base)
-        for _ in range(rounds):
-            for name, base in ways.items():
-                firsts, delays = asyncio.run(hear(base))
-                heard[name][0].extend(firsts)
-                heard[name][1].extend(delays)
-    finally:
-        server.terminate()
-        server.wait()
-    serve.delete("stream")
-    found = {
-        name: {"first_byte_ms": quantiles([1e3 * v for v in first]), "packet_ms": quantiles([1e3 * v for v in each])}
-        | {"packets": len(each)}
-        for name, (first, each) in heard.items()
-    }
-    print(json.dumps(found), flush=True)
-    return found
-
-
 def main(given: Sequence[str]) -> int:
     p = parser("cluster", __doc__)
     add_parts(p, ("kills", "replicas", "ingress"))
     p.add_argument("--kills", type=int, default=100)
     p.add_argument("--seconds", type=float, default=3600.0, help="for the kills: as many as fit")
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=3, help="of the ingress, both ways in each")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(given)
     from stretto.cluster.extra import require_ray

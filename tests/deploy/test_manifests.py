@@ -351,6 +351,8 @@ def test_the_container_installs_extras_that_there_are() -> None:
         assert needed in kept, "it is left out of what is sent to the builder"
     assert re.search(r"^USER \d+$", text, re.M), "not as root"
     assert re.search(r"apt-get install .*\bwget\b", text), "without it KubeRay calls no pod of a service ready"
+    assert re.search(r"apt-get install .*\bgcc\b", text), "without it Triton starts no kernel"
+    assert re.search(r"&& test -f .*/Python\.h", text), "nor without Python's headers, which another base may lack"
     assert __version__ in text
     # A named volume has the owner of the directory in the image, or root where there is none.
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
