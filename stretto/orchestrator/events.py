@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,7 +75,7 @@ class Finished:
     audio: FinishReason | None  # None: nothing was to be spoken
     usage: Usage
     seed: int
-    timeline: tuple[TimelineSpan, ...] = ()
+    timeline: Sequence[TimelineSpan] = ()
     prompt_ids: tuple[int, ...] = ()
 
 

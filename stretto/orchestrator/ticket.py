@@ -19,7 +19,7 @@ from stretto.errors import Bug, StrettoError
 from stretto.family import MediaTokens, Model, OutputKind
 from stretto.orchestrator.events import AudioChunk, Event, Finished, FinishReason, TextDelta, TokenLogprob, Usage
 from stretto.orchestrator.pipeline import Pipeline
-from stretto.orchestrator.timeline import timeline
+from stretto.orchestrator.timeline import Timeline
 from stretto.prompt.packed import Packed
 from stretto.prompt.prompt import Piece
 from stretto.prompt.template import TextStream
@@ -183,7 +183,7 @@ class Ticket:
                 audio=_reason(audio.reason) if audio is not None else None,
                 usage=self._usage(text),
                 seed=self.seed,
-                timeline=timeline(spec, self.arrived, self.ended, self.packets),
+                timeline=Timeline(spec, self.arrived, self.ended, self.packets),
                 prompt_ids=self.prompt.ids,
             )
         )

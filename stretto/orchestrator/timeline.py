@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
+from typing import overload
 
 from stretto.control.messages import Ended
 from stretto.family import PipelineSpec
@@ -11,6 +13,30 @@ from stretto.orchestrator.api import TimelineSpan
 
 MOST = 600
 """Outputs of one stage that get a span each; of more, every n-th does."""
+
+
+class Timeline(Sequence[TimelineSpan]):
+    """Made when somebody looks at it. Few do, and it takes the event loop half a millisecond for ten seconds of
+    speech."""
+
+    def __init__(
+        self, spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
+    ) -> None:
+        self._given = spec, arrived, ended, packets
+
+    @cached_property
+    def _spans(self) -> tuple[TimelineSpan, ...]:
+        return timeline(*self._given)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, at: int) -> TimelineSpan: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[TimelineSpan, ...]: ...
+    def __getitem__(self, at: int | slice) -> TimelineSpan | tuple[TimelineSpan, ...]:
+        return self._spans[at]
 
 
 def timeline(

@@ -91,7 +91,9 @@ def report(end: Finished, visit: Visit, timeline: bool) -> Report:
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 6)
 
-    spans = [TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline]
+    def entries() -> list[TimelineEntry]:
+        return [TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline]
+
     return Report(
         seed=end.seed,
         total_s=round(visit.elapsed(), 6),
@@ -100,7 +102,7 @@ def report(end: Finished, visit: Visit, timeline: bool) -> Report:
         first_audio_s=rounded(visit.first_audio),
         rtf=rounded(visit.rtf),
         underrun_s=round(visit.underrun, 6),
-        timeline=spans if timeline else msgspec.UNSET,
+        timeline=entries() if timeline else msgspec.UNSET,
     )
 
 

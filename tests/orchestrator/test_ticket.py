@@ -16,7 +16,8 @@ from stretto.errors import Bug, StageDead
 from stretto.family import MediaTokens
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.orchestrator.api import AudioChunk, Finished, TextDelta
+from stretto.orchestrator import timeline
+from stretto.orchestrator.api import AudioChunk, Finished, TextDelta, TimelineSpan
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.prompt import Prompt
 from stretto.types import RequestId
@@ -66,6 +67,25 @@ def events(t: Ticket) -> list[Any]:
 def end(t: Ticket, *stages: str, reason: str = "stop", cached: int = 0) -> None:
     for stage in stages:
         t.end(Ended(ID, stage, reason, 0.0, cached=cached))
+
+
+def test_a_timeline_is_made_when_somebody_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def noted(*given: Any) -> tuple[TimelineSpan, ...]:
+        made.append("timeline")
+        return make(*given)
+
+    make = timeline.timeline
+    monkeypatch.setattr(timeline, "timeline", noted)
+    t, _ = ticket(stages=("thinker",))
+    t.end(Ended(ID, "thinker", "stop", 0.5, (1.0, 1.25, 1.5)))
+    (last,) = events(t)
+    assert made == []
+    assert [(s.start, s.stop) for s in last.timeline] == [(0.5, 1.0), (1.0, 1.25), (1.25, 1.5)]
+    assert len(last.timeline) == 3
+    assert [s.stop for s in last.timeline[1:]] == [1.25, 1.5]
+    assert made == ["timeline"], "once"
 
 
 def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int, str]:

@@ -459,6 +459,15 @@ def test_root_path_and_timeline() -> None:
         assert "timeline" not in running.ask(CHAT, ASK, headers={"Authorization": "Bearer k"}).json["stretto"]
 
 
+def test_nobody_looks_at_a_timeline_that_was_not_asked_for() -> None:
+    class Unseen(tuple[TimelineSpan, ...]):
+        def __iter__(self) -> Iterator[TimelineSpan]:
+            raise AssertionError("it would be made now")
+
+    with serve(ScriptedEngine(timeline=Unseen())) as running:
+        assert running.ask(CHAT, ASK).status == 200
+
+
 def test_the_docs_name_every_number() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
     with serve(ScriptedEngine()) as running:
