@@ -3,8 +3,8 @@
     python -m bench plan --gpu h200 --out bench/results/plan_h200.json     # the table
     python -m bench plan --gpu h200 --fit 300 --out ...                    # fit what is not measured alone anew
 
-Reads bench/results/{steps,together,prefill,code2wav}_GPU.json and GPU.json, the results of the programs `steps`,
-`kernels` and `serve` on that card. Measured are what steps and passes over prompts take alone, by the experts or the
+Reads bench/results/plan_inputs_GPU.json, which holds results of the programs `steps` and `kernels` on that card, and
+GPU.json, the result of `serve`. Measured are what steps and passes over prompts take alone, by the experts or the
 rows that they read, how much slower text and frames are beside each other, what the host needs to admit, to launch and
 to pass on what came of a step, what the server needs for a packet and for the end of an answer, and how much the way
 of a request varies. FITTED are ten numbers, the same for all loads, from the runs of GPU.json (closed loops of 1 to 32
@@ -73,11 +73,10 @@ MEASURES = ("first_audio_p50", "first_audio_p99", "rtf_p50")
 
 def measured(gpu: str) -> dict[str, Any]:
     """The curves of steps alone."""
-    steps = read(RESULTS / f"steps_{gpu}.json")["steps"]
-    both = read(RESULTS / f"together_{gpu}.json")
+    given = read(RESULTS / f"plan_inputs_{gpu}.json")
+    steps, both = given["steps"], given["together"]
     beside = [r for r in both["runs"] if r["how"] == "service priorities"]
-    passes = read(RESULTS / f"prefill_{gpu}.json")["times_us"]
-    vocoder = read(RESULTS / f"code2wav_{gpu}.json")["runs"]
+    passes, vocoder = given["prefill"], given["code2wav"]
     found: dict[str, Any] = {"vocoder": [(r["slots"], r["frames"], r["median_ms"]) for r in vocoder if r["graph"]]}
     # Newer ones of the same, where the steps alone are as in `steps`.
     newer = {int(k.split()[-1]): r for k, r in both["partitions"].items() if k.startswith("service priorities ")}
