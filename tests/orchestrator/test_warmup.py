@@ -39,7 +39,7 @@ def test_hosts_warm_up_anywhere_and_nobody_sees_it(
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(placement, replicas=replicas)) as engine:
             hosts = len(engine.pids)
-            assert capfd.readouterr().err.count("warmed_up 1 requests") == hosts
+            assert capfd.readouterr().err.count("served 1 warm-up requests") == hosts
             assert untouched(engine)
             last = engine.pids[-1]
             assert last is not None
@@ -48,7 +48,7 @@ def test_hosts_warm_up_anywhere_and_nobody_sees_it(
             async with asyncio.timeout(60):
                 while not up.restarts[-1]:
                     await asyncio.sleep(0.01)
-            assert capfd.readouterr().err.count("warmed_up 1 requests") == 1
+            assert capfd.readouterr().err.count("served 1 warm-up requests") == 1
             for _ in range(replicas):
                 same(await collect(engine.generate(CHATS["text"], params=PARAMS)), want)
 
