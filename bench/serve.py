@@ -5,6 +5,7 @@
     python -m bench serve --parts host --add --out bench/results/h200.json                  # one part more
     python -m bench serve --host 'expert_weights="float8"'                                   # another setting
     python -m bench serve --parts latency --host memory_share=0.9 --beside 2                # a card with others on it
+    python -m bench serve --parts latency --trace                                           # and when each step ran
     python -m bench serve --model tiny --device cpu --quick                                 # tries the program itself
 
 Parts, in this order (one that fails is reported, and the others go on):
@@ -31,10 +32,12 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +60,7 @@ from stretto.prompt.template import Tokenizer
 
 PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
 PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")
+TOLD_S = 2.5  # hosts tell of their steps once a second
 WITHIN_S = 2.0  # all listeners of `realtime` come within so many seconds
 
 
@@ -82,7 +86,7 @@ class Stand:
     def latency(self) -> Iterator[dict[str, Any]]:
         workload = self.workload("text-100")
         for streams in reversed(self.args.levels) if self.args.last_first else self.args.levels:
-            requests = max(self.args.requests, 3 * streams)
+            requests = max(self.args.requests, self.args.rounds * streams)
             yield self.closed(workload, streams, requests, self.args.seconds)[0]
 
     def prompts(self) -> Iterator[dict[str, Any]]:
@@ -242,6 +246,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if served:
             try:
                 cached = kernels_cached()
+                args.serve = [*args.serve, *(["--trace-dir", str(folder / "trace")] if args.trace else [])]
                 with serving(args, directory, folder) as server:
                     over_http(args, server, directory, folder, served, result, cached)
                     result["server_log"] = server.tail(20000)
@@ -281,9 +286,25 @@ def over_http(
                     raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
                 run_part(name, getattr(stand, name), result, args.out)
             result["beside"] = heard_beside()
+        if args.trace:
+            time.sleep(TOLD_S)
+            result["steps"] = steps(folder)
         result["metrics_at_end"] = server.metrics()
     finally:
         gpu.close()
+
+
+def steps(folder: Path) -> list[list[Any]]:
+    """What the server's trace says of its stages: stage, kind of step, streams in it, when the device began with it and
+    how long it took, in seconds, by the clock that `began` of a level is of."""
+    [path] = (folder / "trace").glob("*.json")
+    lines = (line.removeprefix("[").rstrip(",") for line in path.read_text().splitlines())
+    events = (json.loads(line) for line in lines if line)
+    found = []
+    for e in events:
+        if e.get("ph") == "X" and (m := re.fullmatch(r"(?:(\w+) of )?(\d+)(?: streams)?", e["name"])):
+            found.append([e["cat"], m[1] or "decode", int(m[2]), e["ts"] / 1e6, e["dur"] / 1e6])
+    return found
 
 
 def described() -> dict[str, Any]:
@@ -323,6 +344,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--open-seconds", type=float, default=30.0, help="open loop, each rate (default: %(default)s)")
     p.add_argument("--arrive", type=float, default=60.0, help="players come within so many seconds, by chance")
     p.add_argument("--requests", type=int, default=100, help="at each level (default: %(default)s)")
+    p.add_argument("--rounds", type=int, default=3, help="of all streams at each level, at least (default: 3)")
     p.add_argument("--seconds", type=float, default=50.0, help="at each level at most (default: %(default)s)")
     p.add_argument("--patience", type=float, default=100.0, help="for one answer of a minute (default: %(default)s)")
     p.add_argument("--lead", type=float, default=1.0, help="players read so many seconds ahead (default: %(default)s)")
@@ -335,6 +357,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--host-timeout", type=float, default=300.0)
     p.add_argument("--profile", action="store_true", help="host: also a profile by function")
     p.add_argument("--start-timeout", type=float, default=240.0)
+    p.add_argument("--trace", action="store_true", help="also record every step of the stages, which costs a little")
     p.add_argument("--quick", action="store_true", help="a few short requests: does it run at all?")
     p.add_argument("--add", action="store_true", help="keep the other parts that are in --out already")
     args = p.parse_args(given)

@@ -127,7 +127,7 @@ class Crowd:
         heard.sort(key=lambda h: h.sample.sent)
         level = Level(load, [h.sample for h in heard if h.counts])
         level.seconds = stop - begin
-        extra = {"gpu": self.gpu.between(begin, stop), "host": delta(before, self.server.metrics())}
+        extra = {"gpu": self.gpu.between(begin, stop), "host": delta(before, self.server.metrics()), "began": begin}
         if arrivals is not None:
             extra |= came(arrivals, level)
         return level, extra, [h for h in heard if h.counts]
@@ -153,8 +153,10 @@ class Crowd:
 
 
 def delta(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Changes of the counters of stages and host (the host is asked for them once a second)."""
-    names = [n for n in after if n.startswith(("stretto_stage_", "stretto_host_")) and "_total" in n]
+    """Changes of the counters of stages and host (the host is asked for them once a second), and of how many times
+    something took how long in all."""
+    kept = ("_total", "_seconds_sum", "_seconds_count")
+    names = [n for n in after if n.startswith(("stretto_stage_", "stretto_host_")) and any(k in n for k in kept)]
     return {n: after[n] - before.get(n, 0.0) for n in names}
 
 

@@ -1,6 +1,7 @@
 """Passes over prompts at the sizes of the real model: whole passes, each kernel of a layer, variants of the products.
 
     python -m bench kernels --parts prompts --out bench/results/prefill_h200.json      # 1 to 2 min
+    python -m bench kernels --parts prompts --passes 64 128 256                        # only passes, of so many rows
 
 Passes are timed as a graph, which has room for as many sequences as a server's (`--sequences`), and launched one by
 one. Kernels are captured in a graph that goes through all layers, so that neither the launch nor a warm cache decides
@@ -163,6 +164,17 @@ def wall(call: Callable[[], object], repeats: int) -> float:
 
 
 @torch.inference_mode()
+def run_passes(report: Report, sequences: int, sizes: Sequence[int], layers: int = 48) -> None:
+    """Only whole passes, of both models."""
+    bench = Bench(report)
+    for name, config in (("thinker", THINKER), ("talker", TALKER)):
+        model = Model(config, min(layers, config.num_layers), max(sizes))
+        passes(bench, name, model, tuple(sizes), sequences, eager=False)
+        del model
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
 def run(report: Report, sequences: int, layers: int = 48) -> None:
     """Report (name, µs)."""
     bench = Bench(report)
@@ -214,7 +226,7 @@ def random_weights(make: Callable[[], M]) -> M:
     return module
 
 
-def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...], sequences: int) -> None:
+def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...], sequences: int, eager: bool = True) -> None:
     graphs = PrefillGraphs(model.decoder, model.cache, model.rows, sizes=sizes, max_sequences=sequences)
 
     def capture() -> float:
@@ -224,10 +236,10 @@ def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...], sequen
 
     bench.time(f"{name} capture of {len(sizes)} graphs, with compilation", capture)
     for n in sizes:
-        one_pass(bench, f"{name} pass", model, graphs, n)
+        one_pass(bench, f"{name} pass", model, graphs, n, eager)
 
 
-def one_pass(bench: Bench, name: str, model: Model, graphs: PrefillGraphs, n: int) -> None:
+def one_pass(bench: Bench, name: str, model: Model, graphs: PrefillGraphs, n: int, eager: bool) -> None:
     x, positions = model.x[:n], model.positions[:, :n]
     paging = model.rows.mixed_paging([(0, 0, n)])
     ragged = Ragged.of(paging)
@@ -237,11 +249,12 @@ def one_pass(bench: Bench, name: str, model: Model, graphs: PrefillGraphs, n: in
 
     bench.time(f"{name} graph rows={n}", lambda: wall(graph, 7))
 
-    def eager() -> None:
+    def launched() -> None:
         cos, sin = model.decoder.rope(positions, x.dtype)
         run_prefill(model.decoder, x, cos, sin, model.cache, ragged)
 
-    bench.time(f"{name} eager rows={n}", lambda: wall(eager, 3))
+    if eager:
+        bench.time(f"{name} eager rows={n}", lambda: wall(launched, 3))
 
 
 def kernels(bench: Bench, model: Model, n: int, sequences: int) -> None:
@@ -331,6 +344,7 @@ def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
 def main(given: Sequence[str]) -> int:
     p = parser("kernels --parts prompts", __doc__)
     p.add_argument("--sequences", type=int, default=128, help="that a graph has room for (default: %(default)s)")
+    p.add_argument("--passes", type=int, nargs="+", metavar="ROWS", help="only whole passes, captured, of so many rows")
     args = p.parse_args(given)
     result: dict[str, Any] = {"env": describe(), "sequences": args.sequences, "times_us": {}}
 
@@ -339,5 +353,8 @@ def main(given: Sequence[str]) -> int:
         result["times_us"][name] = us
         write(args.out, result)
 
-    run(report, args.sequences)
+    if args.passes:
+        run_passes(report, args.sequences, args.passes)
+    else:
+        run(report, args.sequences)
     return 0

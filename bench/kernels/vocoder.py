@@ -2,6 +2,8 @@
 
     python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 --slots 1,8,32 \\
         --frames 1,4 --steps 100 --graph --cudnn-benchmark --out bench/results/code2wav_h200.json   # 1 min
+    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 --captured \\
+        --cudnn-benchmark                                # as graphs, in the shapes that a server captures
     python -m bench kernels --parts vocoder                               # the tiny model, on any machine
 
 Weights are random (speed does not depend on them). Every slot takes a full share of frames in every step; one frame is
@@ -12,6 +14,7 @@ On a GPU in bfloat16 the transformer, and what stands around the decoder's convo
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -28,6 +31,7 @@ from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig, parse
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.models.speech.config import VocoderConfig
+from stretto.stage.codec.config import CodecConfig
 
 Step = Callable[[], object]
 
@@ -108,6 +112,14 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def combinations(args: argparse.Namespace) -> list[tuple[bool, int, int]]:
+    """Whether as a graph, slots, frames."""
+    if args.captured:
+        return [(True, slots, frames) for slots, frames in CodecConfig().captured().shapes()]
+    ways = (False, True) if args.graph else (False,)
+    return [(graph, slots, frames) for graph in ways for slots in args.slots for frames in args.frames]
+
+
 def main(given: Sequence[str]) -> int:
     p = parser("kernels --parts vocoder", __doc__)
     p.add_argument("--config", default="tiny", help="tiny, released, or a checkpoint directory")
@@ -117,12 +129,13 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--frames", default=[1, 4], type=integers, help="frames per step and slot")
     p.add_argument("--steps", default=30, type=int, help="measured steps per combination")
     p.add_argument("--graph", action="store_true", help="also replay the step as a captured CUDA graph")
+    p.add_argument("--captured", action="store_true", help="only graphs, of the slots and frames of a server's")
     p.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels for each shape")
     p.add_argument("--plain", action="store_true", help="as with STRETTO_KERNELS=off")
     args = p.parse_args(given)
     cuda = args.device.type == "cuda"
-    if args.graph and not cuda:
-        p.error("--graph needs --device cuda")
+    if (args.graph or args.captured) and not cuda:
+        p.error("graphs need --device cuda")
     if args.plain:
         os.environ["STRETTO_KERNELS"] = "off"
 
@@ -131,24 +144,22 @@ def main(given: Sequence[str]) -> int:
     model = random_model(config, args.device, getattr(torch, args.dtype))
     frame_seconds = config.samples_per_frame / SAMPLE_RATE_OUT
     runs = []
-    for graph in (False, True) if args.graph else (False,):
-        for slots in args.slots:
-            for frames in args.frames:
-                times = measure(make_step(model, slots, frames, graph), args.steps, cuda)
-                median = statistics.median(times)
-                speed = slots * frames / median
-                runs.append(
-                    {
-                        "slots": slots,
-                        "frames": frames,
-                        "graph": graph,
-                        "median_ms": round(median * 1e3, 4),
-                        "frames_per_s": round(speed, 1),
-                        "audio_s_per_s": round(speed * frame_seconds, 2),
-                        "seconds": times,
-                    }
-                )
-                print("  ".join(f"{k} {v}" for k, v in runs[-1].items() if k != "seconds"), flush=True)
+    for graph, slots, frames in combinations(args):
+        times = measure(make_step(model, slots, frames, graph), args.steps, cuda)
+        median = statistics.median(times)
+        speed = slots * frames / median
+        runs.append(
+            {
+                "slots": slots,
+                "frames": frames,
+                "graph": graph,
+                "median_ms": round(median * 1e3, 4),
+                "frames_per_s": round(speed, 1),
+                "audio_s_per_s": round(speed * frame_seconds, 2),
+                "seconds": times,
+            }
+        )
+        print("  ".join(f"{k} {v}" for k, v in runs[-1].items() if k != "seconds"), flush=True)
     result = {
         "env": describe(),
         "config": args.config,

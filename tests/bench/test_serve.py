@@ -20,6 +20,7 @@ from stretto.client.bench import Level, Open, Sample
 from stretto.client.player import Packet
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.observe.trace import TraceWriter
 from stretto.server.schema import ChatRequest
 
 
@@ -166,8 +167,9 @@ def test_a_part_that_fails_keeps_what_it_found() -> None:
 
 def test_counters_are_told_as_what_they_grew_by() -> None:
     name = 'stretto_stage_steps_total{stage="talker"}'
-    before, after = {name: 3.0}, {name: 10.0, "stretto_host_idle_seconds_total": 2.0, "stretto_stage_waiting": 5.0}
-    assert delta(before, after) == {name: 7.0, "stretto_host_idle_seconds_total": 2.0}
+    told = {"stretto_host_idle_seconds_total": 2.0, 'stretto_stage_device_seconds_sum{stage="talker"}': 4.0}
+    before, after = {name: 3.0}, {name: 10.0, **told, "stretto_stage_waiting": 5.0}
+    assert delta(before, after) == {name: 7.0, **told}
 
 
 def test_the_host_alone_runs_the_model_that_is_served() -> None:
@@ -175,3 +177,14 @@ def test_the_host_alone_runs_the_model_that_is_served() -> None:
     assert server_flags(given) == ["--expert-weights", "float8", "--max-rows", "4", "--no-graphs"]
     assert host_fields(given) == {"expert_weights": "float8", "max_rows": 4, "graphs": False}
     assert server_flags([]) == []
+
+
+def test_a_trace_is_read_as_the_steps_of_stages(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "trace")
+    assert serve.steps(tmp_path) == []
+    hop = ("thinker>talker", "88 bytes", 1, 2)
+    writer.write("host", [("thinker", "mixed of 3", 2_000_000_000, 2_010_000_000), hop])
+    writer.write("host", [("code2wav", "5 streams", 3_000_000_000, 3_002_000_000)])
+    found = serve.steps(tmp_path)
+    writer.close()
+    assert found == [["thinker", "mixed", 3, 2.0, 0.01], ["code2wav", "decode", 5, 3.0, 0.002]]

@@ -1,0 +1,18 @@
+"""Which sizes the programs about steps measure."""
+
+import argparse
+
+from bench.kernels.vocoder import combinations
+from bench.steps.together import pair
+from stretto.stage.codec.config import CodecConfig
+
+
+def test_pairs_of_rows() -> None:
+    assert pair("4x16") == (4, 16)
+
+
+def test_the_vocoder_is_measured_in_the_shapes_that_are_captured() -> None:
+    args = argparse.Namespace(captured=False, graph=True, slots=[1, 4], frames=[2])
+    assert combinations(args) == [(False, 1, 2), (False, 4, 2), (True, 1, 2), (True, 4, 2)]
+    args.captured = True
+    assert combinations(args) == [(True, *shape) for shape in CodecConfig().captured().shapes()]
