@@ -33,6 +33,8 @@ from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.models.speech.config import VocoderConfig
 from stretto.stage.codec.config import CodecConfig
 
+SLOTS = 128  # that a server has by default
+
 Step = Callable[[], object]
 
 
@@ -62,16 +64,18 @@ def random_model(config: VocoderConfig, device: torch.device, dtype: torch.dtype
     return model
 
 
-def make_step(model: Code2Wav, slots: int, frames: int, graph: bool) -> Step:
-    """One step on static tensors, launched op by op or replayed as one captured graph."""
+def make_step(model: Code2Wav, streams: int, frames: int, graph: bool) -> Step:
+    """One step on static tensors, launched op by op or replayed as one captured graph. Its streams are some of those
+    that a server has room for, as there."""
     device = model.code_embedding.weight.device
-    state = model.state(slots, max(frames, 25))
+    state = model.state(max(SLOTS, streams), max(frames, 25))
     c = model.config
-    codes = torch.randint(0, c.codebook_size, (slots, c.num_quantizers, frames), device=device)
-    lengths = torch.full((slots,), frames, device=device)
+    codes = torch.randint(0, c.codebook_size, (streams, c.num_quantizers, frames), device=device)
+    lengths = torch.full((streams,), frames, device=device)
+    slots = torch.randperm(state.num_slots, device=device)[:streams]
 
     def step() -> object:
-        return model.step(state, codes, lengths)
+        return model.step(state, codes, lengths, slots)
 
     if not graph:
         return step

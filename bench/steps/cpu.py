@@ -53,8 +53,8 @@ def parts(directory: Path, format: Any, dtype: torch.dtype, rows: Sequence[int])
         def predict(numbers: torch.Tensor = numbers, at: torch.Tensor = at, hidden: torch.Tensor = hidden) -> Any:
             return lane.pick(numbers, at, hidden, drawn)
 
-        def sound(n: int = n, codes: torch.Tensor = codes, lengths: torch.Tensor = lengths) -> Any:
-            return vocoder.step(state.head(n), codes, lengths)
+        def sound(numbers: torch.Tensor = numbers, codes: torch.Tensor = codes, lengths: torch.Tensor = lengths) -> Any:
+            return vocoder.step(state, codes, lengths, numbers)
 
         found |= {("frame", n): frame, ("predictor", n): predict, ("vocoder", n): sound}
     return found

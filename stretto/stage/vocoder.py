@@ -22,11 +22,7 @@ class VocoderConfig(Protocol):
 class VocoderState(Protocol):
     """What a vocoder remembers of the streams in its slots, on its device."""
 
-    frames: torch.Tensor  # int64 [slots]: that each has heard
-
-    def head(self, slots: int) -> VocoderState:
-        """The first `slots` of them, as views."""
-        ...
+    frames: torch.Tensor  # int64: that each has heard
 
     def reset(self, slot: int) -> None:
         """A new stream takes the slot."""
@@ -44,8 +40,9 @@ class Vocoder(Protocol):
         """A `VocoderState` for `slots` streams, and steps of at most `max_frames`."""
         ...
 
-    def step(self, state: Any, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Push `lengths` frames to each slot; the samples they give."""
+    def step(self, state: Any, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Push `lengths[i]` frames to the stream in slot `slots[i]` (-1: to none, and `lengths[i]` is 0); the samples
+        they give. `slots` has no other number twice."""
         ...
 
     def valid(self, before: int, length: int) -> Span:

@@ -171,13 +171,10 @@ class OrganConfig:
 
 
 class OrganState:
-    """A total for each slot; `head` are the leading ones, as views."""
+    """A total for each slot, and one for padding."""
 
-    def __init__(self, frames: torch.Tensor, totals: torch.Tensor) -> None:
-        self.frames, self.totals = frames, totals
-
-    def head(self, slots: int) -> OrganState:
-        return OrganState(self.frames[:slots], self.totals[:slots])
+    def __init__(self, slots: int) -> None:
+        self.frames, self.totals = torch.zeros(2, slots + 1, dtype=torch.int64)
 
     def reset(self, slot: int) -> None:
         self.frames[slot] = self.totals[slot] = 0
@@ -187,13 +184,13 @@ class Organ:
     config = OrganConfig()
 
     def state(self, slots: int, max_frames: int) -> OrganState:
-        return OrganState(torch.zeros(slots, dtype=torch.int64), torch.zeros(slots, dtype=torch.int64))
+        return OrganState(slots)
 
-    def step(self, state: OrganState, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def step(self, state: OrganState, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         there = torch.arange(codes.shape[2])[None] < lengths[:, None]
-        sums = state.totals[:, None] + (codes[:, 0] * there).cumsum(1)
-        state.totals.copy_(sums[:, -1])
-        state.frames.add_(lengths)
+        sums = state.totals[slots, None] + (codes[:, 0] * there).cumsum(1)
+        state.totals[slots] = sums[:, -1]
+        state.frames[slots] += lengths
         return (sums / 1e4).float().repeat_interleave(WIDTH, 1)
 
     def valid(self, before: int, length: int) -> Span:

@@ -98,7 +98,7 @@ def test_steps_do_not_wait(kind: str, graphs: bool, gpu_models: Models) -> None:
 
 
 def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
-    config = CodecConfig(slots=4, frame_sizes=(1, 2, 4), slot_sizes=(1, 2, 4))
+    config = CodecConfig(slots=4, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4))
     heard = []
     for graphs in (False, True):
         ears = Ears()

@@ -446,7 +446,7 @@ def test_released_size_on_meta() -> None:
     assert views["code2wav.pre_transformer.layers.7.self_attn.k_proj.weight"].shape == (1024, 1024)
     model.prepare()
     state = model.state(4)
-    assert state.tails.shape == (4, 134_208)
+    assert state.tails.shape == (5, 134_208)
     assert state.window.shape == (8, 2, 5, 96, 16, 64)
     state.reset(torch.ones(4, dtype=torch.bool, device="meta"))
     state.reset(2)
@@ -498,8 +498,9 @@ def test_a_captured_step_equals_an_eager_one() -> None:
     assert torch.equal(eager.frames, captured.frames)
 
 
-def test_leading_slots_are_a_state_of_their_own(device: torch.device, small: Pair) -> None:
-    """Steps over the first slots alone move those and no others, and mix freely with steps over all."""
+@pytest.mark.parametrize("slots", [[1, 3], [3, 1], [2, -1], [-1, 0, -1, 3], [3, 2, 1, 0]], ids=str)
+def test_a_step_may_have_any_of_the_streams(slots: list[int], device: torch.device, small: Pair) -> None:
+    """It moves those and no others, wherever they are, and mixes freely with steps of all; padding leaves no trace."""
     ours = small.model
     g = torch.Generator().manual_seed(5)
     codes = torch.randint(0, ours.config.codebook_size, (4, ours.config.num_quantizers, 6), generator=g).to(device)
@@ -507,9 +508,14 @@ def test_leading_slots_are_a_state_of_their_own(device: torch.device, small: Pai
     for lengths in ([2, 1, 2, 1], [1, 2, 1, 2]):
         ours.step(one, codes[:, :, :2], torch.tensor(lengths, device=device))
         ours.step(two, codes[:, :, :2], torch.tensor(lengths, device=device))
-    a = ours.step(one, codes[:, :, 2:5], torch.tensor([3, 1, 0, 0], device=device))
-    b = ours.step(two.head(2), codes[:2, :, 2:5], torch.tensor([3, 1], device=device))
-    torch.testing.assert_close(a[:2], b, atol=1e-5, rtol=0)
+    there = [s for s in slots if s >= 0]
+    lengths = [3 - s % 2 if s in there else 0 for s in range(4)]
+    a = ours.step(one, codes[:, :, 2:5], torch.tensor(lengths, device=device))
+    some = torch.tensor([lengths[s] if s >= 0 else 0 for s in slots], device=device)
+    b = ours.step(two, codes[slots, :, 2:5], some, torch.tensor(slots, device=device))
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            torch.testing.assert_close(a[slot, : lengths[slot] * 48], b[i, : lengths[slot] * 48], atol=1e-5, rtol=0)
     assert one.frames.tolist() == two.frames.tolist()
     torch.testing.assert_close(one.tails, two.tails, atol=1e-5, rtol=0)
     torch.testing.assert_close(one.window[:, :, 1:], two.window[:, :, 1:], atol=1e-5, rtol=0)

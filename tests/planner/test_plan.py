@@ -252,7 +252,7 @@ def test_the_vocoder_runs_all_slots_up_to_the_highest() -> None:
 
 def test_sizes_are_those_that_are_captured() -> None:
     captured = CodecConfig().captured()
-    assert {slots: captured.sizes_for(slots) for slots in captured.slot_sizes} == SHAPES
+    assert {streams: captured.sizes_for(streams) for streams in captured.stream_sizes} == SHAPES
     assert captured.urgent_s == URGENT_S
     assert SIZES == graphs.SIZES
     assert 1e6 * HostSettings().launch_lead_ms == LEAD_NS

@@ -225,16 +225,16 @@ def test_vocoder_steps(
     model = build(lambda: Code2Wav(tiny_config.code2wav), "cpu", torch.float32)
     fill_dummy(model, 0)
     model.prepare()
-    config = codec.CodecConfig(slots=3, frame_sizes=(1, 2), slot_sizes=(1,))
+    config = codec.CodecConfig(slots=3, frame_sizes=(1, 2), stream_sizes=(1,))
     stage = codec.CodecStage(model, lambda output: None, config)
     stage.state.frames.fill_(5)
     before = [stage.state.frames.clone(), stage.state.tails.clone()]
     stage.stream = cuda.side  # type: ignore[assignment]
     step = model.step
 
-    def noted(state: Any, codes: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def noted(state: Any, codes: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         cuda.note((codes.shape[0], codes.shape[2]))
-        return step(state, codes, counts)
+        return step(state, codes, counts, slots)
 
     monkeypatch.setattr(model, "step", noted)
     stage.capture(sizes)
@@ -243,6 +243,6 @@ def test_vocoder_steps(
     assert captured == sorted(captured, key=lambda shape: -shape[0] * shape[1])
     assert cuda.warmups() == [shape for shape in captured for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(before, [stage.state.frames, stage.state.tails], strict=True))
-    for (slots, frames), (_, (given, wav)) in stage.graphs.items():
-        assert given.numel() == slots * (tiny_config.code2wav.num_quantizers * frames + 1)
-        assert wav.shape[0] == slots
+    for (streams, frames), (_, (given, wav)) in stage.graphs.items():
+        assert given.numel() == streams * (tiny_config.code2wav.num_quantizers * frames + 2)
+        assert wav.shape[0] == streams

@@ -14,7 +14,7 @@ from stretto.stage.request import Reason
 from stretto.types import RequestId
 from tests.stage.stepping import idle, in_flight, wait
 
-SMALL = CodecConfig(slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), slot_sizes=(1, 2, 4))
+SMALL = CodecConfig(slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4))
 
 
 class Ears:
@@ -124,9 +124,9 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     stage = CodecStage(models.code2wav, ears, SMALL, clock=lambda: 0.0)
     step = models.code2wav.step
 
-    def watched(state, codes, lengths):
+    def watched(state, codes, lengths, slots):
         sizes.append(codes.shape[2])
-        return step(state, codes, lengths)
+        return step(state, codes, lengths, slots)
 
     monkeypatch.setattr(models.code2wav, "step", watched)
     stage.open(RequestId("old"))
@@ -162,10 +162,8 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
         stage.push(RequestId(id), codes(models, frames, 0), Reason.STOP)
         stage.set_deadline(RequestId(id), deadline)
     run(stage)
-    # First the new one, which sets the size; then who runs dry; then the rest. That sits in the fourth slot, so it gets
-    # two frames at a time.
-    assert taken[:2] == [{"near": 1, "also near": 1, "new": 1}, {"near": 1}]
-    assert [t["far"] for t in taken[2:]] == [2, 2, 2, 1]
+    # First the new one, which sets the size; then who runs dry; then the rest, alone, so it gets four frames at a time.
+    assert taken == [{"near": 1, "also near": 1, "new": 1}, {"near": 1}, {"far": 4}, {"far": 3}]
     assert idle(stage)
     taken.clear()
     for i in range(4):
@@ -247,9 +245,9 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
     stage = CodecStage(models.code2wav, ears, config)
     real = stage.run
 
-    def watched(slots, size):
-        seen.add((slots, size))
-        return real(slots, size)
+    def watched(streams, size):
+        seen.add((streams, size))
+        return real(streams, size)
 
     monkeypatch.setattr(stage, "run", watched)
     frames = {str(i): codes(models, int(rng.integers(1, 9)), i) for i in range(10)}

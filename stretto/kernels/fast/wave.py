@@ -61,33 +61,33 @@ def _scores(q, k, seen, scale):
     return tl.where(seen, tl.dot(q, k.T, input_precision="ieee") * scale, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["time"], do_not_specialize_on_alignment=["frames", "lengths"])
+@triton.jit(do_not_specialize=["time"], do_not_specialize_on_alignment=["slots", "frames", "lengths"])
 def _attend(
-    qkv, turn, window, frames, lengths, out, scale, time, stride,
+    qkv, turn, window, slots, frames, lengths, out, scale, time, stride,
     HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, REACH: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one slot per program, which alone reads and writes that head's columns of the slot.
+    """One head of one stream per program, which alone reads and writes that head's columns of the stream.
 
     New keys and values never go through the window: they are columns of their own, from registers. So what is read of
     the window was there before the step, and can be asked for before the wait. A column that is written here while it
     is read holds, until then, a frame that is out of reach for all of the step's (`VocoderState.max_frames`)."""
     if PDL:
         gdc_launch_dependents()
-    head, slot = tl.program_id(0), tl.program_id(1)
+    head, at = tl.program_id(0), tl.program_id(1)
     t, c, d = tl.arange(0, BT), tl.arange(0, BC), tl.arange(0, BD)
     half: tl.constexpr = D // 2
     width: tl.constexpr = HEADS * D
-    keys = window + (1 + slot).to(tl.int64) * (COLUMNS * width) + head * D
+    keys = window + (1 + tl.load(slots + at)) * (COLUMNS * width) + head * D
     values = keys + stride
     there = (c < COLUMNS)[:, None] & (d < D)[None, :]
-    before = tl.load(frames + slot).to(tl.int32)
+    before = tl.load(frames + at).to(tl.int32)
     old_k = tl.load(keys + c[:, None] * width + d[None, :], mask=there, other=0.0)
     old_v = tl.load(values + c[:, None] * width + d[None, :], mask=there, other=0.0)
     if PDL:
         gdc_wait()
-    length = tl.load(lengths + slot).to(tl.int32)
-    row = (slot * time + t)[:, None]
+    length = tl.load(lengths + at).to(tl.int32)
+    row = (at * time + t)[:, None]
     mine = (t < time)[:, None] & (d < D)[None, :]
     first = d < half
     angle = tl.where(first, d, d - half)
@@ -221,23 +221,25 @@ def attend(
     qkv: torch.Tensor,
     turn: torch.Tensor,
     window: torch.Tensor,
+    slots: torch.Tensor,
     frames: torch.Tensor,
     lengths: torch.Tensor,
     reach: int,
 ) -> torch.Tensor:
-    """Attention of each slot's new frames over themselves and the frames before them, `reach` of them in all; keys and
-    values of the first `lengths[slot]` go into the window, at their columns.
+    """Attention of each stream's new frames over themselves and the frames before them, `reach` of them in all; keys
+    and values of the first `lengths[i]` go into the window, at their columns.
 
-    qkv [slots * frames, 3 * heads * head_dim]; turn from `embed`; window [2, 1 + slots, columns, heads, head_dim];
-    frames, lengths [slots] int64 -> [slots * frames, heads * head_dim]. Frames from `lengths` on come out finite."""
+    qkv [streams * frames, 3 * heads * head_dim]; turn from `embed`; window [2, 1 + slots, columns, heads, head_dim], in
+    which stream i has the place 1 + slots[i] and nobody the first; slots, frames, lengths [streams] int64 -> [streams *
+    frames, heads * head_dim]. Frames from `lengths` on come out finite."""
     _, _, columns, heads, head_dim = window.shape
-    slots = lengths.shape[0]
-    time = qkv.shape[0] // slots
+    streams = lengths.shape[0]
+    time = qkv.shape[0] // streams
     assert window.stride()[1:] == (columns * heads * head_dim, heads * head_dim, head_dim, 1), window.stride()
     assert fits(time, columns), f"{time} frames over {columns} columns"
-    out = qkv.new_empty(slots * time, heads * head_dim)
-    _attend[(heads, slots)](
-        qkv, turn, window, frames, lengths, out, head_dim**-0.5, time, window.stride(0),
+    out = qkv.new_empty(streams * time, heads * head_dim)
+    _attend[(heads, streams)](
+        qkv, turn, window, slots, frames, lengths, out, head_dim**-0.5, time, window.stride(0),
         HEADS=heads, D=head_dim, COLUMNS=columns, REACH=reach,
         BT=tile_rows(time), BC=tile_rows(columns), BD=tile_rows(head_dim),
         num_warps=4 if time <= 16 and qkv.dtype == torch.bfloat16 else 8, **protocol(qkv),

@@ -12,7 +12,7 @@ from stretto.layers.linear import Linear
 from stretto.layers.streaming import CausalConv, Push
 from stretto.layers.targets import frozen
 from stretto.models.speech.config import VocoderConfig
-from stretto.models.speech.vocoder import Moment, Transformer, Vocoder, VocoderState
+from stretto.models.speech.vocoder import Moment, Part, Transformer, Vocoder
 
 
 class Codebook(nn.Module):
@@ -95,23 +95,23 @@ class CodecDecoder(Vocoder):
         self.table = torch.cat(parts).to(self.weight.dtype)
         self.quantizer = None
 
-    def _transform(self, state: VocoderState, codes: torch.Tensor, lengths: torch.Tensor, push: Push) -> torch.Tensor:
+    def _transform(self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push) -> torch.Tensor:
         slots, _, frames = codes.shape
         inner, c = self.pre_transformer, self.config
         x = self.table[self.table_rows(codes)].sum(1)
         x = inner.input_proj(self.pre_conv(push.join(self.conv_tail, x)))
-        if self.fits(state, frames):
+        if self.fits(part, frames):
             weight, eps = inner.first_norm()
-            moment = Moment(state.frames, lengths, self._turn(state, frames), c.window)
+            moment = Moment(part.slots, part.frames, lengths, self._turn(part, frames), c.window)
             flat = x.reshape(slots * frames, -1)
-            x = inner.fused(flat, rms_norm(flat, weight, eps), state.window, moment).view(slots, frames, -1)
+            x = inner.fused(flat, rms_norm(flat, weight, eps), part.window, moment).view(slots, frames, -1)
         else:
-            x = inner(x, state.window, self.timing(state, lengths, frames, x.dtype))
+            x = inner(x, part.window, self.timing(part, lengths, frames, x.dtype))
         out: torch.Tensor = inner.output_proj(x)
         return out
 
-    def _turn(self, state: VocoderState, frames: int) -> torch.Tensor:
+    def _turn(self, part: Part, frames: int) -> torch.Tensor:
         """How far each frame's queries and keys are turned: cosines, then sines."""
-        position = state.frames[:, None] + torch.arange(frames, device=state.frames.device)
+        position = part.frames[:, None] + torch.arange(frames, device=part.frames.device)
         angle = position.reshape(-1, 1).float() * self.inv_freq
         return torch.cat((angle.cos(), angle.sin()), 1)

@@ -41,28 +41,48 @@ MAX_FRAMES = 25
 
 
 @dataclass(slots=True)
+class Part:
+    """What the streams of one step remember. Made by `VocoderState.part`, and given back by `put`."""
+
+    slots: torch.Tensor  # [streams] int64; -1: padding
+    frames: torch.Tensor  # [streams] int64: a copy
+    window: torch.Tensor  # of all slots: what a stream has in it lies at 1 + its slot
+    tails: torch.Tensor  # [streams, values]: a copy
+    max_frames: int
+
+
+@dataclass(slots=True)
 class VocoderState:
     """What `num_slots` streams remember, in tensors that never move. Made by `Vocoder.state`.
 
     The attention window is a ring: frame p lies in column p % columns. A step then writes only its own frames,
     where a shifted window would copy all 71 old ones per layer, and no column needs clearing, because the mask
-    knows from the frame count which position a column holds. One extra slot before the others takes the writes of
-    padding frames, so that a padded or idle slot is not touched (and any leading slots make a state of their own)."""
+    knows from the frame count which position a column holds. One more slot (the first of the window, the last of the
+    rest) is for padding: what a step has beside its streams, and the writes of padding frames."""
 
-    frames: torch.Tensor  # [slots] int64: frames taken so far, which is the next frame's position
+    frames: torch.Tensor  # [slots + 1] int64: frames taken so far, which is the next frame's position
     window: torch.Tensor  # [layers, 2 (k, v), 1 + slots, columns, heads, head_dim]
-    tails: torch.Tensor  # [slots, values]: all convolution tails side by side
-    tail_views: tuple[torch.Tensor, ...]  # the same memory per convolution: [slots, rows, channels]
+    tails: torch.Tensor  # [slots + 1, values]: all convolution tails side by side
     max_frames: int  # per step; more would overwrite columns that its first frame still reads
 
     @property
     def num_slots(self) -> int:
-        return self.frames.shape[0]
+        return self.frames.shape[0] - 1
 
-    def head(self, slots: int) -> VocoderState:
-        """The first `slots` slots, as views: a step over fewer slots costs less."""
-        tails, views = self.tails[:slots], tuple(v[:slots] for v in self.tail_views)
-        return VocoderState(self.frames[:slots], self.window[:, :, : 1 + slots], tails, views, self.max_frames)
+    def part(self, slots: torch.Tensor | None = None) -> Part:
+        """Of these slots ([streams] int64, each at most once; -1: padding), or of all. A step costs what its streams
+        cost, wherever their slots are. The tails are copied, a tenth of what a stream remembers; the window is not."""
+        if slots is None:
+            slots = torch.arange(self.num_slots, device=self.frames.device)
+        place = slots.remainder(len(self.frames))
+        frames, tails = self.frames.index_select(0, place), self.tails.index_select(0, place)
+        return Part(slots, frames, self.window, tails, self.max_frames)
+
+    def put(self, part: Part, lengths: torch.Tensor) -> None:
+        """After a step that took so many frames of each stream."""
+        place = part.slots.remainder(len(self.frames))
+        self.frames.index_add_(0, place, lengths)
+        self.tails.index_copy_(0, place, part.tails)
 
     def save(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a stream remembers, to begin others with it."""
@@ -80,14 +100,15 @@ class VocoderState:
             self.frames[slots].zero_()
             self.tails[slots].zero_()
         else:
-            self.frames.masked_fill_(slots, 0)
-            self.tails.masked_fill_(slots[:, None], 0)
+            self.frames[:-1].masked_fill_(slots, 0)
+            self.tails[:-1].masked_fill_(slots[:, None], 0)
 
 
 @dataclass(slots=True)
 class Timing:
     """Where a step's frames lie in the window; the same for every layer."""
 
+    places: torch.Tensor  # [slots] int64: of the window, whose each slot's is
     columns: torch.Tensor  # [slots * frames] flat column that each frame is written to
     bias: torch.Tensor  # [slots, 1, frames, columns] added to the attention scores
     cos: torch.Tensor  # [slots * frames, head_dim]
@@ -98,6 +119,7 @@ class Timing:
 class Moment:
     """What a step's frames need to know of their time, where kernels work the rest out by themselves."""
 
+    slots: torch.Tensor  # [slots] int64: of the state; -1: padding
     frames: torch.Tensor  # [slots] int64: before the step
     lengths: torch.Tensor  # [slots] int64
     turn: torch.Tensor  # [slots * frames, head_dim] float32: cosines, then sines
@@ -133,7 +155,7 @@ class Attention(nn.Module):
         keys, values = window.flatten(1, 2)
         keys.index_copy_(0, timing.columns, k)
         values.index_copy_(0, timing.columns, qkv[:, 2 * self.heads :])
-        held_k, held_v = window[:, 1:].transpose(2, 3)
+        held_k, held_v = window.index_select(1, timing.places).transpose(2, 3)
         q = q.view(slots, frames, self.heads, self.head_dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, held_k, held_v, attn_mask=timing.bias)
         out: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
@@ -143,7 +165,7 @@ class Attention(nn.Module):
         """x [slots * frames, hidden]"""
         from stretto.kernels.fast import wave
 
-        y = wave.attend(wave.product(x, self.qkv.weight), m.turn, window, m.frames, m.lengths, m.reach)
+        y = wave.attend(wave.product(x, self.qkv.weight), m.turn, window, m.slots, m.frames, m.lengths, m.reach)
         return wave.product(y, self.o_proj.weight)
 
 
@@ -359,29 +381,34 @@ class Vocoder(nn.Module):
         columns = -(-(c.window - 1 + max_frames) // 8) * 8
         with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
             window = weight.new_zeros(c.num_layers, 2, 1 + slots, columns, c.num_heads, c.head_dim)
-            tails = weight.new_zeros(slots, self.layout.width)
-            frames = torch.zeros(slots, dtype=torch.int64, device=weight.device)
-        return VocoderState(frames, window, tails, self.layout.split(tails), max_frames)
+            tails = weight.new_zeros(slots + 1, self.layout.width)
+            frames = torch.zeros(slots + 1, dtype=torch.int64, device=weight.device)
+        return VocoderState(frames, window, tails, max_frames)
 
     @torch.no_grad()
-    def step(self, state: VocoderState, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Take `lengths[s]` frames of `codes[s]` in every slot s; 0 leaves a slot as it is.
+    def step(
+        self, state: VocoderState, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Take `lengths[i]` frames of `codes[i]` for the stream in slot `slots[i]` (without `slots`, for all of them in
+        order); 0 leaves a stream as it is.
 
-        codes [slots, quantizers, frames] integers, lengths [slots] integers -> float32 [slots, frames *
-        samples_per_frame] in [-1, 1]. `valid` says which samples of a row are the stream's; the others mean
-        nothing. Codes out of range are read as the nearest code, since an index error on a GPU ends the process."""
-        slots, quantizers, frames = codes.shape
-        assert (slots, quantizers) == (state.num_slots, self.config.num_quantizers), f"codes {tuple(codes.shape)}"
+        codes [streams, quantizers, frames] integers, lengths [streams] integers, slots as `VocoderState.part` takes
+        them -> float32 [streams, frames * samples_per_frame] in [-1, 1]. `valid` says which samples of a row are the
+        stream's; the others mean nothing. Codes out of range are read as the nearest code, since an index error on a
+        GPU ends the process."""
+        part = state.part(slots)
+        streams, quantizers, frames = codes.shape
+        assert (streams, quantizers) == (len(part.slots), self.config.num_quantizers), f"codes {tuple(codes.shape)}"
         assert 1 <= frames <= state.max_frames, f"{frames} frames in a step of at most {state.max_frames}"
         lengths = lengths.long().clamp(0, frames)
         ends = torch.addcmul(self.tail_offsets, lengths[:, None], self.tail_rates)
-        push = Push(state.tail_views, self.layout.split_ends(ends))
+        push = Push(self.layout.split(part.tails), self.layout.split_ends(ends))
 
-        x = self._transform(state, codes, lengths, push)
+        x = self._transform(part, codes, lengths, push)
         for stage in self.upsample:
             x = stage(x, push)
-        wav = self._decode(x, push, state.frames)
-        state.frames.add_(lengths)
+        wav = self._decode(x, push, part.frames)
+        state.put(part, lengths)
         return wav
 
     def valid(self, before: int, length: int) -> Span:
@@ -398,7 +425,7 @@ class Vocoder(nn.Module):
         """All samples of a whole stream: codes [frames, quantizers] -> float32 [num_samples(frames)]."""
         return VocoderStream(self).push(codes)
 
-    def _transform(self, state: VocoderState, codes: torch.Tensor, lengths: torch.Tensor, push: Push) -> torch.Tensor:
+    def _transform(self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push) -> torch.Tensor:
         """Codes [slots, groups, frames] through the transformer: [slots, frames, latent]."""
         raise NotImplementedError
 
@@ -406,26 +433,25 @@ class Vocoder(nn.Module):
         """Where codes lie in a table of all codebooks, one after another."""
         return codes.clamp(0, self.config.codebook_size - 1) + self.code_offset
 
-    def fits(self, state: VocoderState, frames: int) -> bool:
+    def fits(self, part: Part, frames: int) -> bool:
         """Are there kernels for the transformer over so many frames?"""
         if not usable(self.weight):
             return False
         from stretto.kernels.fast import wave
 
-        return wave.fits(frames, state.window.shape[3])
+        return wave.fits(frames, part.window.shape[3])
 
-    def timing(self, state: VocoderState, lengths: torch.Tensor, frames: int, dtype: torch.dtype) -> Timing:
-        device, slots = lengths.device, state.num_slots
-        columns = state.window.shape[3]
+    def timing(self, part: Part, lengths: torch.Tensor, frames: int, dtype: torch.dtype) -> Timing:
+        device, places = lengths.device, 1 + part.slots
+        columns = part.window.shape[3]
         frame = torch.arange(frames, device=device)
-        row = torch.arange(slots, device=device)[:, None]
-        position = state.frames[:, None] + frame  # [slots, frames]
-        written = torch.where(frame < lengths[:, None], (1 + row) * columns + position % columns, 0)
+        position = part.frames[:, None] + frame  # [slots, frames]
+        written = torch.where(frame < lengths[:, None], places[:, None] * columns + position % columns, 0)
 
         # After this step's writes, a column holds the latest position below `end` that falls on it. Columns not yet
         # written come out negative, and what a padding query sees does not matter as long as it stays finite:
         # hence the lowest finite number and not -inf.
-        end = (state.frames + lengths)[:, None]
+        end = (part.frames + lengths)[:, None]
         held = end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns  # [slots, columns]
         age = position[:, :, None] - held[:, None]
         seen = (held[:, None] >= 0) & (age >= 0) & (age < self.config.window)
@@ -433,7 +459,7 @@ class Vocoder(nn.Module):
 
         angle = position.reshape(-1, 1).float() * self.inv_freq
         angle = torch.cat((angle, angle), -1)
-        return Timing(written.flatten(), bias[:, None], angle.cos().to(dtype), angle.sin().to(dtype))
+        return Timing(places, written.flatten(), bias[:, None], angle.cos().to(dtype), angle.sin().to(dtype))
 
     def _blocks(self) -> list[DecoderBlock]:
         return [m for m in self.decoder if isinstance(m, DecoderBlock)]
@@ -475,13 +501,11 @@ class VocoderStream:
         return torch.cat(parts) if parts else torch.empty(0, device=self.state.frames.device)
 
     def _step(self, part: torch.Tensor) -> torch.Tensor:
-        n, quantizers = part.shape
+        codes, n = part.T[None], len(part)
         device = self.state.frames.device
-        codes = torch.zeros(self.state.num_slots, quantizers, n, dtype=torch.int64, device=device)
-        codes[self.slot] = part.T
-        lengths = torch.zeros(self.state.num_slots, dtype=torch.int64, device=device)
-        lengths[self.slot].fill_(n)
-        wav = self.model.step(self.state, codes, lengths)
+        wav = self.model.step(
+            self.state, codes, torch.full((1,), n, device=device), torch.full((1,), self.slot, device=device)
+        )
         span = self.model.valid(self.frames, n)
         self.frames += n
-        return wav[self.slot, span.start : span.stop]
+        return wav[0, span.start : span.stop]

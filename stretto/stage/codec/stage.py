@@ -2,8 +2,8 @@
 
 There are no blocks and no tokens here. A stream holds a slot of the vocoder's state from its first frame to its last
 sample; frames that arrive wait in a bounded queue. Each step takes the waiting frames of all streams that have some
-(up to a captured size, the most urgent streams deciding), runs the leading slots that are in use, and copies the
-samples to the host behind it. All methods belong to the loop thread; `turn` never waits.
+(up to a captured size, the most urgent streams deciding), runs these streams alone, and copies the samples to the host
+behind it. All methods belong to the loop thread; `turn` never waits.
 
 Streams that have not sounded yet, or will soon run dry, do not wait for those that have much in hand: they get a step
 of just their size, and no step is so large that the next would be late."""
@@ -26,7 +26,7 @@ from stretto.layers.capture import Captured, capture_graphs
 from stretto.observe.recorder import Recorder
 from stretto.stage.codec.config import CodecConfig
 from stretto.stage.codec.primers import Primer, Primers
-from stretto.stage.codec.staging import Staging, split
+from stretto.stage.codec.staging import Staging, numbers, split
 from stretto.stage.codec.streams import Slots, Stream
 from stretto.stage.counters import CodecStats
 from stretto.stage.request import Reason
@@ -54,7 +54,7 @@ NOTHING = np.zeros(0, np.float32)
 @dataclass(slots=True, eq=False)
 class CodecStep:
     parts: list[tuple[Stream, int, int]]  # stream, its frames before, those that it takes
-    host: torch.Tensor  # [slots, samples], pinned
+    host: torch.Tensor  # [streams, samples], pinned
     copied: torch.cuda.Event | None
     error: StrettoError | None = None
     begun_ns: int = 0  # its launch, and on a GPU its end
@@ -97,7 +97,7 @@ class CodecStage:
         self._steps: deque[CodecStep] = deque()
         self._arrivals = 0
         self.primers = Primers(self.state, c.primers)
-        self._sizes = {slots: c.sizes_for(slots) for slots, _ in c.shapes()}
+        self._sizes = {streams: c.sizes_for(streams) for streams, _ in c.shapes()}  # by number, the smallest first
         self.graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
 
@@ -210,35 +210,34 @@ class CodecStage:
         chosen = ready
         if urgent:
             chosen = [s for s in ready if s.num_ready <= size or s.deadline is None or s.deadline < dry]
-        size = self._num_frames(self._num_slots(chosen), size)
+        size = self._num_frames(self._num_streams(chosen), size)
         return [(s, min(s.num_ready, size)) for s in chosen]
 
-    def _num_slots(self, streams: Sequence[Stream]) -> int:
-        """The leading slots that a step for these streams runs."""
-        top = 1 + max(s.slot for s in streams if s.slot is not None)
-        return next((n for n in sorted(self.config.slot_sizes) if top <= n <= self.config.slots), self.config.slots)
+    def _num_streams(self, streams: Sequence[Any]) -> int:
+        """Of a step that has these, with padding."""
+        return next(n for n in self._sizes if n >= len(streams))
 
-    def _num_frames(self, slots: int, wanted: int) -> int:
+    def _num_frames(self, streams: int, wanted: int) -> int:
         """Of a step that shall hold `wanted` frames per stream, or as many of them as it can."""
-        sizes = self._sizes[slots]
+        sizes = self._sizes[streams]
         return next((f for f in sizes if f >= wanted), sizes[-1])
 
     @torch.inference_mode()
     def _launch(self, parts: list[tuple[Stream, int]]) -> None:
-        slots = self._num_slots([s for s, _ in parts])
-        size = self._num_frames(slots, max(n for _, n in parts))
+        streams = self._num_streams(parts)
+        size = self._num_frames(streams, max(n for _, n in parts))
         taken = []
-        codes, counts = self._staging.inputs(slots, size)
-        for stream, n in parts:
+        codes, counts, slots = self._staging.inputs(streams, size)
+        for i, (stream, n) in enumerate(parts):
             assert stream.slot is not None
-            stream.take(n, codes[stream.slot])
-            counts[stream.slot] = n
+            stream.take(n, codes[i])
+            counts[i], slots[i] = n, stream.slot
             taken.append((stream, stream.launched, n))
             stream.launched += n
             stream.in_flight += 1
         with self.on_stream():
             try:
-                step = CodecStep(taken, *self.run(slots, size))
+                step = CodecStep(taken, *self.run(streams, size))
                 for stream, before, n in taken:
                     if before < stream.primed == before + n:
                         self.primers.keep(stream)
@@ -250,17 +249,16 @@ class CodecStage:
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied, step.end)
 
-    def run(self, slots: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def run(self, streams: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """One step on what was staged."""
-        found = self.graphs.get((slots, size))
+        found = self.graphs.get((streams, size))
         if found is not None:
             graph, (given, wav) = found
-            given.copy_(self._staging.host(slots, size), non_blocking=True)
+            given.copy_(self._staging.host(streams, size), non_blocking=True)
             graph.replay()
         else:
-            given = self._staging.host(slots, size).to(self.device, non_blocking=True, copy=True)
-            inputs, counts = split(given, slots, size)
-            wav = self.model.step(self.state.head(slots), inputs, counts)
+            given = self._staging.host(streams, size).to(self.device, non_blocking=True, copy=True)
+            wav = self.model.step(self.state, *split(given, streams, size))
         if self.stream is None:
             return wav, None
         host = self._staging.output(wav)
@@ -271,7 +269,7 @@ class CodecStage:
 
     def _retire(self, step: CodecStep) -> None:
         wav = step.host.numpy()
-        for stream, before, n in step.parts:
+        for i, (stream, before, n) in enumerate(step.parts):
             stream.in_flight -= 1
             if stream.gone:
                 if not stream.in_flight:
@@ -279,17 +277,16 @@ class CodecStage:
             elif step.error is not None:
                 self._pass_on(stream, NOTHING, stream.done, Reason.FAILED, step.error)
             else:
-                self._take_samples(stream, before, n, wav)
+                self._take_samples(stream, before, n, wav[i])
 
     def _take_samples(self, stream: Stream, before: int, n: int, wav: npt.NDArray[np.float32]) -> None:
         """Of a step that took `n` frames of a stream behind `before` others."""
-        assert stream.slot is not None
         stream.done = before + n
         last = stream.ended is not None and not stream.num_pending and not stream.in_flight
         if before >= stream.primed:
             span = self.model.valid(before, n)
             # Copied: the step's buffer is shared by all streams and must not be kept alive by a slow reader.
-            samples = wav[stream.slot, span.start : span.stop].copy()
+            samples = wav[span.start : span.stop].copy()
             self._pass_on(stream, samples, before, stream.ended if last else None)
         elif last:  # nothing came behind its primer
             self._pass_on(stream, NOTHING, before, stream.ended)
@@ -324,15 +321,17 @@ class CodecStage:
     # -- graphs
 
     def capture(self, sizes: Sequence[tuple[int, int]] | None = None) -> None:
-        """Capture steps of (slots, frames). Streams must not be running."""
+        """Capture steps of (streams, frames). Streams must not be running."""
         assert self.stream is not None, "graphs need a GPU"
         todo = sorted(set(sizes or self.config.shapes()), key=lambda t: -t[0] * t[1])
         self.graphs = capture_graphs(todo, self._prepare, self.stream, warmups=2)
 
     def _prepare(self, shape: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """A step of no frames, so that the state stays as it is: -> what it is given, its samples."""
-        slots, frames = shape
-        numbers = slots * (self.model.config.num_quantizers * frames + 1)
-        given = torch.zeros(numbers, dtype=torch.int64, device=self.device)
-        head, (inputs, counts) = self.state.head(slots), split(given, slots, frames)
-        return lambda: (given, self.model.step(head, inputs, counts))
+        """A step that is all padding, so that the state stays as it is: -> what it is given, its samples."""
+        streams, frames = shape
+        given = torch.zeros(
+            numbers(streams, self.model.config.num_quantizers, frames), dtype=torch.int64, device=self.device
+        )
+        codes, counts, slots = split(given, streams, frames)
+        slots.fill_(-1)
+        return lambda: (given, self.model.step(self.state, codes, counts, slots))

@@ -8,6 +8,8 @@ import torch
 
 from stretto.stage.codec.config import CodecConfig
 
+Numbers = npt.NDArray[np.int64]
+
 
 class Staging:
     """Host memory that steps read their frames from and write their samples to, pinned where there is a GPU. It goes
@@ -17,31 +19,37 @@ class Staging:
         self._groups, self._pin = groups, device.type == "cuda"
         self._places = config.overlap_depth + 2
         frames = config.slots * max(config.frame_sizes)
-        size = frames * groups + config.slots
+        size = frames * groups + 2 * config.slots
         self._in = [torch.zeros(size, dtype=torch.int64, pin_memory=self._pin) for _ in range(self._places)]
         # At once: to pin so much takes milliseconds, and a stream's first packets would wait for that.
-        out = rate * max(slots * size for slots, size in config.shapes()) if self._pin else 0
+        out = rate * max(streams * size for streams, size in config.shapes()) if self._pin else 0
         self._out = [torch.empty(out, pin_memory=self._pin) for _ in range(self._places)]
         self._turn = 0
 
-    def inputs(self, slots: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The next place: codes [slots, groups, size] to be filled in, and counts [slots], all 0. (What older steps
-        left in the codes is never used, and is always a valid index of a table.)"""
+    def inputs(self, streams: int, size: int) -> tuple[Numbers, Numbers, Numbers]:
+        """The next place: codes [streams, groups, size] to be filled in, counts [streams], all 0, and slots [streams],
+        all -1. (What older steps left in the codes is never used, and is always a valid index of a table.)"""
         self._turn = (self._turn + 1) % self._places
-        codes, counts = split(self.host(slots, size), slots, size)
+        codes, counts, slots = split(self.host(streams, size), streams, size)
         counts.zero_()
-        return codes.numpy(), counts.numpy()
+        slots.fill_(-1)
+        return codes.numpy(), counts.numpy(), slots.numpy()
 
-    def host(self, slots: int, size: int) -> torch.Tensor:
+    def host(self, streams: int, size: int) -> torch.Tensor:
         """The place as one piece, for one copy."""
-        return self._in[self._turn][: slots * (self._groups * size + 1)]
+        return self._in[self._turn][: numbers(streams, self._groups, size)]
 
     def output(self, wav: torch.Tensor) -> torch.Tensor:
         """Where the step's samples go."""
         return self._out[self._turn][: wav.numel()].view(wav.shape)
 
 
-def split(given: torch.Tensor, slots: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [slots, groups, size] and counts [slots] in one piece of memory, as views."""
-    codes = given.numel() - slots
-    return given[:codes].view(slots, -1, size), given[codes:]
+def numbers(streams: int, groups: int, size: int) -> int:
+    """That a step is given."""
+    return streams * (groups * size + 2)
+
+
+def split(given: torch.Tensor, streams: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [streams, groups, size], counts [streams] and slots [streams] in one piece of memory, as views."""
+    codes = given.numel() - 2 * streams
+    return given[:codes].view(streams, -1, size), given[codes : codes + streams], given[codes + streams :]

@@ -103,7 +103,7 @@ def at_frames(model: Code2Wav, frames: list[int], max_frames: int, seed: int) ->
     """A state whose streams are so far along, with noise where frames were written and elsewhere alike."""
     state = model.state(len(frames), max_frames)
     state.window.copy_(noise(*state.window.shape, seed=seed))
-    state.frames.copy_(torch.tensor(frames))
+    state.frames[:-1] = torch.tensor(frames)
     return state
 
 
@@ -166,12 +166,12 @@ def test_embed_equals_the_reference(slots: int, time: int, dtype: torch.dtype, d
     codes = codes_of(slots, 3, time, seed=2, most=200).sub_(90).to(device)  # mostly out of range
     codes[0, 0, 0], codes[0, 1, 0] = 2**40, -(2**40)
     norm = model.pre_transformer.first_norm()
-    x, normed, turn = kernels.embed(codes, model.code_embedding.weight, state.frames, model.inv_freq, norm)
+    x, normed, turn = kernels.embed(codes, model.code_embedding.weight, state.frames[:-1], model.inv_freq, norm)
     wanted = model.code_embedding(codes.clamp(0, 15) + model.code_offset).mean(1).flatten(0, 1)
     close(x, wanted)
     close(normed, rms_norm(wanted, *norm))
     lengths = torch.zeros(slots, dtype=torch.int64, device=device)
-    timing = model.timing(state, lengths, time, torch.float32)
+    timing = model.timing(state.part(), lengths, time, torch.float32)
     half = CONFIG.head_dim // 2
     torch.testing.assert_close(turn, torch.cat((timing.cos[:, :half], timing.sin[:, :half]), 1), rtol=0, atol=1e-6)
 
@@ -187,7 +187,7 @@ def test_attention_equals_the_reference(time: int, window: int, device: torch.de
     for i in range(3):
         lengths = torch.tensor([time, 0, time, 0, rng.randint(0, time)], device=device)
         x = noise(len(ages), time, CONFIG.hidden_size, seed=i).to(device)
-        wanted = attention(x, reference.window[1], model.timing(reference, lengths, time, x.dtype))
+        wanted = attention(x, reference.window[1], model.timing(reference.part(), lengths, time, x.dtype))
         before = ours.window.clone()
         found = attention.fused(x.flatten(0, 1), ours.window[1], moment_of(model, ours, lengths, time))
         real = torch.arange(time, device=device) < lengths[:, None]
@@ -198,7 +198,7 @@ def test_attention_equals_the_reference(time: int, window: int, device: torch.de
         assert written.sum(1).tolist() == [0, *lengths.tolist()]  # nothing else, not even for padding
         assert torch.equal(ours.window[0], before[0])
         for state in (ours, reference):
-            state.frames.add_(lengths)
+            state.frames[:-1] += lengths
 
 
 @BOTH
@@ -210,7 +210,7 @@ def test_attention_of_other_widths(head_dim: int, window: int, dtype: torch.dtyp
     ours, reference = (at_frames(model, ages, time, 1) for _ in range(2))
     lengths = torch.tensor([8, 5, 8], device=device)
     x = noise(len(ages), time, config.hidden_size, seed=2).to(device, dtype)
-    wanted = attention(x, reference.window[0], model.timing(reference, lengths, time, dtype))
+    wanted = attention(x, reference.window[0], model.timing(reference.part(), lengths, time, dtype))
     found = attention.fused(x.flatten(0, 1), ours.window[0], moment_of(model, ours, lengths, time)).view_as(wanted)
     real = torch.arange(time, device=device) < lengths[:, None]
     if dtype == torch.float32:
@@ -223,8 +223,9 @@ def test_attention_of_other_widths(head_dim: int, window: int, dtype: torch.dtyp
 def moment_of(model: Code2Wav, state: VocoderState, lengths: torch.Tensor, time: int) -> vocoding.Moment:
     codes = torch.zeros(state.num_slots, 3, time, dtype=torch.int64, device=lengths.device)
     weight, norm = model.code_embedding.weight, model.pre_transformer.first_norm()
-    turn = kernels.embed(codes, weight, state.frames, model.inv_freq, norm)[2]
-    return vocoding.Moment(state.frames, lengths, turn, model.config.window)
+    part = state.part()
+    turn = kernels.embed(codes, weight, part.frames, model.inv_freq, norm)[2]
+    return vocoding.Moment(part.slots, part.frames, lengths, turn, model.config.window)
 
 
 def twin(model: Code2Wav) -> Code2Wav:
@@ -246,7 +247,7 @@ def test_attention_in_bfloat16_is_closer_to_the_truth_than_the_plain_way(device:
     states = [at_frames(m, ages, time, 1) for m in (model, model, exact)]
     states[2].window.copy_(states[0].window)
     plain, truth = (
-        m.pre_transformer.layers[0].self_attn(x.to(t), s.window[0], m.timing(s, lengths, time, t))
+        m.pre_transformer.layers[0].self_attn(x.to(t), s.window[0], m.timing(s.part(), lengths, time, t))
         for m, s, t in ((model, states[1], torch.bfloat16), (exact, states[2], torch.float32))
     )
     moment = moment_of(model, states[0], lengths, time)
@@ -270,10 +271,11 @@ def test_attention_never_looks_at_what_another_stream_left(device: torch.device)
         state.window[:, :, 3, gone] = left
         codes = codes_of(3, 3, 2, seed=3).to(device)
         weight, norm = model.code_embedding.weight, model.pre_transformer.first_norm()
-        x, normed, turn = kernels.embed(codes, weight, state.frames, model.inv_freq, norm)
+        part = state.part()
+        x, normed, turn = kernels.embed(codes, weight, part.frames, model.inv_freq, norm)
         lengths = torch.tensor([1, 2, 2], device=device)
         window = state.window.clone()
-        moment = vocoding.Moment(state.frames, lengths, turn, CONFIG.window)
+        moment = vocoding.Moment(part.slots, part.frames, lengths, turn, CONFIG.window)
         out.append(model.pre_transformer.fused(x, normed, window, moment))
     assert torch.isfinite(out[0]).all()
     assert torch.equal(out[0], out[1])
@@ -328,14 +330,14 @@ def test_one_frame_of_one_stream(device: torch.device, monkeypatch: pytest.Monke
     ours, reference = (at_frames(model, [30], 1, 3) for _ in range(2))
     for i in range(2):
         codes, lengths = codes_of(1, 3, 1, seed=i).to(device), torch.ones(1, dtype=torch.int64, device=device)
-        wanted = model._transform(reference, codes, lengths, NOTHING)
+        wanted = model._transform(reference.part(), codes, lengths, NOTHING)
         with monkeypatch.context() as m:
             m.setattr(kernels.F, "linear", None)
             m.setattr(vocoding, "usable", lambda x: True)
-            close(model._transform(ours, codes, lengths, NOTHING), wanted)
+            close(model._transform(ours.part(), codes, lengths, NOTHING), wanted)
         close(ours.window[:, :, 1:], reference.window[:, :, 1:])
         for state in (ours, reference):
-            state.frames.add_(lengths)
+            state.frames[:-1] += lengths
 
 
 def test_an_idle_slot_keeps_every_bit(device: torch.device, by_kernels: None) -> None:
@@ -347,23 +349,30 @@ def test_an_idle_slot_keeps_every_bit(device: torch.device, by_kernels: None) ->
     for slot in (1, 2):
         assert torch.equal(state.window[:, :, 1 + slot], window[:, :, 1 + slot])
         assert torch.equal(state.tails[slot], tails[slot])
-    assert state.frames.tolist() == [11, 9, 0]
+    assert state.frames.tolist() == [11, 9, 0, 0]
     assert (state.window[:, :, 1] != window[:, :, 1]).any(-1).any(-1).sum(-1).eq(2).all()  # two columns, everywhere
 
 
-def test_neighbours_and_more_slots_do_not_matter(device: torch.device, by_kernels: None) -> None:
-    """Views of the leading slots are a state, and who is beside a stream makes no difference to any bit of it."""
+def test_neighbours_and_slots_do_not_matter(device: torch.device, by_kernels: None) -> None:
+    """Who is beside a stream in a step, padding too, and which slot it has make no difference to any bit of it."""
     model = vocoder(device)
     codes, found = codes_of(3, 3, 3, seed=4).to(device), []
-    for lengths, others in (([3, 2, 0], 5), ([3, 0, 3], 6)):
-        state = at_frames(model, [12, 3, 40, 8], 3, 1)
+    for slots, lengths, others in (([0, 1, 2], [3, 2, 0], 5), ([3, -1, -1], [3, 0, 0], 6), ([2, 0, -1], [3, 3, 0], 7)):
+        state, mine = model.state(4, 3), slots[0]
+        state.frames[mine], state.frames[0 if mine else 1] = 12, 40
+        state.window[:, :, 1 + mine] = noise(*state.window[:, :, 0].shape, seed=1)
+        state.tails[mine] = noise(*state.tails[0].shape, seed=2)
         given = codes.clone()
         given[1:] = codes_of(2, 3, 3, seed=others).to(device)
-        wav = model.step(state.head(3), given, torch.tensor(lengths, device=device))
-        assert state.frames.tolist() == [12 + 3, 3 + lengths[1], 40 + lengths[2], 8]
-        found.append((wav[0], state.window[:, :, 1].clone()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+        before = state.frames.tolist()
+        wav = model.step(state, given, torch.tensor(lengths, device=device), torch.tensor(slots, device=device))
+        for slot, n in zip(slots, lengths, strict=True):
+            before[slot] += n
+        assert state.frames.tolist() == before
+        assert not state.tails[-1].any(), "padding remembers nothing"
+        found.append((wav[0], state.window[:, :, 1 + mine].clone(), state.tails[mine].clone()))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_what_no_tile_holds_goes_the_plain_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,9 +417,9 @@ def test_real_sizes(
         lengths = torch.tensor([rng.choice((0, frames, frames)) for _ in range(slots)], device=device)
         codes = codes_of(slots, 16, frames, seed=i, most=2048).to(device)
         with monkeypatch.context() as m:
-            wanted = model._transform(reference, codes, lengths, NOTHING)
+            wanted = model._transform(reference.part(), codes, lengths, NOTHING)
             m.setattr(vocoding, "usable", lambda x: True)
-            found = model._transform(ours, codes, lengths, NOTHING)
+            found = model._transform(ours.part(), codes, lengths, NOTHING)
         real = torch.arange(frames, device=device) < lengths[:, None]
         assert torch.isfinite(found).all()
         if dtype == torch.float32:
@@ -419,7 +428,7 @@ def test_real_sizes(
             alike(found[real], wanted[real], 0.05)
             ours.window.copy_(reference.window)  # else each would go its own way
         for state in (ours, reference):
-            state.frames.add_(lengths)
+            state.frames[:-1] += lengths
 
 
 @pytest.mark.gpu
