@@ -200,7 +200,7 @@ class Decoder(nn.Module):
         assert self.rope.inv_freq is not None
         b = begin(rows, positions, values, words, own, tables, offset, self.rope.inv_freq, cache.block_size)
         paging = Paging(b.slots, b.tables, b.lengths, rows.shape[0])
-        return self.fused.paged(b.x, b.cos, b.sin, cache, paging, out=out)
+        return self.fused.paged(b.x, b.cos, b.sin, cache, paging, out=out, idle=b.idle)
 
     def prepare(self, device: torch.device) -> None:
         """Once, after the weights are in place."""

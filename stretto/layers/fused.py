@@ -107,8 +107,10 @@ class FusedLayers:
         paging: Paging,
         after: AfterLayer | None = None,
         out: torch.Tensor | None = None,
+        idle: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One query per row over the paged cache; x [rows, hidden] -> final-normed rows (in `out`, if it is given)."""
+        """One query per row over the paged cache; x [rows, hidden] -> final-normed rows (in `out`, if it is given).
+        Rows that `idle` [rows] int8 marks are padding."""
 
         def attend(i: int, layer: _Layer, qkv: torch.Tensor) -> torch.Tensor:
             return attention.decode(
@@ -116,7 +118,7 @@ class FusedLayers:
                 self.split_counters, self.heads,
             )  # fmt: skip
 
-        return normalise(self._run(x, attend, after), *self.final, out=out)
+        return normalise(self._run(x, attend, after, idle), *self.final, out=out)
 
     def frame(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, start: int, queries: int
@@ -130,8 +132,10 @@ class FusedLayers:
 
         return self._run(x, attend, None)
 
-    def _run(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
-        return self._one(x, attend, after) if len(x) == 1 else self._several(x, attend, after)
+    def _run(
+        self, x: torch.Tensor, attend: Attend, after: AfterLayer | None, idle: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._one(x, attend, after) if len(x) == 1 else self._several(x, attend, after, idle)
 
     def _one(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
         out: torch.Tensor | None = None  # the first write goes to a new tensor: x is the caller's
@@ -146,7 +150,9 @@ class FusedLayers:
                 x = out = after(i, x)
         return x
 
-    def _several(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
+    def _several(
+        self, x: torch.Tensor, attend: Attend, after: AfterLayer | None, idle: torch.Tensor | None
+    ) -> torch.Tensor:
         out: torch.Tensor | None = None
         gained: Gained | None = None  # x for the norm in front of the next layer
         for i, layer in enumerate(self.layers):
@@ -158,7 +164,7 @@ class FusedLayers:
             x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles)
             out = x
             if layer.experts is not None:
-                gained = experts_many.mixture(x, middle, layer.experts, following)
+                gained = experts_many.mixture(x, middle, layer.experts, following, idle)
             else:
                 h = project(middle, layer.gate_up, glu=True, counters=self.tiles)
                 if following is None:

@@ -22,11 +22,12 @@ class Begun:
     slots: torch.Tensor  # [batch] int64
     lengths: torch.Tensor  # [batch] int32
     tables: torch.Tensor  # [batch, blocks] int32, as far as the lengths go
+    idle: torch.Tensor  # [batch] int8: 1 for padding
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sink"])
 def _begin(
-    rows, positions, values, words, own, tables, offset, inv_freq, x, cos, sin, slots, lengths, used, width,
+    rows, positions, values, words, own, tables, offset, inv_freq, x, cos, sin, slots, lengths, used, idle, width, sink,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
@@ -34,6 +35,7 @@ def _begin(
     block = tl.load(tables + row * width + position // BS).to(tl.int64)
     tl.store(slots + m, block * BS + position % BS)
     tl.store(lengths + m, (position + 1).to(tl.int32))
+    tl.store(idle + m, (row == sink).to(tl.int8))
     count = position // BS + 1
     for first in range(0, count, 256):
         at = first + tl.arange(0, 256)
@@ -70,7 +72,8 @@ def begin(
     block_size: int,
 ) -> Begun:
     """Rows, positions and values [batch] int64. `own` by row: the last token [rows] int64, whose row of `words` is the
-    input; or [rows, hidden], to which the row of `words` at `values` is added."""
+    input; or [rows, hidden], to which the row of `words` at `values` is added. The last row of `tables` is nobody's:
+    batches are padded with it."""
     batch, hidden, dim = rows.shape[0], words.shape[1], 2 * inv_freq.shape[0]
     begun = Begun(
         x=words.new_empty(batch, hidden),
@@ -79,10 +82,12 @@ def begin(
         slots=torch.empty_like(rows),
         lengths=torch.empty_like(rows, dtype=torch.int32),
         tables=tables.new_empty(batch, tables.shape[1]),
+        idle=torch.empty_like(rows, dtype=torch.int8),
     )
     _begin[(batch,)](
         rows, positions, values, words, own, tables, offset, inv_freq,
-        begun.x, begun.cos, begun.sin, begun.slots, begun.lengths, begun.tables, tables.shape[1],
+        begun.x, begun.cos, begun.sin, begun.slots, begun.lengths, begun.tables, begun.idle,
+        tables.shape[1], len(tables) - 1,
         HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden), D=dim, BS=block_size, SUM=own.dim() == 2, num_warps=4,
     )  # fmt: skip
     return begun

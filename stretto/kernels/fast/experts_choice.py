@@ -58,18 +58,18 @@ def _ranks(logits, E: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr):
 
 @triton.jit
 def _placed(
-    parts, factor, like, table, weights, m, M,
+    parts, factor, like, table, weights, m, M, most,
     E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, RENORM: tl.constexpr,
 ):  # fmt: skip
     """Of the m-th row: its column of the table, and the weights of its slots, by its logits: the sum of their parts,
-    times what its norm comes to, rounded to the type of `like`."""
+    times what its norm comes to, rounded to the type of `like`. It goes to `most` experts."""
     N: tl.constexpr = E + (1 if SLOTS > TOP else 0)
     kind: tl.constexpr = like.dtype.element_ty
     e, s = tl.arange(0, E), tl.arange(0, SPLITS)
     at = parts + (s * M + m) * N
     logits = (tl.sum(tl.load(at[:, None] + e[None, :]), 0) * factor).to(kind)
     rank, weight = _ranks(logits, E, TOP, RENORM)
-    tl.store(table + e * M + m, tl.where(rank < TOP, rank, -1).to(tl.int8))
+    tl.store(table + e * M + m, tl.where(rank < most, rank, -1).to(tl.int8))
     tl.store(weights + m * SLOTS + rank, weight.to(kind).to(tl.float32), mask=rank < TOP)
     if SLOTS > TOP:
         slot = tl.arange(0, triton.next_power_of_2(SLOTS))
@@ -80,19 +80,23 @@ def _placed(
 
 @triton.jit(do_not_specialize=["P"])
 def _top(
-    parts, squares, x, table, weights, scales, eps, P,
+    parts, squares, x, idle, table, weights, scales, eps, P,
     K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr,
-    RENORM: tl.constexpr, PDL: tl.constexpr,
+    RENORM: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of several rows: its column of the table [E, rows] (the slot of each expert, or -1), the weights of its slots
-    [rows, SLOTS], and the factor that its norm comes to [rows]."""
+    [rows, SLOTS], and the factor that its norm comes to [rows]. Padding goes to no expert, so that none is read for
+    it alone."""
     m, M = tl.program_id(0), tl.num_programs(0)
     p = tl.arange(0, BP)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     factor = tl.rsqrt(tl.sum(tl.load(squares + p * M + m, mask=p < P, other=0.0), 0) / K + eps)
-    _placed(parts, factor, x, table, weights, m, M, E, TOP, SLOTS, SPLITS, RENORM)
+    most = TOP
+    if PADDED:
+        most = tl.where(tl.load(idle + m) != 0, 0, TOP)
+    _placed(parts, factor, x, table, weights, m, M, most, E, TOP, SLOTS, SPLITS, RENORM)
     tl.store(scales + m, factor)
 
 
@@ -147,8 +151,8 @@ def route(gained: Gained, w: ExpertWeights, tuned: dict[str, int] | None = None)
     return parts
 
 
-def choose(parts: torch.Tensor, gained: Gained, w: ExpertWeights) -> Choice:
-    """The experts of the rows that `route` was asked for."""
+def choose(parts: torch.Tensor, gained: Gained, w: ExpertWeights, idle: torch.Tensor | None = None) -> Choice:
+    """The experts of the rows that `route` was asked for; none for those that `idle` [rows] int8 marks."""
     rows, hidden = gained.x.shape
     summed = len(gained.squares)
     choice = Choice(
@@ -157,8 +161,9 @@ def choose(parts: torch.Tensor, gained: Gained, w: ExpertWeights) -> Choice:
         scales=parts.new_empty(rows, dtype=torch.float32),
     )
     _top[(rows,)](
-        parts, gained.squares, gained.x, choice.table, choice.weights, choice.scales, gained.eps, summed,
+        parts, gained.squares, gained.x, parts if idle is None else idle, choice.table, choice.weights, choice.scales,
+        gained.eps, summed,
         K=hidden, E=w.num_experts, TOP=w.top_k, SLOTS=w.slots, SPLITS=len(parts),
-        BP=triton.next_power_of_2(summed), RENORM=w.norm_topk, num_warps=1, **protocol(parts),
+        BP=triton.next_power_of_2(summed), RENORM=w.norm_topk, PADDED=idle is not None, num_warps=1, **protocol(parts),
     )  # fmt: skip
     return choice

@@ -142,10 +142,11 @@ def _down_matrix(
 
 @triton.jit
 def _add_slots(
-    parts, x, next_gain, gained, squares,
-    H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr, PDL: tl.constexpr,
+    parts, x, idle, next_gain, gained, squares,
+    H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """x += the sum of a row's slots, in order. EMIT: also as `Gained`."""
+    """x += the sum of a row's slots, in order. EMIT: also as `Gained`. Nobody wrote to the slots of padding."""
     m = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.zeros([BN], tl.float32)
@@ -155,8 +156,11 @@ def _add_slots(
         gdc_launch_dependents()
         gdc_wait()
     acc = tl.load(x + m * H + n).to(tl.float32)
+    here = tl.full([BN], 1, tl.int1)
+    if PADDED:
+        here &= tl.load(idle + m) == 0
     for s in tl.static_range(SLOTS):
-        acc += tl.load(parts + (m * SLOTS + s) * H + n)
+        acc += tl.load(parts + (m * SLOTS + s) * H + n, mask=here, other=0.0)
     rounded = acc.to(x.dtype.element_ty)
     tl.store(x + m * H + n, rounded)
     if EMIT:
@@ -195,9 +199,10 @@ def down(
     x: torch.Tensor,
     following: tuple[torch.Tensor, float] | None = None,
     tuned: dict[str, int] | None = None,
+    idle: torch.Tensor | None = None,
 ) -> Gained | None:
     """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
-    (its weight and epsilon)."""
+    (its weight and epsilon). `idle` as in `choose`: those rows stay as they are."""
     rows, hidden = x.shape
     size = w.down.shape[2]
     default = {"BN": 64, "BK": chunk(size, 128), "warps": 4, "stages": 3}
@@ -213,16 +218,20 @@ def down(
     block = chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])
     _add_slots[(hidden // block, rows)](
-        parts, x, x if following is None else following[0], x if gained is None else gained.x,
-        x if gained is None else gained.squares,
-        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, num_warps=4, **protocol(x),
+        parts, x, x if idle is None else idle, x if following is None else following[0],
+        x if gained is None else gained.x, x if gained is None else gained.squares,
+        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, PADDED=idle is not None, num_warps=4, **protocol(x),
     )  # fmt: skip
     return gained
 
 
 def mixture(
-    x: torch.Tensor, gained: Gained, w: ExpertWeights, following: tuple[torch.Tensor, float] | None = None
+    x: torch.Tensor,
+    gained: Gained,
+    w: ExpertWeights,
+    following: tuple[torch.Tensor, float] | None = None,
+    idle: torch.Tensor | None = None,
 ) -> Gained | None:
-    """The same for several rows; `gained` as in `route`, `following` as in `down`."""
-    choice = choose(route(gained, w), gained, w)
-    return down(up(gained, choice, w), choice, w, x, following)
+    """The same for several rows; `gained` as in `route`, `following` and `idle` as in `down`."""
+    choice = choose(route(gained, w), gained, w, idle)
+    return down(up(gained, choice, w), choice, w, x, following, idle=idle)

@@ -201,6 +201,32 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
     assert error(found.float() - x.float(), wanted) < 3 * ERROR[dtype]
 
 
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("shared", [False, True])
+def test_padding_goes_to_no_expert(device: torch.device, rows: int, shared: bool) -> None:
+    """Whatever it is: other rows have the very same results, and no expert is read that they do not go to."""
+    r = Random(device, torch.float32, rows)
+    w = fast_experts.ExpertWeights(
+        r.gain(64), EPS, r(16 + shared, 64), r(16, 64, 64, scale=0.1), r(16, 64, 32, scale=0.1), top_k=3,
+        norm_topk=True, shared_gate_up=r(64, 64, scale=0.1) if shared else None,
+        shared_down=r(64, 32, scale=0.1) if shared else None,
+    )  # fmt: skip
+    x, real = r(rows, 64), rows - 2
+    gained = fast_linear.Gained(x * w.gain, (x.float() ** 2).sum(1)[None], EPS)
+    idle = (torch.arange(rows, device=device) >= real).to(torch.int8)
+    choice = fast_many.choose(fast_many.route(gained, w), gained, w, idle)
+    plain = fast_many.choose(fast_many.route(gained, w), gained, w)
+    assert (choice.table[:, real:] == -1).all()
+    assert torch.equal(choice.table[:, :real], plain.table[:, :real])
+    found, wanted = x.clone(), x.clone()
+    after = fast_many.mixture(found, gained, w, (r.gain(64), EPS), idle)
+    fast_many.mixture(wanted, gained, w)
+    assert torch.equal(found[:real], wanted[:real])
+    assert torch.equal(found[real:], x[real:])
+    assert after is not None
+    assert torch.isfinite(after.x).all()
+
+
 @both
 @pytest.mark.parametrize("rows", [1, 3])
 def test_of_equal_logits_the_lower_number_goes_first(device: torch.device, dtype: torch.dtype, rows: int) -> None:

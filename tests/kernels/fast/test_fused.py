@@ -104,6 +104,7 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
     assert torch.equal(begun.x, x)
     assert torch.equal(begun.slots, paging.slots)
     assert torch.equal(begun.lengths, paging.lengths)
+    assert begun.idle.tolist() == [0, 0, 1], "the last row is the sink"
     for m, row in enumerate(rows.tolist()):
         used = int(positions[m]) // 16 + 1
         assert torch.equal(begun.tables[m, :used], state.tables[row, :used])
