@@ -501,8 +501,8 @@ class VocoderStream:
         return torch.cat(parts) if parts else torch.empty(0, device=self.state.frames.device)
 
     def _step(self, part: torch.Tensor) -> torch.Tensor:
-        codes, n = part.T[None], len(part)
-        device = self.state.frames.device
+        device, n = self.state.frames.device, len(part)
+        codes = part.T[None].to(device)
         wav = self.model.step(
             self.state, codes, torch.full((1,), n, device=device), torch.full((1,), self.slot, device=device)
         )
