@@ -224,16 +224,64 @@ def test_nor_one_whose_application_has_a_loop_of_its_own() -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("replica", [None, Replica(_event_loop=object())])
-def test_then_nothing_is_replaced_and_one_line_says_so(
-    replica: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def run() -> None:
-        assert not shorten(silent)
+class Loops(Replica):
+    """As expected, on whatever loop."""
+
+    @property
+    def _event_loop(self) -> Any:  # type: ignore[override]
+        return asyncio.get_running_loop()
+
+    @_event_loop.setter
+    def _event_loop(self, loop: Any) -> None:
+        pass
+
+
+def shortened(monkeypatch: pytest.MonkeyPatch, replica: Any) -> bool:
+    async def run() -> bool:
+        return shorten(silent)
 
     monkeypatch.setattr(shortway, "own_replica", lambda: replica)
-    with caplog.at_level(logging.WARNING, logger=shortway.__name__):
-        asyncio.run(run())
-    assert [r.name for r in caplog.records] == [shortway.__name__]
-    assert "ordinary way" in caplog.text
+    return asyncio.run(run())
+
+
+def told_once(caplog: pytest.LogCaptureFixture) -> str:
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == (shortway.__name__, logging.WARNING)
+    assert "ordinary way" in record.getMessage()
+    return record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("replica", "why"), [(None, "no replica was found"), (Replica(_event_loop=object()), "the replica's own loop")]
+)
+def test_then_nothing_is_replaced_and_one_line_says_so(
+    replica: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not shortened(monkeypatch, replica)
+    assert why in told_once(caplog)
     assert replica is None or ENTRY not in vars(replica)
+
+
+@pytest.mark.parametrize("error", [ImportError, TypeError, Unlike])
+def test_nor_where_serve_has_no_such_names(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(replica: Any, app: Any) -> Any:
+        raise error("another Ray")
+
+    monkeypatch.setattr(shortway, "short_way", fails)
+    replica = Loops()
+    assert not shortened(monkeypatch, replica)
+    assert "another Ray" in told_once(caplog)
+    assert ENTRY not in vars(replica)
+
+
+def test_nor_where_serve_traces(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tracing = pytest.importorskip("ray.serve._private.tracing_utils", reason="needs Ray: `make ray` runs this")
+    replica = Loops()
+    assert shortened(monkeypatch, replica)
+    assert isinstance(vars(replica).pop(ENTRY), ShortWay)
+    monkeypatch.setattr(tracing, "is_tracing_enabled", lambda: True)
+    assert not shortened(monkeypatch, replica)
+    assert "trace" in told_once(caplog)
+    assert ENTRY not in vars(replica)
