@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ class Heard:
 WHATS = ("first_byte_ms", "packet_ms")
 
 
-def stream_app() -> Any:
+def stream_app(lifespan: Any = None) -> Any:
     """Packets that carry the time at which each was sent."""
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -60,7 +61,16 @@ def stream_app() -> Any:
     async def answer(request: Request) -> StreamingResponse:
         return StreamingResponse(packets(), media_type="text/event-stream")
 
-    return Starlette(routes=[Route("/stream", answer)])
+    return Starlette(routes=[Route("/stream", answer)], lifespan=lifespan)
+
+
+@asynccontextmanager
+async def short_way(app: Any) -> AsyncIterator[None]:
+    """A lifespan in a replica: requests come to the application as they come to ours."""
+    from stretto.cluster.shortway import shorten
+
+    assert shorten(app)
+    yield
 
 
 async def hear(base: str, seed: int) -> Heard:
@@ -127,7 +137,7 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     from stretto.cluster.app import ACTOR
 
     @serve.deployment(max_ongoing_requests=200, ray_actor_options=ACTOR)
-    @serve.ingress(stream_app)
+    @serve.ingress(lambda: stream_app(short_way))
     class Stream:
         pass
 
@@ -137,7 +147,9 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
         plain = s.getsockname()[1]
     # In a process of its own, as a replica is: in this one it would wait for its clients' interpreter.
     command = [sys.executable, "-m", "uvicorn", "--factory", "bench.cluster.ingress:stream_app", "--port", str(plain)]
-    server = subprocess.Popen([*command, "--log-level", "warning", "--no-access-log"], cwd=ROOT)
+    # The loop and the parser that a replica has.
+    command += ["--loop", "uvloop", "--http", "httptools", "--log-level", "warning", "--no-access-log"]
+    server = subprocess.Popen(command, cwd=ROOT)
     ways = {PLAIN: f"http://127.0.0.1:{plain}", INGRESS: f"http://127.0.0.1:{port}"}
     heard: list[dict[str, Heard]] = []
     try:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from stretto.cluster.inside import own_replica
 from stretto.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -23,13 +24,10 @@ MISSING = (
 
 def shutdown_flag() -> Callable[[], bool] | None:
     """Tells whether the replica of this process was told to go. None where no replica or no such flag is found."""
-    from ray._private.worker import global_worker
-
-    for actor in getattr(global_worker, "actors", {}).values():
-        replica: Any = getattr(actor, "_replica_impl", None)
-        if isinstance(getattr(replica, "_shutting_down", None), bool):
-            return lambda: bool(replica._shutting_down)
-    return None
+    replica: Any = own_replica()
+    if not isinstance(getattr(replica, "_shutting_down", None), bool):
+        return None
+    return lambda: bool(replica._shutting_down)
 
 
 async def say_goodbye(service: Service, going: Callable[[], bool] | None) -> None:
