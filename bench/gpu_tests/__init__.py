@@ -49,8 +49,8 @@ OWN = ("tests/gpu", "tests/kernels/fast")
 PARITY = ("tests/models", "tests/stage/test_stage.py", "tests/stage/test_codec.py")
 PARTS = (
     Part("GPU and kernels", OWN, "not alone", 240),
-    Part("parity, kernels forced", PARITY, "not alone", 150, env=FORCED),
-    Part("one by one", (*OWN, *PARITY), "alone", 45, parallel=False, env={"STRETTO_TEST_DEVICE": "cuda"}),
+    Part("parity, kernels forced", PARITY, "not alone", 110, env=FORCED),
+    Part("one by one", (*OWN, *PARITY), "alone", 25, parallel=False, env={"STRETTO_TEST_DEVICE": "cuda"}),
 )
 
 

@@ -101,18 +101,18 @@ def realtime(results: Results) -> str:
 def open_loop(results: Results) -> str:
     """Requests at random moments."""
     lines = []
-    for serving in results.serving():
-        for f in found_in(serving, "open"):
-            s = f["summary"]
-            first, failed = s.get("first_audio_s"), sum(f["errors"].values())
-            lines.append(
-                (
-                    f"{f['rate']:g}", str(f["answers"]), str(failed), str(f["most_at_once"]),
-                    *((f"{1e3 * first[q]:.1f}" for q in ("p50", "p90", "p99")) if first else ("", "", "")),
-                    f"{s['rtf']['p50']:.3f}" if "rtf" in s else "", str(f["stuttered"]),
-                    f"{f['rates']['audio_s_per_s']:.0f}",
-                )
-            )  # fmt: skip
+    runs = [f for serving in results.serving() for f in found_in(serving, "open")]
+    for f in sorted(runs, key=lambda f: float(f["rate"])):
+        s = f["summary"]
+        first, failed = s.get("first_audio_s"), sum(f["errors"].values())
+        lines.append(
+            (
+                f"{f['rate']:g}", str(f["answers"]), str(failed), str(f["most_at_once"]),
+                *((f"{1e3 * first[q]:.1f}" for q in ("p50", "p90", "p99")) if first else ("", "", "")),
+                f"{s['rtf']['p50']:.3f}" if "rtf" in s else "", str(f["stuttered"]),
+                f"{f['rates']['audio_s_per_s']:.0f}",
+            )
+        )  # fmt: skip
     head = (
         "requests a second", "answers", "failed", "at once, at most", "first audio p50, ms", "p90", "p99", "RTF p50",
         "that stuttered", "speech made, s/s",

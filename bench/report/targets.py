@@ -72,7 +72,11 @@ def serving_goals(results: Results) -> list[Line]:
         lines.append(counted(results, goal(label, "ms", limit, times, 1), "prompts", workload, 1))
     waits = [
         max(
-            (f["summary"]["wait_0ms_s"]["max"] for f in found_in(s, "latency") if "wait_0ms_s" in f["summary"]),
+            (
+                f["summary"]["wait_0ms_s"]["max"]
+                for f in found_in(s, "latency")
+                if "wait_0ms_s" in f["summary"] and f["streams"] <= 32
+            ),
             default=0,
         )
         for s in results.serving()
