@@ -112,6 +112,39 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
     assert torch.allclose(begun.sin, sin, atol=1e-5)
 
 
+def test_a_padded_step_reads_no_expert_for_its_padding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other rows come out as without it."""
+    generator = torch.Generator().manual_seed(6)
+    decoder = build(lambda: Decoder(MOE), device, torch.float32)
+    filled(decoder, device, 6)
+    decoder.prepare(device)
+    decoder.fused = fused.FusedLayers(decoder, device)
+    state = DeviceRows(4, 6, 64, decoder.cache(40, 16, device, torch.float32))
+    state.tables[:4] = torch.randperm(24, generator=generator).view(4, 6) + 1
+    words = torch.randn(50, 64, generator=generator).to(device)
+    tables: list[torch.Tensor] = []
+    choose = fused.experts_many.choose
+
+    def watched(*given: Any) -> Any:
+        choice = choose(*given)
+        tables.append(choice.table)
+        return choice
+
+    monkeypatch.setattr(fused.experts_many, "choose", watched)
+    own = torch.tensor([1, 2, 3, 4, 5], device=device)
+    found = []
+    for rows in ([2, 0], [2, 0, state.sink, state.sink]):
+        state.cache.data.copy_(torch.randn(state.cache.data.shape, generator=torch.Generator().manual_seed(7)))
+        at = torch.tensor(rows, device=device)
+        positions = torch.where(at == state.sink, 0, 30)
+        zeros = torch.zeros_like(at)
+        found.append(decoder.fused_step(at, positions, zeros, words, own, state.tables, state.offset, state.cache))
+    few, many = tables[: len(tables) // 2], tables[len(tables) // 2 :]
+    assert all((t[:, 2:] == -1).all() for t in many)
+    assert all(torch.equal(t[:, :2], alone) for t, alone in zip(many, few, strict=True))
+    assert close(found[1][:2], found[0])
+
+
 def omni_talker(config: OmniConfig, device: torch.device) -> FrameTalker:
     shape = {"hidden_size": 64, "head_dim": 16}
     t = dataclasses.replace(
