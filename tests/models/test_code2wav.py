@@ -16,7 +16,8 @@ from stretto.layers.capture import capture_graphs
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.speech.config import VocoderConfig
-from stretto.models.speech.vocoder import VocoderState, VocoderStream
+from stretto.models.speech.vocoder import VocoderStream
+from stretto.models.speech.vocoder_state import VocoderState
 
 SMALL = {
     "codebook_size": 64,

@@ -7,7 +7,8 @@ import torch
 from stretto.layers.linear import Embedding
 from stretto.layers.streaming import Push
 from stretto.models.speech.config import VocoderConfig
-from stretto.models.speech.vocoder import Moment, Part, Vocoder
+from stretto.models.speech.vocoder import Moment, Vocoder
+from stretto.models.speech.vocoder_state import Part
 
 
 class Code2Wav(Vocoder):

@@ -12,7 +12,8 @@ from stretto.layers.linear import Linear
 from stretto.layers.streaming import CausalConv, Push
 from stretto.layers.targets import frozen
 from stretto.models.speech.config import VocoderConfig
-from stretto.models.speech.vocoder import Moment, Part, Transformer, Vocoder
+from stretto.models.speech.vocoder import Moment, Transformer, Vocoder
+from stretto.models.speech.vocoder_state import Part
 
 
 class Codebook(nn.Module):

@@ -1,11 +1,11 @@
 """Codec frames to waveform, exactly and piece by piece, for many streams at once.
 
-Owns the vocoder's weights (`Vocoder`, immutable once prepared; a family adds how codes become rows), and what a
-stream remembers between two steps (`VocoderState`: an attention window and convolution tails instead of decoded-again
-context). However a stream's frames are cut into steps, its samples are those of one decode of the whole stream.
+Owns the vocoder's weights (`Vocoder`, immutable once prepared; a family adds how codes become rows). What a stream
+remembers between two steps (`VocoderState`) is an attention window and convolution tails, instead of decoded-again
+context. However a stream's frames are cut into steps, its samples are those of one decode of the whole stream.
 
 The vocoder's stage calls `step` with static tensors on its own thread and stream; all shapes depend on
-(slots, frames) alone and nothing waits for the device, so a step can be captured in a CUDA graph."""
+(streams, frames) alone and nothing waits for the device, so a step can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -34,74 +34,11 @@ from stretto.layers.streaming import (
 )
 from stretto.layers.targets import frozen
 from stretto.models.speech.config import VocoderConfig
+from stretto.models.speech.vocoder_state import Part, VocoderState
 from stretto.types import Span
 
 MAX_FRAMES = 25
 """Default limit of frames per step: two seconds, and with the released window of 72 a ring of 96 columns."""
-
-
-@dataclass(slots=True)
-class Part:
-    """What the streams of one step remember. Made by `VocoderState.part`, and given back by `put`."""
-
-    slots: torch.Tensor  # [streams] int64; -1: padding
-    frames: torch.Tensor  # [streams] int64: a copy
-    window: torch.Tensor  # of all slots: what a stream has in it lies at 1 + its slot
-    tails: torch.Tensor  # [streams, values]: a copy
-    max_frames: int
-
-
-@dataclass(slots=True)
-class VocoderState:
-    """What `num_slots` streams remember, in tensors that never move. Made by `Vocoder.state`.
-
-    The attention window is a ring: frame p lies in column p % columns. A step then writes only its own frames,
-    where a shifted window would copy all 71 old ones per layer, and no column needs clearing, because the mask
-    knows from the frame count which position a column holds. One more slot (the first of the window, the last of the
-    rest) is for padding: what a step has beside its streams, and the writes of padding frames."""
-
-    frames: torch.Tensor  # [slots + 1] int64: frames taken so far, which is the next frame's position
-    window: torch.Tensor  # [layers, 2 (k, v), 1 + slots, columns, heads, head_dim]
-    tails: torch.Tensor  # [slots + 1, values]: all convolution tails side by side
-    max_frames: int  # per step; more would overwrite columns that its first frame still reads
-
-    @property
-    def num_slots(self) -> int:
-        return self.frames.shape[0] - 1
-
-    def part(self, slots: torch.Tensor | None = None) -> Part:
-        """Of these slots ([streams] int64, each at most once; -1: padding), or of all. A step costs what its streams
-        cost, wherever their slots are. The tails are copied, a tenth of what a stream remembers; the window is not."""
-        if slots is None:
-            slots = torch.arange(self.num_slots, device=self.frames.device)
-        place = slots.remainder(len(self.frames))
-        frames, tails = self.frames.index_select(0, place), self.tails.index_select(0, place)
-        return Part(slots, frames, self.window, tails, self.max_frames)
-
-    def put(self, part: Part, lengths: torch.Tensor) -> None:
-        """After a step that took so many frames of each stream."""
-        place = part.slots.remainder(len(self.frames))
-        self.frames.index_add_(0, place, lengths)
-        self.tails.index_copy_(0, place, part.tails)
-
-    def save(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a stream remembers, to begin others with it."""
-        return self.window[:, :, 1 + slot].clone(), self.tails[slot].clone()
-
-    def load(self, slot: int, saved: tuple[torch.Tensor, torch.Tensor], frames: int) -> None:
-        """Begin a new stream in a slot that remembers `frames` frames. In place, without a wait."""
-        self.window[:, :, 1 + slot].copy_(saved[0])
-        self.tails[slot].copy_(saved[1])
-        self.frames[slot].fill_(frames)
-
-    def reset(self, slots: int | torch.Tensor) -> None:
-        """Begin a new stream in one slot, or in all slots of a mask [slots] bool. In place, without a wait."""
-        if isinstance(slots, int):
-            self.frames[slots].zero_()
-            self.tails[slots].zero_()
-        else:
-            self.frames[:-1].masked_fill_(slots, 0)
-            self.tails[:-1].masked_fill_(slots[:, None], 0)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.speech import vocoder as vocoding
 from stretto.models.speech.config import VocoderConfig
-from stretto.models.speech.vocoder import ConvNeXt, VocoderState
+from stretto.models.speech.vocoder import ConvNeXt
+from stretto.models.speech.vocoder_state import VocoderState
 from stretto.models.weights import build
 from tests.kernels.fast.vocoders import noise, play
 
