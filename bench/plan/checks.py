@@ -1,4 +1,4 @@
-"""How far replays are from the measured runs, and how certain these are themselves."""
+"""How far replays are from the measured runs, and how certain these are themselves. Used by the program."""
 
 from __future__ import annotations
 

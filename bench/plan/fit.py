@@ -1,4 +1,4 @@
-"""The few numbers that are measured nowhere: found by search, on one run of each load."""
+"""The few numbers that are measured nowhere: found by search, on the runs that were traced. Used by the program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from stretto.planner.table import Table
 FITTED: dict[str, dict[str, float]] = {
     "h200": {"overhead_ms": 3.3, "serial_ms": 0.65, "build_ms": 0.2, "hop_us": 113.0}
 }
+"""From a coarse grid on the traced runs, but for `hop_us`, which is of an earlier fit."""
 TEXT, AUDIO = (0.5, 0.9), (0.1, 0.5, 0.9, 0.99)
 """Quantiles of first text and first audio that are fitted, beside the median of the real-time factor."""
-
-
 WEIGHTS = (0.7, 0.7, 0.3, 1.0, 1.0, 0.4, 1.5)
 
 

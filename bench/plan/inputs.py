@@ -84,6 +84,7 @@ def together_of(served: Mapping[str, Any]) -> Together:
         text_vocoder=[calls["text"][b] for b in sizes],
         frames_vocoder=[calls["frames"][b] for b in sizes],
         vocoder=[own[next(n for n in sorted(own) if n >= rows)] for rows in BINS],
+        vocoder_first=own[min(own)],
     )
 
 

@@ -15,15 +15,9 @@ from stretto.planner.table import Table
 
 FRAME_S, OPENING_S = 0.08, 0.08 - 1365 / 24000
 ASKED = {"text-100": Asked(108, 64, 125), "long-60s": Asked(108, 300, 750)}
-
-
 PARTS = ("latency", "open", "realtime")
 """Of a result, whose runs are replayed."""
-
-
 MEASURES = ("first_audio_p50", "first_audio_p99", "rtf_p50")
-
-
 SEEDS, FIT_SEEDS = 10, 3
 """Replays of a run. The least change lets other requests share a step, so one of them says little."""
 

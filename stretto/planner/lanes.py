@@ -130,6 +130,7 @@ class Voice:
 @dataclass(slots=True)
 class Call:
     streams: list[tuple[Voice, int]]
+    frames: int  # of each stream, at most
     left_ms: float
     starts: float
 
@@ -178,7 +179,7 @@ class Vocoder:
         for voice, n in streams:
             voice.pending -= n
         self._voices = [v for v in self._voices if v.pending]
-        self.calls.append(Call(streams, sizes[size], busy(self.table.launch_vocoder)))
+        self.calls.append(Call(streams, size, sizes[size], busy(self.table.launch_vocoder)))
         return True
 
     def end(self) -> None:

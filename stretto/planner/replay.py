@@ -131,7 +131,8 @@ class Card:
             beside = 1.0 if text is None else t.frames_prompt if own == PROMPT else t.frames[own][text.size]
             found["frames"] = (frames, beside if call is None else beside * t.frames_vocoder[call.size])
         if call:
-            found["vocoder"] = (call, t.vocoder[call.size] if found else 1.0)
+            beside = t.vocoder_first if call.frames == 1 else t.vocoder[call.size]
+            found["vocoder"] = (call, beside if found else 1.0)
         return found
 
     def _at_work(self, steps: deque[Step]) -> Step | None:

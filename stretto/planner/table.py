@@ -42,6 +42,7 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text_vocoder: list[float]  # and of that, while the vocoder runs, by the bin of its streams
     frames_vocoder: list[float]
     vocoder: list[float]  # itself, beside any of them
+    vocoder_first: float  # the same for a call of one frame, however many streams
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
