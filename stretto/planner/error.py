@@ -11,7 +11,8 @@ CLOSE = 0.1
 
 
 def error_lines(table: Table) -> list[str]:
-    """Run by run; then which runs are farther off than they should be, and whether chance could explain that."""
+    """Run by run, and those of a load together; then which are farther off than they should be, and whether chance
+    could explain that."""
     if not table.checks:
         return ["of the replay against measured runs: not known"]
     measures = list(table.checks[0].error)
@@ -21,18 +22,24 @@ def error_lines(table: Table) -> list[str]:
         "by run, in %, with the 90 % sampling interval of what was measured:",
         _row("", measures),
     ]
+    together = {check.load: check for check in table.pooled}
     for load, runs in _by_load(table.checks).items():
-        lines += [_row(load if run is runs[0] else "", [_off(run, m) for m in measures]) for run in runs]
+        lines += [_row(f"{load}{', fitted' * run.fitted}", [_off(run, m) for m in measures]) for run in runs]
+        if load in together:
+            lines.append(_row("  not fitted, all", [_off(together[load], m) for m in measures]))
         if load in table.between:
             lines.append(_row("  runs apart", [f"{100 * table.between[load][m]:3.0f}" for m in measures]))
-    return [*lines, *(line for m in measures for line in verdict(table.checks, m))]
+    for m in measures:
+        lines += verdict(table.checks, m)
+        lines += verdict(table.pooled, m, "loads, of the runs that were not fitted") if table.pooled else []
+    return lines
 
 
-def verdict(checks: Sequence[Check], measure: str) -> list[str]:
+def verdict(checks: Sequence[Check], measure: str, what: str = "runs") -> list[str]:
     """In how many runs a measure is as near as it should be, and in which it is not."""
     far = [c for c in checks if abs(c.error[measure]) > CLOSE]
     chance = [c for c in far if c.interval[measure][0] <= c.error[measure] <= c.interval[measure][1]]
-    lines = [f"{measure} is within {_percent(CLOSE)} in {len(checks) - len(far)} of {len(checks)} runs"]
+    lines = [f"{measure} is within {_percent(CLOSE)} in {len(checks) - len(far)} of {len(checks)} {what}"]
     for runs, where in ((chance, "but inside"), ([c for c in far if c not in chance], "and outside")):
         if runs:
             loads = ", ".join(f"{c.load} ({100 * c.error[measure]:+.1f} %)" for c in runs)
@@ -41,7 +48,7 @@ def verdict(checks: Sequence[Check], measure: str) -> list[str]:
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
-    return f"  {name:14}{''.join(f'{cell:20}' for cell in cells)}".rstrip()
+    return f"  {name:20}{''.join(f'{cell:20}' for cell in cells)}".rstrip()
 
 
 def _off(run: Check, measure: str) -> str:

@@ -3,15 +3,13 @@ vocoder in the shapes that it is captured in. Time is told to them. Imports no t
 
 from __future__ import annotations
 
-import heapq
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from stretto.planner.heard import Heard
-from stretto.planner.table import StageTimes, Table, at, vocoder_ms
+from stretto.planner.table import BINS, StageTimes, Table, at, bin_of
 from stretto.stage.ahead import Ahead, Flight
 from stretto.stage.pace import Pace
 from stretto.stage.request import StageRequest, State
@@ -21,8 +19,6 @@ from stretto.stage.scheduler.scheduler import Scheduler
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows that decode steps are captured with
 LEAD_NS = 1_500_000  # `launch_lead_ms`
-SHAPES = {1: (1, 8), 8: (1, 8), 16: (1, 4, 8), 32: (1, 2, 4, 8), 64: (1, 2, 4), 128: (1, 2)}
-"""Of the vocoder's captured steps: frames, by slots."""
 URGENT_S = 0.1
 DEPTH = 2  # steps and calls in flight
 
@@ -33,6 +29,11 @@ class Step:
     left_ms: float
     starts: float  # no sooner
     flight: Flight
+
+    @property
+    def size(self) -> int:
+        """Where shares of speed are told: the bin of its rows, or one more if it holds prompts."""
+        return bin_of(len(self.batch.spans)) if self.batch.decode_only else len(BINS)
 
 
 class Stage:
@@ -62,7 +63,7 @@ class Stage:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        ms = self.times.launch if batch.decode_only else self.times.launch_prompt
+        ms = self.launching(batch)
         flight = self.ahead.launched(len(batch.spans) if batch.decode_only else None, int(1e6 * ms))
         starts = busy(ms)
         flight.launched_ns = int(1e9 * starts)
@@ -71,25 +72,21 @@ class Stage:
         self.most_held = max(self.most_held, pool.num_blocks - pool.num_available)
         return True
 
+    def launching(self, batch: Batch) -> float:
+        """Milliseconds of the host."""
+        t, rows = self.times, len(batch.spans)
+        if batch.decode_only:
+            return t.launch + t.launch_row * rows
+        return t.launch_prompts + t.launch_prompt * (rows - batch.num_decodes)
+
     def takes(self, batch: Batch) -> float:
         """Milliseconds, alone."""
-        decodes = self.decodes(batch.num_decodes) if batch.num_decodes else 0.0
-        if batch.decode_only:
-            return decodes
-        prompts = at(self.times.prompt, batch.num_tokens)
-        return max(decodes, prompts) + self.times.mixed * min(decodes, prompts)
+        return self.decodes(batch.num_decodes) if batch.decode_only else at(self.times.prompt, batch.num_tokens)
 
     def decodes(self, rows: int) -> float:
         if rows not in self._known:
-            self._known[rows] = self.times.one if rows == 1 else at(self.times.decode, self.experts(rows))
+            self._known[rows] = at(self.times.decode, rows)
         return self._known[rows]
-
-    def experts(self, rows: int) -> float:
-        """That a step reads: the more rows, the fewer of what another one picks are not read yet. A step that is padded
-        up to a captured size has a row more, which picks as if by chance."""
-        t = self.times
-        read = min(t.experts, t.picks * math.pow(rows, t.spread))
-        return read if rows in SIZES else read + t.picks * (1 - read / t.experts)
 
     def end(self) -> None:
         """The device is done with a step, and goes on with the next."""
@@ -116,7 +113,7 @@ class Voice:
     heard: Heard
     waiting: int = 0  # frames that have not left for the vocoder
     pending: int = 0  # that wait there
-    slot: int | None = None
+    seated: bool = False  # it has one of the vocoder's slots
     deadline: float | None = None  # when what is sounded has been played; None: nothing is
     begun: float | None = None  # when it first was
     sounded_s: float = 0.0
@@ -133,18 +130,28 @@ class Voice:
 @dataclass(slots=True)
 class Call:
     streams: list[tuple[Voice, int]]
+    frames: int  # of each stream, at most
     left_ms: float
     starts: float
 
+    @property
+    def size(self) -> int:
+        return bin_of(len(self.streams))
+
 
 class Vocoder:
-    """As `stage/codec/stage.py` has it: a step runs all slots up to the highest that it needs."""
+    """As `stage/codec/stage.py` has it: a step runs the streams that have frames in it, padded to a captured shape. The
+    table has all of these."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self.calls: deque[Call] = deque()  # on the device
         self.done: deque[Call] = deque()  # of which the host knows nothing yet
-        self._free = list(range(table.max_rows))
+        self._shapes: dict[int, dict[int, float]] = {}  # by streams and frames: milliseconds
+        for streams, frames, ms in sorted(table.vocoder):
+            self._shapes.setdefault(streams, {})[frames] = ms
+        self._frames = sorted({frames for _, frames, _ in table.vocoder})
+        self._free = table.max_rows
         self._voices: list[Voice] = []  # with frames that wait
 
     def push(self, voice: Voice, frames: int) -> None:
@@ -157,24 +164,22 @@ class Vocoder:
         if not self._voices or len(self.calls) + len(self.done) >= DEPTH:
             return False
         for voice in sorted(self._voices, key=lambda v: v.number):
-            if voice.slot is None and self._free:
-                voice.slot = heapq.heappop(self._free)
-        seated = [v for v in self._voices if v.slot is not None]
+            if not voice.seated and self._free:
+                voice.seated, self._free = True, self._free - 1
+        seated = [v for v in self._voices if v.seated]
         if not seated:
             return False
         urgent = [v for v in seated if v.deadline is None or v.deadline < now + URGENT_S]
         most = max(v.pending for v in ([v for v in urgent if v.deadline is None] or urgent or seated))
-        size = next((n for n in (1, 2, 4, 8) if n >= most), 8)
+        size = _up(self._frames, most)
         chosen = [v for v in seated if v.pending <= size or v in urgent] if urgent else seated
-        top = 1 + max(v.slot for v in chosen if v.slot is not None)
-        slots = next((n for n in SHAPES if n >= top), max(SHAPES))
-        sizes = SHAPES[slots]
-        size = sizes[min(bisect_left(sizes, size), len(sizes) - 1)]
+        sizes = self._shapes[_up(list(self._shapes), len(chosen))]
+        size = _up(list(sizes), size)
         streams = [(v, min(v.pending, size)) for v in chosen]
         for voice, n in streams:
             voice.pending -= n
         self._voices = [v for v in self._voices if v.pending]
-        self.calls.append(Call(streams, vocoder_ms(self.table, slots, size), busy(self.table.launch_vocoder)))
+        self.calls.append(Call(streams, size, sizes[size], busy(self.table.launch_vocoder)))
         return True
 
     def end(self) -> None:
@@ -191,7 +196,11 @@ class Vocoder:
         """Whether nothing of it is left here; then its slot is free."""
         if voice.pending or any(voice is v for call in (*self.calls, *self.done) for v, _ in call.streams):
             return False
-        if voice.slot is not None:
-            heapq.heappush(self._free, voice.slot)
-            voice.slot = None
+        if voice.seated:
+            voice.seated, self._free = False, self._free + 1
         return True
+
+
+def _up(sizes: list[int], wanted: int) -> int:
+    """The next captured size, or the largest."""
+    return sizes[min(bisect_left(sizes, wanted), len(sizes) - 1)]

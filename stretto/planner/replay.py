@@ -19,7 +19,7 @@ from typing import Literal
 from stretto.planner.heard import Asked, Heard
 from stretto.planner.lanes import Call, Stage, Step, Vocoder, Voice
 from stretto.planner.loop import HostLoop
-from stretto.planner.table import Table, share_at
+from stretto.planner.table import BINS, Table
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.request import RequestSpec
 from stretto.stage.scheduler.batch import Outcome
@@ -28,6 +28,7 @@ from stretto.types import RequestId
 Lane = Literal["text", "frames", "vocoder"]
 OPENING = 8  # rows of a frames prompt behind those of the text; the last one comes with the first token of text
 FIRST, EACH, RAMP = 1, 8, 2  # frames of packets
+PROMPT = len(BINS)  # size of a step that holds prompts
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025  # tokens that are told together, at most, and how long one waits for that
 
 
@@ -38,6 +39,8 @@ class Card:
         self.table, self.now = table, 0.0
         self.heard: dict[RequestId, Heard] = {}
         self.ended: Callable[[Heard], None] = lambda heard: None
+        self.ran: Callable[[Lane, Step | Call, float], None] = lambda lane, step, begun: None
+        self._freed: dict[Lane, float] = {"text": 0.0, "frames": 0.0, "vocoder": 0.0}  # when its last step ended
         rows = max_rows or table.max_rows
         self.text = Stage(table.text, rows, True, self._clock)
         self.frames = Stage(table.frames, rows, False, self._clock)
@@ -58,7 +61,6 @@ class Card:
         )  # fmt: skip
         self._later: list[tuple[float, int, Callable[[], None]]] = []  # what happens soon: a heap, by when
         self._random = Random(seed)
-        self._shares: dict[tuple[str, int], float] = {}  # those that were looked up before
         self._arrived = self._number = 0
         self.running = 0  # requests that are not answered yet
 
@@ -71,16 +73,16 @@ class Card:
         return max(s.most_held / s.scheduler.pool.num_blocks for s in (self.text, self.frames))
 
     def arrive(self, asked: Asked) -> Heard:
-        """A request reaches the server now: `serial_ms` of its thread's time, half of it before and half of it behind
-        the rest of the way, which takes `overhead_ms`, more or less."""
+        """A request reaches the server now: it has `serial_ms` of its thread's time, then there is the rest of the way,
+        which takes `overhead_ms`, more or less, and behind that `build_ms` of the thread's time again."""
         heard = Heard(self.now, asked)
         self.running += 1
         way_s = max(0.0, self._random.gauss(self.table.overhead_ms, self.table.jitter_ms)) / 1e3
 
         def built() -> None:
-            self._serve(self.table.serial_ms / 2, lambda: self._announce(heard))
+            self._serve(self.table.build_ms, lambda: self._announce(heard))
 
-        self._serve(self.table.serial_ms / 2, lambda: self._later_at(self.now + way_s, built))
+        self._serve(self.table.serial_ms, lambda: self._later_at(self.now + way_s, built))
         return heard
 
     def _announce(self, heard: Heard) -> None:
@@ -104,6 +106,8 @@ class Card:
             step.left_ms -= 1e3 * passed * rate
         for lane, (step, _) in rates.items():
             if step.left_ms <= 1e-6:
+                self.ran(lane, step, max(step.starts, self._freed[lane]))
+                self._freed[lane] = self.now
                 self._lanes[lane].end()
                 self._ring()
         while self._later and self._later[0][0] <= self.now:
@@ -117,31 +121,19 @@ class Card:
         """What runs, and how fast."""
         t = self.table.together
         text, frames, call = self._at_work(self.text.running), self._at_work(self.frames.running), self._call()
-        slowed = t.beside_vocoder if call else 1.0
-        prompts = text.batch.num_tokens if text and not text.batch.decode_only else 0
         found: dict[Lane, tuple[Step | Call, float]] = {}
         if text:
-            beside = 1.0
-            if frames and prompts:
-                lost = 1 / self._share("prompt", prompts) - 1
-                beside = 1 / (1 + lost * (len(frames.batch.spans) / t.beside) ** t.power)
-            elif frames:
-                beside = self._share("text", len(text.batch.spans))
-            found["text"] = (text, slowed * beside)
+            own = text.size
+            beside = 1.0 if frames is None else t.prompt[frames.size] if own == PROMPT else t.text[own][frames.size]
+            found["text"] = (text, beside if call is None else beside * t.text_vocoder[call.size])
         if frames:
-            beside = 1.0
-            if text:
-                rows = len(frames.batch.spans)
-                beside = self._share("frames_prompt", prompts) if prompts else self._share("frames", rows)
-            found["frames"] = (frames, slowed * beside)
+            own = frames.size
+            beside = 1.0 if text is None else t.frames_prompt if own == PROMPT else t.frames[own][text.size]
+            found["frames"] = (frames, beside if call is None else beside * t.frames_vocoder[call.size])
         if call:
-            found["vocoder"] = (call, t.vocoder if found else 1.0)
+            beside = t.vocoder_first if call.frames == 1 else t.vocoder[call.size]
+            found["vocoder"] = (call, beside if found else 1.0)
         return found
-
-    def _share(self, of: Literal["text", "prompt", "frames", "frames_prompt"], size: int) -> float:
-        if (of, size) not in self._shares:
-            self._shares[of, size] = share_at(getattr(self.table.together, of), size)
-        return self._shares[of, size]
 
     def _at_work(self, steps: deque[Step]) -> Step | None:
         return steps[0] if steps and steps[0].starts <= self.now else None

@@ -5,7 +5,6 @@ A table says what their steps take alone, by size, and how much slower they are 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,40 +13,40 @@ import msgspec
 
 from stretto.errors import Invalid
 
+BINS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Rows up to which steps are of a kind, where shares of speed are told."""
 Curve = list[tuple[float, float]]
 """Sizes and milliseconds, by size."""
 
 
 class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    one: float  # a step for one request's next token, which has kernels of its own
-    decode: Curve  # experts that are read: a step for the next token of several
-    experts: float  # of a layer, and how many of them a row picks
-    picks: float
-    spread: float  # power of rows by which the experts that are read grow; 1: no two rows pick the same
-    prompt: Curve  # rows of a step that holds prompts
-    mixed: float  # of a step with both: what the quicker part adds to the slower one
+    decode: Curve  # rows of a step for requests' next tokens
+    prompt: Curve  # rows of a step that holds prompts, those that decode among them
     tokens: int  # that its KV pool holds
     launch: float  # of the host's thread, for a decode step
-    launch_prompt: float  # and for one that holds prompts
+    launch_row: float  # and for each of its rows more
+    launch_prompts: float  # the same for a step that holds prompts
+    launch_prompt: float  # and for each of these more
     retire: float  # of the same, to pass on what came of a step
     retire_row: float  # and for each of its rows more
 
 
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast steps run beside others, of what they run alone."""
+    """How fast steps run beside others, of what they run alone: by the bin of their own rows, then by that of the other
+    step's, and last beside one that holds prompts."""
 
-    text: Curve  # of the text stage beside the frames stage, by rows
-    prompt: Curve  # of a step of it that holds prompts, by rows, beside a step of frames for `beside` rows
-    beside: float
-    power: float  # of rows of frames by which what such a step loses grows
-    frames: Curve  # of the frames stage beside the text stage, by its rows
-    frames_prompt: Curve  # of the same beside a step that holds prompts, by the rows of that
-    vocoder: float  # beside any of them
-    beside_vocoder: float  # of any of them
+    text: list[list[float]]  # beside frames
+    prompt: list[float]  # a step of the text stage that holds prompts, by the rows of frames alone
+    frames: list[list[float]]  # beside text
+    frames_prompt: float  # a step of the frames stage that holds prompts, beside any of text
+    text_vocoder: list[float]  # and of that, while the vocoder runs, by the bin of its streams
+    frames_vocoder: list[float]
+    vocoder: list[float]  # itself, beside any of them
+    vocoder_first: float  # the same for a call of one frame, however many streams
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured run and its replay. All numbers are shares of what was measured, by measure."""
+    """A measured run, or several of one load, and the replay. By measure, as shares of what was measured."""
 
     load: str
     fitted: bool  # it is one of those that the table was fitted to
@@ -65,7 +64,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rows: int
     text: StageTimes
     frames: StageTimes
-    vocoder: list[tuple[float, float, float]]  # streams, frames of each, milliseconds
+    vocoder: list[tuple[int, int, float]]  # streams, frames of each, milliseconds: all shapes that are captured
     launch_vocoder: float
     retire_vocoder: float
     retire_packet: float
@@ -75,6 +74,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overhead_ms: float  # from a request's arrival to its announcement, beside what the server does itself
     jitter_ms: float  # standard deviation of that
     serial_ms: float  # of the server's thread, for a request that comes
+    build_ms: float  # of the same, when it is announced
     admit_ms: float  # of the host's thread, for a request that is announced
     hop_us: float  # until the host's thread wakes up
     server_us: float  # of the server's thread, for each packet and each piece of text
@@ -84,6 +84,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: dict[str, float] = {}  # of the replay against the measured runs, as shares: the mean
     worst: dict[str, float] = {}  # and of the run that it is farthest from
     checks: list[Check] = []  # run by run
+    pooled: list[Check] = []  # by load, of those with several runs that were not fitted, taken together
     between: dict[str, dict[str, float]] = {}  # by load: how far its measured runs were from each other
 
 
@@ -104,6 +105,11 @@ def find_table(gpu: str) -> Path:
     return known[gpu]
 
 
+def bin_of(rows: int) -> int:
+    """Of these rows, or the last."""
+    return min(bisect_left(BINS, rows), len(BINS) - 1)
+
+
 def at(curve: Sequence[tuple[float, float]], size: float) -> float:
     """The curve at a size: straight between its points, and beyond the last as between the last two."""
     sizes = [s for s, _ in curve]
@@ -112,15 +118,3 @@ def at(curve: Sequence[tuple[float, float]], size: float) -> float:
     i = min(bisect_left(sizes, size), len(curve) - 1)
     (a, low), (b, high) = curve[i - 1], curve[i]
     return low + (high - low) * (size - a) / (b - a)
-
-
-def share_at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """The same for shares, by how often the size doubles; beyond the last point they stay as they are."""
-    return at([(math.log(s), share) for s, share in curve], math.log(min(size, curve[-1][0])))
-
-
-def vocoder_ms(table: Table, streams: int, frames: int) -> float:
-    """Of one call, between its measured neighbours in frames."""
-    widths = sorted({w for _, w, _ in table.vocoder})
-    curve = [(w, at([(n, ms) for n, x, ms in table.vocoder if x == w], streams)) for w in widths]
-    return at(curve, frames)

@@ -6,26 +6,24 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
-from bench.plan import (
-    ASKED,
-    BURST_S,
-    FRAME_S,
-    MEASURES,
-    OPENING_S,
+from bench.plan.checks import BURST_S, between, check, interval
+from bench.plan.inputs import (
     admit_ms,
-    between,
     end_ms,
     gaps,
-    interval,
     jitter_ms,
-    prompt_share,
+    launch_ms,
+    prompt_curve,
     retire_ms,
     server_us,
 )
+from bench.plan.runs import ASKED, FRAME_S, MEASURES, OPENING_S
 from stretto.client.stats import percentile
 from stretto.planner.error import error_lines, verdict
+from stretto.planner.heard import Heard
 from stretto.planner.plan import quantile
 from stretto.planner.table import Check
 from tests.planner.test_plan import with_
@@ -47,20 +45,25 @@ def test_runs_that_are_off_are_told_apart_by_what_chance_explains() -> None:
     assert error_lines(table)[:7] == [
         "of the replay against measured runs, on average: p99 17 % (worst 30 %)",
         "by run, in %, with the 90 % sampling interval of what was measured:",
-        "                p99",
-        "  a             -10 [-1 to +1]",
-        "  b             +12 [-20 to +13]",
-        "                -30 [-20 to +10]",
-        "    runs apart   50",
+        "                      p99",
+        "  a                   -10 [-1 to +1]",
+        "  b                   +12 [-20 to +13]",
+        "  b                   -30 [-20 to +10]",
+        "    runs apart         50",
     ]
     assert error_lines(table)[7:] == verdict(table.checks, "p99")
+    fitted = msgspec.structs.replace(near, fitted=True)
+    pooled = [one("b", -0.09, -0.1, 0.1)]
+    both = error_lines(msgspec.structs.replace(table, checks=[fitted, chance, far], pooled=pooled))
+    assert both[3] == "  a, fitted           -10 [-1 to +1]"
+    assert both[6] == "    not fitted, all    -9 [-10 to +10]"
+    assert both[-1] == "p99 is within 10 % in 1 of 1 loads, of the runs that were not fitted"
     assert error_lines(with_()) == ["of the replay against measured runs: not known"]
 
 
 def run_of(first: list[float], sent: list[float]) -> dict[str, Any]:
     samples = [{"sent": t, "first_audio": f, "rtf": 0.1, "first_text": f} for t, f in zip(sent, first, strict=True)]
-    summary = {name: {"p50": quantile(v, 0.5), "p99": quantile(v, 0.99)} for name, v in (("first_audio_s", first),)}
-    return {"samples": samples, "summary": summary | {"rtf": {"p50": 0.1}}, "streams": 4, "rate": None}
+    return {"samples": samples, "answers": len(samples), "streams": 4, "rate": None}
 
 
 def test_quantiles_are_those_of_the_reports() -> None:
@@ -74,15 +77,15 @@ def test_quantiles_are_those_of_the_reports() -> None:
 def test_the_interval_of_what_was_measured() -> None:
     rng = random.Random(1)
     first = [rng.uniform(0.01, 0.02) for _ in range(100)]
-    alone = interval(run_of(first, [float(i) for i in range(100)]), 500)
+    alone = interval([run_of(first, [float(i) for i in range(100)])], 500)
     assert set(alone) == set(MEASURES)
     low, high = alone["first_audio_p99"]
     assert low < 0 < high <= max(first) / quantile(first, 0.99) - 1 + 1e-4, "no draw is larger than the largest sample"
     assert alone["rtf_p50"] == pytest.approx((0.0, 0.0))
-    assert alone == interval(run_of(first, [float(i) for i in range(100)]), 500), "the same every time"
+    assert alone == interval([run_of(first, [float(i) for i in range(100)])], 500), "the same every time"
     # Samples that came together are drawn together: ten bursts say less than a hundred requests.
     few = sorted(first)
-    bursts = interval(run_of(few, [i // 10 + (i % 10) * BURST_S / 2 for i in range(100)]), 500)
+    bursts = interval([run_of(few, [i // 10 + (i % 10) * BURST_S / 2 for i in range(100)])], 500)
     width = {name: b[1] - b[0] for name, b in (("alone", alone["first_audio_p50"]), ("few", bursts["first_audio_p50"]))}
     assert width["few"] > 1.5 * width["alone"]
 
@@ -93,13 +96,20 @@ def test_how_far_runs_are_apart() -> None:
     assert between([a]) == {}
 
 
-def test_passes_that_outlast_the_frames_beside_them_end_alone() -> None:
-    """Four passes of 10 ms: beside frames for 60 ms they do half of what they do alone, which leaves ten."""
-    run = {"prompt_rows": 1024, "pass_beside_ms": 70 / 4, "raw_ms": {"beside": [4.0] * 45}}
-    assert prompt_share(run, 10.0) == pytest.approx(0.5)
-    run["pass_beside_ms"] = 20.0
-    run["raw_ms"] = {"beside": [4.0] * 90}
-    assert prompt_share(run, 10.0) == pytest.approx(0.5)
+def test_runs_of_a_load_are_taken_together() -> None:
+    a, b = run_of([0.1] * 3, [0.0, 1.0, 2.0]), run_of([0.2] * 4, [0.0, 1.0, 2.0, 3.0])
+    heard = [[[Heard(0.0, ASKED["text-100"], 0.05, [(first, 1.0)], 1.0)] * n] for n, first in ((3, 0.1), (4, 0.22))]
+    both = check([a, b], heard, False)
+    assert both.answers == 7
+    assert both.error["first_audio_p50"] == pytest.approx(0.1)
+    assert check([a], heard[:1], True).error["first_audio_p50"] == 0.0
+
+
+def test_prompts_are_as_those_that_were_served() -> None:
+    """Known ones count; those between are as much quicker as the largest of the small ones."""
+    passes = [(100, 10.0), (500, 20.0), (1024, 40.0), (2000, 60.0)]
+    curve = prompt_curve(passes, [(100, 9.0), (300, 12.0), (1024, 30.0), (2000, 50.0)])
+    assert curve == [(100.0, 9.0), (300.0, 12.0), (500.0, 16.0), (1024.0, 32.0), (1025.0, 30.0), (2000.0, 50.0)]
 
 
 def test_what_host_and_server_need_is_read_off_the_samples() -> None:
@@ -126,6 +136,15 @@ def test_what_host_and_server_need_is_read_off_the_samples() -> None:
     half = codec | {"host": codec["host"] | {'stretto_stage_retire_seconds_total{stage="code2wav"}': 0.01}}  # type: ignore[operator]
     fewer = half | {"samples": [{"packets": [0] * 10}] * 5}
     assert retire_ms([codec, fewer], "code2wav") == pytest.approx((-0.1, 0.2)), "packets of all requests, not of five"
+
+    def launched(steps: float, seconds: float, tokens: float) -> dict[str, Any]:
+        names = [f'stretto_stage_launch_seconds_{what}{{stage="thinker",kind="mixed"}}' for what in ("count", "sum")]
+        host = dict(zip(names, (steps, seconds), strict=True))
+        return {"workload": "text-100", "host": host | {'stretto_stage_tokens_total{stage="thinker"}': tokens}}
+
+    # 2 ms for a step and 0.5 ms for each prompt: 10 and 40 requests of 64 tokens in 10 steps
+    loads = [launched(10, 0.025, 640), launched(10, 0.04, 2560)]
+    assert launch_ms(loads, "thinker", ["prefill", "mixed"]) == pytest.approx((2.0, 0.5))
 
     assert gaps([3.0, 1.0, 1.5, 10.0], 2.0) == [0.5, 1.5]
     times = ((0.0, 0.02, 0.03), (0.01, 0.0101, 0.0201))

@@ -14,37 +14,29 @@ import msgspec
 import pytest
 
 from bench.harness.results import RESULTS, read
-from bench.plan import (
-    FITTED,
-    MEASURES,
-    Loop,
-    check,
-    fitted_runs,
-    label,
-    measured,
-    other_runs,
-    replay_closed,
-    table_of,
-)
+from bench.plan.checks import check
+from bench.plan.fit import FITTED
+from bench.plan.inputs import table_of
+from bench.plan.runs import MEASURES, Loop, fitted_runs, label, other_runs, replay_closed, replays
 from stretto.cli import main
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.planner import plan
 from stretto.planner.command import is_of, seconds
 from stretto.planner.heard import Asked, Heard
-from stretto.planner.lanes import LEAD_NS, SHAPES, SIZES, URGENT_S, Call, Stage, Vocoder, Voice
+from stretto.planner.lanes import DEPTH, LEAD_NS, SIZES, URGENT_S, Stage, Vocoder, Voice
 from stretto.planner.plan import Goal, Load, look, make_plan
 from stretto.planner.replay import Card, replay
 from stretto.planner.table import (
+    BINS,
     Check,
     StageTimes,
     Table,
     Together,
     at,
+    bin_of,
     find_table,
     read_table,
-    share_at,
-    vocoder_ms,
 )
 from stretto.stage.codec.config import CodecConfig
 from stretto.stage.pace import Pace, Rhythm
@@ -53,27 +45,27 @@ from stretto.stage.runner import graphs
 from stretto.stage.turns import Fresh, PushReports, in_order
 from stretto.types import RequestId
 
-EVER = [(1.0, 1.0)]
+EVER = [1.0] * (len(BINS) + 1)
 ALONE = Together(
-    text=EVER, prompt=EVER, beside=1.0, power=0.0, frames=EVER, frames_prompt=EVER, vocoder=1.0, beside_vocoder=1.0
-)
+    text=[EVER] * len(BINS), prompt=EVER, frames=[EVER] * len(BINS), frames_prompt=1.0, text_vocoder=EVER,
+    frames_vocoder=EVER, vocoder=EVER, vocoder_first=1.0,
+)  # fmt: skip
 
 
-def stage_times(one: float, decode: list[tuple[float, float]], prompt: list[tuple[float, float]]) -> StageTimes:
-    """A row picks one expert, which no other one picks, of so many that padding costs nothing."""
+def stage_times(decode: list[tuple[float, float]], prompt: list[tuple[float, float]]) -> StageTimes:
     return StageTimes(
-        one=one, decode=decode, experts=8, picks=1, spread=1.0, prompt=prompt, mixed=0.0, tokens=100_000, launch=0.0,
-        launch_prompt=0.0, retire=0.0, retire_row=0.0,
+        decode=decode, prompt=prompt, tokens=100_000, launch=0.0, launch_row=0.0, launch_prompts=0.0, launch_prompt=0.0,
+        retire=0.0, retire_row=0.0,
     )  # fmt: skip
 
 
 TABLE = Table(
     gpu="toy", model="toy", memory_gib=1.0, weights_gib=0.5, max_rows=8,
-    text=stage_times(2.0, [(1, 2.0), (8, 4.0)], [(16, 10.0), (1000, 20.0)]),
-    frames=stage_times(5.0, [(1, 5.0), (8, 10.0)], [(16, 3.0), (1000, 4.0)]),
+    text=stage_times([(1, 2.0), (8, 4.0)], [(16, 10.0), (1000, 20.0)]),
+    frames=stage_times([(1, 5.0), (8, 10.0)], [(16, 3.0), (1000, 4.0)]),
     vocoder=[(1, 1, 1.0), (8, 1, 2.0), (1, 8, 2.0), (8, 8, 4.0)], launch_vocoder=0.0, retire_vocoder=0.0,
     retire_packet=0.0, together=ALONE, frame_s=0.08, opening_s=0.02, overhead_ms=0.0, jitter_ms=0.0, serial_ms=0.0,
-    admit_ms=0.0, hop_us=0.0, server_us=0.0, end_ms=0.0, end_frame_us=0.0, made_by="hand",
+    build_ms=0.0, admit_ms=0.0, hop_us=0.0, server_us=0.0, end_ms=0.0, end_frame_us=0.0, made_by="hand",
 )  # fmt: skip
 ASKED = Asked(16, 10, 20)
 
@@ -82,11 +74,7 @@ def test_curves() -> None:
     curve = [(1.0, 2.0), (8.0, 4.0), (16.0, 4.0)]
     assert [at(curve, n) for n in (0, 1, 4.5, 8, 16, 32)] == [2, 2, 3, 4, 4, 4]
     assert at(curve[:2], 15) == 6.0, "beyond the last, as between the last two"
-    assert share_at(curve[:2], 15) == 4.0, "a share stays"
-    assert share_at([(1.0, 0.0), (16.0, 1.0)], 4) == pytest.approx(0.5), "by doublings"
-    assert vocoder_ms(TABLE, 1, 1) == 1.0
-    assert vocoder_ms(TABLE, 8, 8) == 4.0
-    assert 1.0 < vocoder_ms(TABLE, 4, 4) < 4.0
+    assert [bin_of(rows) for rows in (1, 2, 3, 4, 5, 128, 500)] == [0, 1, 2, 2, 3, 7, 7]
 
 
 def test_one_request_takes_what_its_steps_take() -> None:
@@ -103,8 +91,8 @@ def test_one_request_takes_what_its_steps_take() -> None:
 
 
 def test_stages_beside_each_other_are_slower() -> None:
-    half = [(1.0, 0.5)]
-    slow = Together(half, half, 1.0, 0.0, half, half, vocoder=0.5, beside_vocoder=0.5)
+    half = [0.5] * len(EVER)
+    slow = Together([half] * len(BINS), half, [half] * len(BINS), 0.5, half, half, half, 0.5)
     [fast], [slowed] = (replay(Card(t), iter([(0.0, ASKED)]), 1.0) for t in (TABLE, with_(together=slow)))
     assert fast.end is not None
     assert slowed.end is not None
@@ -114,8 +102,36 @@ def test_stages_beside_each_other_are_slower() -> None:
     assert slowed.first_text == pytest.approx(0.010 + 0.003, abs=2e-4)
 
 
+def test_shares_are_told_by_the_rows_of_both() -> None:
+    """Of what runs beside each other: a step of each stage, and a call of the vocoder."""
+    sizes = range(len(BINS))
+    t = Together(
+        text=[[100 + 10 * own + other for other in range(9)] for own in sizes], prompt=[200 + n for n in range(9)],
+        frames=[[300 + 10 * own + other for other in range(9)] for own in sizes], frames_prompt=400,
+        text_vocoder=[1000 * (n + 1) for n in sizes], frames_vocoder=[10**6 * (n + 1) for n in sizes],
+        vocoder=[500 + n for n in sizes], vocoder_first=600,
+    )  # fmt: skip
+    card = Card(with_(together=t))
+
+    def rates(text: int | None, frames: int | None, call: int | None, frames_each: int = 8) -> list[float]:
+        """By size; the last is of a step that holds prompts."""
+        for queue, size in ((card.text.running, text), (card.frames.running, frames), (card.vocoder.calls, call)):
+            queue.clear()
+            if size is not None:
+                queue.append(SimpleNamespace(size=size, starts=0.0, frames=frames_each))  # type: ignore[arg-type]
+        return [rate for _, rate in card._rates().values()]
+
+    assert rates(3, None, None) == rates(None, 8, None) == rates(None, None, 2) == [1.0]
+    assert rates(3, 5, None) == [135, 353]
+    assert rates(8, 5, None) == [205, 358]
+    assert rates(8, 8, None) == [208, 400]
+    assert rates(3, 8, None) == [138, 400]
+    assert rates(3, 5, 2) == [135 * 3000, 353 * 3 * 10**6, 502]
+    assert rates(None, 5, 2, frames_each=1) == [3 * 10**6, 600]
+
+
 def test_frames_beside_a_prompt_have_a_speed_of_their_own() -> None:
-    slow = msgspec.structs.replace(ALONE, frames_prompt=[(1, 0.25)])
+    slow = msgspec.structs.replace(ALONE, frames=[[*EVER[:-1], 0.25]] * len(BINS))
     arrivals = [(0.0, ASKED), (0.05, Asked(1000, 10, 20))]  # the second's prompt is read while the first one speaks
     fast, slowed = (replay(Card(t), iter(arrivals), 1.0)[0] for t in (TABLE, with_(together=slow)))
     assert fast.end is not None
@@ -123,15 +139,29 @@ def test_frames_beside_a_prompt_have_a_speed_of_their_own() -> None:
     assert slowed.end - fast.end == pytest.approx(0.020 * 0.75, abs=0.010)
 
 
-def test_a_step_takes_as_long_as_the_experts_that_it_reads() -> None:
-    """Of two rows and more: those of one row have kernels of their own."""
-    curve = [(0.0, 0.0), (128.0, 128.0)]
-    times = msgspec.structs.replace(TABLE.text, one=0.5, decode=curve, experts=128, picks=8, spread=0.5)
-    stage = Stage(times, 8, True, lambda: 0)
-    assert [stage.decodes(n) for n in (1, 4, 16)] == pytest.approx([0.5, 16.0, 32.0])
-    assert stage.experts(1024) == 128, "there are no more"
-    read = 8 * 9**0.5
-    assert stage.decodes(9) == pytest.approx(read + 8 * (1 - read / 128)), "and those of the row that pads it to twelve"
+def test_what_a_step_and_its_launch_take() -> None:
+    """A step that holds prompts is a pass over all of its rows, those that decode among them; its launch takes longer
+    for each prompt, that of another one for each row."""
+    launches = {"launch": 0.1, "launch_row": 0.01, "launch_prompts": 2.0, "launch_prompt": 0.5}
+    curves = {"decode": [(1, 2.0), (8, 9.0)], "prompt": [(16, 10.0), (32, 26.0)]}
+    times = msgspec.structs.replace(TABLE.text, **curves, **launches)
+    stage, took = Stage(times, 8, True, lambda: 0), []
+    submit, busy = stage.scheduler.submit, took.append
+
+    def step() -> float:
+        assert stage.launch(lambda ms: busy(ms) or 0.0)
+        ms = stage.running[0].left_ms
+        stage.end()
+        stage.retire(lambda ms: ms)
+        return ms
+
+    submit(RequestSpec(RequestId("a"), 10), 16)
+    assert step() == 10.0
+    submit(RequestSpec(RequestId("b"), 10), 8)
+    submit(RequestSpec(RequestId("c"), 10), 7)
+    assert step() == 10.0, "one row that decodes, and fifteen"
+    assert step() == 4.0
+    assert took == pytest.approx([2.5, 3.0, 0.13])
 
 
 def test_the_server_sends_one_thing_after_the_other() -> None:
@@ -155,7 +185,7 @@ def test_ends_take_the_server_longer_than_packets() -> None:
 
 def test_text_reaches_the_frames_in_growing_groups() -> None:
     """As packets show, where frames are quick and wait for text: of one token, one, two, three, four and so on."""
-    quick = with_(frames=msgspec.structs.replace(TABLE.frames, one=0.1, decode=[(1, 0.1), (8, 0.1)]))
+    quick = with_(frames=msgspec.structs.replace(TABLE.frames, decode=[(1, 0.1), (8, 0.1)]))
     [heard] = replay(Card(quick), iter([(0.0, Asked(16, 40, 41))]), 1.0)
     assert [round((s + 0.001) / 0.08) for _, s in heard.packets][:6] == [1, 1, 2, 3, 4, 4]
 
@@ -164,7 +194,7 @@ def test_the_host_does_one_thing_at_a_time() -> None:
     """It wakes up and admits; a prompt's launch is waited for; when the step is done it wakes up, looks at what came of
     it and launches another one, before it lets go of what it has to say."""
     slow = with_(
-        text=msgspec.structs.replace(TABLE.text, launch=0.25, launch_prompt=3.0, retire=0.5, retire_row=0.125),
+        text=msgspec.structs.replace(TABLE.text, launch=0.25, launch_prompts=3.0, retire=0.5, retire_row=0.125),
         hop_us=1000.0, admit_ms=0.75,
     )  # fmt: skip
     [heard] = replay(Card(slow), iter([(0.0, ASKED)]), 1.0)
@@ -182,7 +212,7 @@ def test_packets_take_the_hosts_time_too() -> None:
 
 
 def test_prompts_that_come_while_the_host_launches_share_the_next_step() -> None:
-    slow = with_(text=msgspec.structs.replace(TABLE.text, launch_prompt=5.0))
+    slow = with_(text=msgspec.structs.replace(TABLE.text, launch_prompts=5.0))
     word = Asked(16, 1, 20)  # of which no further step follows that of the prompt
     heard = replay(Card(slow), iter([(0.0, word), (0.002, word), (0.004, word)]), 1.0)
     first, second, third = (h.arrived + (h.first_text or 0.0) for h in heard)
@@ -203,7 +233,7 @@ def test_a_turn_launches_one_step() -> None:
 def test_a_step_waits_on_the_device_as_the_real_stage_has_it() -> None:
     """Short steps are launched one ahead of the other at once; long ones are held back until shortly before the end."""
     for ms, ahead in ((2.0, 2), (20.0, 1)):
-        card = Card(with_(text=msgspec.structs.replace(TABLE.text, one=ms)))
+        card = Card(with_(text=msgspec.structs.replace(TABLE.text, decode=[(1, ms), (8, ms)])))
         card.arrive(Asked(16, 40, 60))
         there = []
         for tenth in range(200):
@@ -213,47 +243,63 @@ def test_a_step_waits_on_the_device_as_the_real_stage_has_it() -> None:
         assert statistics.mode(there[100:]) == ahead
 
 
-def test_the_vocoder_runs_all_slots_up_to_the_highest() -> None:
-    """A step for a stream in the ninth slot takes as long as one of sixteen; a stream that ends frees its slot."""
-    vocoder = Vocoder(with_(max_rows=128))
-    scheduler = Card(TABLE).frames.scheduler
-    voices = [
-        Voice(n, Pace(1, 8, 2, Rhythm(0.08, 0.02)), scheduler.submit(RequestSpec(RequestId(f"r{n}"), 5), 4), nobody())
-        for n in range(9)
-    ]
+def test_a_step_of_the_vocoder_holds_the_streams_that_have_frames() -> None:
+    """Padded to the next shape: whether few of many streams have frames, or few are there, it takes as long."""
+    shapes = [(1, 1, 1.0), (1, 8, 2.0), (4, 1, 3.0), (4, 2, 4.0), (4, 8, 5.0), (16, 1, 6.0), (16, 4, 7.0)]
+    vocoder = Vocoder(with_(max_rows=16, vocoder=shapes))
+    voices = some_voices(9)
 
-    def call() -> Call:
-        assert vocoder.launch(0.0, lambda ms: ms)
-        return vocoder.calls[-1]
-
-    def retire() -> None:
+    def call(now: float = 0.0) -> tuple[int, float]:
+        assert vocoder.launch(now, lambda ms: ms)
+        made = vocoder.calls[-1]
         vocoder.end()
         vocoder.retire(lambda ms: ms)
+        return len(made.streams), made.left_ms
 
     for voice in voices:
         vocoder.push(voice, 1)
-    first = call()
-    assert [len(first.streams), first.left_ms] == [9, vocoder_ms(TABLE, 16, 1)]
-    retire()
+    assert call() == (9, 6.0)
     vocoder.push(voices[8], 1)
-    assert call().left_ms == vocoder_ms(TABLE, 16, 1)
+    assert call() == (1, 1.0), "it is the ninth, and alone in the step"
+    for voice in voices:
+        voice.deadline = 5.0
+    for voice in voices[:3]:
+        vocoder.push(voice, 3)
+    assert call() == (3, 5.0), "of four frames there is none for so few"
+    for voice in voices:
+        vocoder.push(voice, 8)
+    assert call() == (9, 7.0), "with so many streams, no more than four frames"
+    assert call() == (9, 7.0), "the rest of them"
+    vocoder.push(voices[0], 8)
+    vocoder.push(voices[1], 1)
+    voices[1].deadline = 0.05
+    assert call() == (1, 1.0), "one that soon runs dry goes without those that have more"
+
+
+def test_streams_wait_for_a_slot_of_the_vocoder() -> None:
+    vocoder, voices = Vocoder(with_(max_rows=2)), some_voices(3)
+    for voice in voices:
+        vocoder.push(voice, 1)
+    assert vocoder.launch(0.0, lambda ms: ms)
+    assert [v.seated for v in voices] == [True, True, False]
+    assert not vocoder.launch(0.0, lambda ms: ms)
     voices[0].last = True
-    assert vocoder.close(voices[0])
-    retire()
-    vocoder.push(voices[8], 8)
-    voices[8].deadline = 5.0
-    assert call().left_ms == vocoder_ms(TABLE, 16, 8)
-    new = Voice(9, voices[0].pace, voices[0].request, nobody())
-    vocoder.push(new, 1)
-    vocoder.launch(0.0, lambda ms: ms)
-    assert new.slot == 0
-    assert vocoder.calls[-1].left_ms == vocoder_ms(TABLE, 1, 1)
+    vocoder.end()
+    vocoder.retire(lambda ms: ms)
+    assert vocoder.launch(0.0, lambda ms: ms)
+    assert [v.seated for v in voices] == [False, True, True]
+
+
+def some_voices(count: int) -> list[Voice]:
+    submit, pace = Card(TABLE).frames.scheduler.submit, Pace(1, 8, 2, Rhythm(0.08, 0.02))
+    return [Voice(n, pace, submit(RequestSpec(RequestId(f"r{n}"), 5), 4), nobody()) for n in range(count)]
 
 
 def test_sizes_are_those_that_are_captured() -> None:
     captured = CodecConfig().captured()
-    assert {streams: captured.sizes_for(streams) for streams in captured.stream_sizes} == SHAPES
+    assert [(streams, frames) for streams, frames, _ in read_table(find_table("h200")).vocoder] == captured.shapes()
     assert captured.urgent_s == URGENT_S
+    assert captured.overlap_depth == DEPTH
     assert SIZES == graphs.SIZES
     assert 1e6 * HostSettings().launch_lead_ms == LEAD_NS
 
@@ -267,15 +313,15 @@ def with_(**changed: Any) -> Table:
 
 
 def test_requests_that_come_together_take_the_servers_time_one_after_the_other() -> None:
-    """Half of it when they come, half of it when their prompts are built."""
-    table = with_(overhead_ms=5.0, serial_ms=10.0)
+    """Some when they come, and some when their prompts are built."""
+    table = with_(overhead_ms=5.0, serial_ms=4.0, build_ms=6.0)
     [alone] = replay(Card(table), iter([(0.0, ASKED)]), 1.0)
     assert alone.first_text == pytest.approx(0.025, abs=0.002)
     heard = replay(Card(table), iter([(0.0, ASKED)] * 4), 1.0)
     assert [h.arrived for h in heard] == [0.0] * 4
-    # The first is announced after 25 ms; but what is sent waits as well, until the last one is announced.
-    assert heard[0].first_text == pytest.approx(8 * 0.005)
-    assert (heard[-1].first_text or 0.0) >= 8 * 0.005 + 0.010
+    # What is sent waits as well, until the last one is announced.
+    assert heard[0].first_text == pytest.approx(4 * 0.010)
+    assert (heard[-1].first_text or 0.0) >= 4 * 0.010 + 0.010
 
 
 def test_the_way_of_a_request_varies() -> None:
@@ -284,25 +330,6 @@ def test_the_way_of_a_request_varies() -> None:
     first = [h.first_text or 0.0 for h in replay(Card(table), iter(arrivals), 1e3)]
     assert statistics.mean(first) == pytest.approx(0.015, abs=0.0005)
     assert statistics.pstdev(first) == pytest.approx(0.001, rel=0.2)
-
-
-def test_a_prompt_loses_more_beside_more_frames() -> None:
-    """Half of its speed beside one row; with twice as many rows it loses twice as much."""
-    table = with_(together=msgspec.structs.replace(ALONE, prompt=[(1, 0.5)], power=1.0))
-    took = []
-    for speakers in (0, 1, 2):
-        card = Card(table)
-        for _ in range(speakers):
-            card.arrive(Asked(16, 1, 500))
-        while card.now < 0.1:
-            card.advance(0.1)
-        heard = card.arrive(ASKED)
-        while heard.first_text is None:
-            card.advance(card.now + 0.01)
-        took.append(heard.first_text)
-    # But for the time in which the frames stage reads the prompt itself, for one row.
-    assert took == pytest.approx([0.010, 0.020, 0.030], rel=0.2)
-    assert took[0] < took[1] - 0.005 < took[2] - 0.010
 
 
 def test_the_hosts_turns_are_in_the_real_order() -> None:
@@ -321,7 +348,7 @@ def test_the_hosts_turns_are_in_the_real_order() -> None:
 
 def test_new_prompts_go_before_the_other_stages() -> None:
     """Their launch does not wait for that of the frames stage, which is long too."""
-    slow = with_(frames=msgspec.structs.replace(TABLE.frames, launch_prompt=4.0))
+    slow = with_(frames=msgspec.structs.replace(TABLE.frames, launch_prompts=4.0))
     [heard] = replay(Card(slow), iter([(0.0, ASKED)]), 1.0)
     assert heard.first_text == pytest.approx(0.010, abs=1e-4)
 
@@ -329,7 +356,7 @@ def test_new_prompts_go_before_the_other_stages() -> None:
 def test_a_step_takes_the_prompts_that_are_there_when_the_first_has_come() -> None:
     """While one is answered, a prompt that comes has the next step made at once; one that comes a little later, though
     before that step begins, has to wait for the one after it, as with the real stage."""
-    long = with_(text=msgspec.structs.replace(TABLE.text, decode=[(1, 10.0), (8, 10.0)]))
+    long = with_(text=msgspec.structs.replace(TABLE.text, decode=[(1, 2.0), (2, 10.0), (8, 10.0)]))
     speaker, *others = replay(Card(long), iter([(0.0, ASKED), (0.021, ASKED), (0.023, ASKED)]), 1.0)
     assert speaker.first_text == pytest.approx(0.010)
     first, second = (h.arrived + (h.first_text or 0.0) for h in others)
@@ -362,7 +389,7 @@ def test_the_clients_of_a_process_share_its_requests() -> None:
     )
     assert len(apart) == len(together) == 10
     assert [sum((h.end or 0.0) > heard[-1].arrived for h in heard) for heard in (apart, together)] == [1, 2]
-    assert Loop.of(64, {"requests": 100, "processes": 6, "seconds": 10.0}) == Loop(64, 192, 6, 10.0)
+    assert Loop.of(64, {"requests": 100, "rounds": 3, "processes": 6, "seconds": 10.0}) == Loop(64, 192, 6, 10.0)
 
 
 def test_a_listener_who_runs_dry_waits() -> None:
@@ -461,7 +488,7 @@ def test_the_command_answers(tmp_path: Path, capsys: Any, monkeypatch: pytest.Mo
     text = capsys.readouterr().out
     assert text.startswith(f"{told['cards']} x toy for 30 sessions of toy")
     assert "rtf 5 % (worst 9 %)" in text
-    assert "4 streams      -9 [-3 to +2]\n" in text
+    assert "4 streams, fitted    -9 [-3 to +2]\n" in text
     assert "the KV caches hold 100,000 tokens each, at most" in text
 
 
@@ -469,16 +496,16 @@ def test_the_shipped_table_says_how_far_it_is_off() -> None:
     """Replays of the recorded runs are no farther from them than the table says, of those that are short enough."""
     table = read_table(find_table("h200"))
     assert set(table.error) == set(table.worst) == set(MEASURES)
-    assert {check.load for check in table.checks} > set(table.between)
+    assert {check.load for check in table.checks} > set(table.between) >= {check.load for check in table.pooled}
     assert all(0 < table.error[name] <= table.worst[name] for name in MEASURES)
-    assert max(table.error.values()) <= 0.06, "on average"
+    assert max(table.error.values()) <= 0.07, "on average"
     unbound = [check for check in table.checks if "second" in check.load]
     assert max(abs(check.error[name]) for check in unbound for name in MEASURES) <= 0.1, "what a plan replays"
     fitted = fitted_runs("h200")
     runs = [run for run in fitted + other_runs("h200") if run["answers"] <= 60]
-    assert {label(run) for run in runs} == {"1 streams", "4 streams", "4 a second"}
+    assert {label(run) for run in runs} == {"1 streams", "2 streams", "4 streams", "4 a second"}
     for run in runs:
-        again = check(table, run, run in fitted, 3)
+        again = check([run], [replays(table, run, 3)], run in fitted)
         [known] = [
             c for c in table.checks if (c.load, c.fitted, c.interval) == (again.load, again.fitted, again.interval)
         ]
@@ -488,10 +515,9 @@ def test_the_shipped_table_says_how_far_it_is_off() -> None:
 
 
 def test_the_shipped_table_is_what_the_results_give() -> None:
-    """But for its errors, which take a minute to find."""
+    """But for its errors, which take minutes to find."""
     table = read_table(find_table("h200"))
-    again = table_of("h200", measured("h200"), FITTED["h200"], read(RESULTS / "h200.json"))
-    kept = msgspec.structs.replace(
-        again, error=table.error, worst=table.worst, checks=table.checks, between=table.between
-    )
+    inputs, traced = (read(RESULTS / f"plan_{name}_h200.json") for name in ("inputs", "traced"))
+    told = {name: getattr(table, name) for name in ("error", "worst", "checks", "pooled", "between")}
+    kept = msgspec.structs.replace(table_of("h200", inputs, FITTED["h200"], traced), **told)
     assert msgspec.to_builtins(kept) == msgspec.to_builtins(table)
