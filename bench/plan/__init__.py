@@ -10,10 +10,9 @@ plan_traced_GPU.json, it takes what the host needs to admit, to launch and to pa
 server needs for a packet and for the end of an answer, and how much the way of a request varies. FITTED are four
 numbers, the same for all loads, on the same runs: what the server's thread needs for a request before and behind the
 rest of its way, how long that is, and how long the host takes to wake up. The replay is then checked against runs of
-two other servers, of which nothing was fitted: plan_runs_GPU.json and plan_runs_again_GPU.json. Closed loops are
-replayed as loops, with the clients in processes as the program `serve` has them; the others with the moments at which
-their requests were sent. Beside each error stands the 90 % sampling interval of what was measured, and how far runs of
-a load differ.
+two other servers, of which nothing was fitted: GPU.json and GPU_again.json. Closed loops are replayed as loops, with
+the clients in processes as the program `serve` has them; the others with the moments at which their requests were sent.
+Beside each error stands the 90 % sampling interval of what was measured, and how far runs of a load differ.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def fitted_runs(gpu: str) -> list[Any]:
 
 def other_runs(gpu: str) -> list[Any]:
     """Of the same commit, each file by a server of its own, and nothing of them fitted."""
-    return [run for name in ("runs", "runs_again") for run in runs_of(read(RESULTS / f"plan_{name}_{gpu}.json"))]
+    return [run for name in (gpu, f"{gpu}_again") for run in runs_of(read(RESULTS / f"{name}.json"))]
 
 
 def runs_of(result: Mapping[str, Any]) -> list[Any]:

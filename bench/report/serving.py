@@ -21,7 +21,6 @@ PROVENANCE = (  # file, what it holds
     ("split_h200", "one process and two on one card"),
     ("beside_h200", "beside other servers on the card"),
     ("before_after_h200", "two versions side by side"),
-    ("open_before_after", "open loops of two versions"),
     ("realtime_h200", "conversations"),
     ("tts_h200", "Qwen3-TTS"),
     ("ablation_h200", "overlaps switched off"),
