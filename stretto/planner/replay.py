@@ -39,8 +39,6 @@ class Card:
         self.table, self.now = table, 0.0
         self.heard: dict[RequestId, Heard] = {}
         self.ended: Callable[[Heard], None] = lambda heard: None
-        self.ran: Callable[[Lane, Step | Call, float], None] = lambda lane, step, begun: None
-        self._freed: dict[Lane, float] = {"text": 0.0, "frames": 0.0, "vocoder": 0.0}  # when its last step ended
         rows = max_rows or table.max_rows
         self.text = Stage(table.text, rows, True, self._clock)
         self.frames = Stage(table.frames, rows, False, self._clock)
@@ -106,8 +104,6 @@ class Card:
             step.left_ms -= 1e3 * passed * rate
         for lane, (step, _) in rates.items():
             if step.left_ms <= 1e-6:
-                self.ran(lane, step, max(step.starts, self._freed[lane]))
-                self._freed[lane] = self.now
                 self._lanes[lane].end()
                 self._ring()
         while self._later and self._later[0][0] <= self.now:
