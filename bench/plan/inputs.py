@@ -36,8 +36,9 @@ def collect(gpu: str, traced: Path) -> None:
     for streams, _, ms in vocoder:
         shapes.setdefault(streams, []).append(ms)
     prompts = {lane: pass_ms(passes["times_us"], STAGES[lane]) for lane in ("text", "frames")}
-    memory = before["parts"]["host"]["found"][0]["memory"]
-    commits = {"traced": raw["env"], "prompts": passes["env"], "vocoder": calls["env"], "memory": before["env"]}
+    host = before["parts"]["host"]  # parts of a result may be of several commits
+    memory = host["found"][0]["memory"]
+    commits = {"traced": raw["env"], "prompts": passes["env"], "vocoder": calls["env"], "memory": host["env"]}
     write(
         RESULTS / f"plan_inputs_{gpu}.json",
         {

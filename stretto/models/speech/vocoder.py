@@ -45,7 +45,7 @@ MAX_FRAMES = 25
 class Timing:
     """Where a step's frames lie in the window; the same for every layer."""
 
-    places: torch.Tensor  # [slots] int64: of the window, whose each slot's is
+    places: torch.Tensor  # [streams] int64: where each stream lies in the window
     columns: torch.Tensor  # [slots * frames] flat column that each frame is written to
     bias: torch.Tensor  # [slots, 1, frames, columns] added to the attention scores
     cos: torch.Tensor  # [slots * frames, head_dim]

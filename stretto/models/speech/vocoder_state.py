@@ -13,6 +13,7 @@ class Part:
     """What the streams of one step remember. Made by `VocoderState.part`, and given back by `put`."""
 
     slots: torch.Tensor  # [streams] int64; -1: padding
+    rows: torch.Tensor  # [streams] int64: of the state's frames and tails
     frames: torch.Tensor  # [streams] int64: a copy
     window: torch.Tensor  # of all slots: what a stream has in it lies at 1 + its slot
     tails: torch.Tensor  # [streams, values]: a copy
@@ -41,15 +42,14 @@ class VocoderState:
         cost, wherever their slots are. The tails are copied, a tenth of what a stream remembers; the window is not."""
         if slots is None:
             slots = torch.arange(self.num_slots, device=self.frames.device)
-        place = slots.remainder(len(self.frames))
-        frames, tails = self.frames.index_select(0, place), self.tails.index_select(0, place)
-        return Part(slots, frames, self.window, tails)
+        rows = slots.remainder(len(self.frames))  # padding: the last one
+        frames, tails = self.frames.index_select(0, rows), self.tails.index_select(0, rows)
+        return Part(slots, rows, frames, self.window, tails)
 
     def put(self, part: Part, lengths: torch.Tensor) -> None:
         """After a step that took so many frames of each stream."""
-        place = part.slots.remainder(len(self.frames))
-        self.frames.index_add_(0, place, lengths)
-        self.tails.index_copy_(0, place, part.tails)
+        self.frames.index_add_(0, part.rows, lengths)
+        self.tails.index_copy_(0, part.rows, part.tails)
 
     def save(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a stream remembers, to begin others with it."""

@@ -210,12 +210,12 @@ class CodecStage:
         chosen = ready
         if urgent:
             chosen = [s for s in ready if s.num_ready <= size or s.deadline is None or s.deadline < dry]
-        size = self._num_frames(self._num_streams(chosen), size)
+        size = self._num_frames(self._num_streams(len(chosen)), size)
         return [(s, min(s.num_ready, size)) for s in chosen]
 
-    def _num_streams(self, streams: Sequence[Any]) -> int:
-        """Of a step that has these, with padding."""
-        return next(n for n in self._sizes if n >= len(streams))
+    def _num_streams(self, count: int) -> int:
+        """Of a step that has so many, with padding."""
+        return next(n for n in self._sizes if n >= count)
 
     def _num_frames(self, streams: int, wanted: int) -> int:
         """Of a step that shall hold `wanted` frames per stream, or as many of them as it can."""
@@ -224,7 +224,7 @@ class CodecStage:
 
     @torch.inference_mode()
     def _launch(self, parts: list[tuple[Stream, int]]) -> None:
-        streams = self._num_streams(parts)
+        streams = self._num_streams(len(parts))
         size = self._num_frames(streams, max(n for _, n in parts))
         taken = []
         codes, counts, slots = self._staging.inputs(streams, size)
