@@ -288,22 +288,33 @@ def over_http(
             result["beside"] = heard_beside()
         if args.trace:
             time.sleep(TOLD_S)
-            result["steps"] = steps(folder)
+            result |= traced(folder)
         result["metrics_at_end"] = server.metrics()
     finally:
         gpu.close()
 
 
-def steps(folder: Path) -> list[list[Any]]:
-    """What the server's trace says of its stages: stage, kind of step, streams in it, when the device began with it and
-    how long it took, in seconds, by the clock that `began` of a level is of."""
+STEP = re.compile(r"(\w+) of (\d+)(?:, (\d+) tokens)?")
+CALL = re.compile(r"(\d+) streams of (\d+) frames")
+
+
+def traced(folder: Path) -> dict[str, list[list[Any]]]:
+    """What the server's trace says, in seconds by the clock that `began` of a level is of. `steps` of its stages:
+    stage, kind, streams, tokens in all (of a vocoder: frames of a stream at most), when the device began with it and
+    how long it took. `loop`: what the host's thread did, when and for how long."""
     [path] = (folder / "trace").glob("*.json")
     lines = (line.removeprefix("[").rstrip(",") for line in path.read_text().splitlines())
-    events = (json.loads(line) for line in lines if line)
-    found = []
-    for e in events:
-        if e.get("ph") == "X" and (m := re.fullmatch(r"(?:(\w+) of )?(\d+)(?: streams)?", e["name"])):
-            found.append([e["cat"], m[1] or "decode", int(m[2]), e["ts"] / 1e6, e["dur"] / 1e6])
+    found: dict[str, list[list[Any]]] = {"steps": [], "loop": []}
+    for e in (json.loads(line) for line in lines if line):
+        if e.get("ph") != "X":
+            continue
+        lane, name, times = e["cat"], e["name"], [e["ts"] / 1e6, e["dur"] / 1e6]
+        if lane == "loop":
+            found["loop"].append([name, *times])
+        elif m := CALL.fullmatch(name):
+            found["steps"].append([lane, "decode", int(m[1]), int(m[2]), *times])
+        elif m := STEP.fullmatch(name):
+            found["steps"].append([lane, m[1], int(m[2]), int(m[3] or m[2]), *times])
     return found
 
 

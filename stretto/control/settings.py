@@ -230,7 +230,7 @@ class EngineConfig:
     )
     prompts: PoolSettings | None = None  # None: no prompt worker; prompts are built in threads of this process
     trace_dir: str | None = setting(
-        None, "logging", "write a trace of all steps and link hops there, for Perfetto", "DIR"
+        None, "logging", "write a trace of all steps, link hops and launches there, for Perfetto", "DIR"
     )
     host: HostSettings = field(default_factory=HostSettings)
     devices: tuple[str, ...] = setting(  # none: that of `host`

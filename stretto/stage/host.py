@@ -92,7 +92,9 @@ class Host:
     def handle(self, message: ToHost, blob: Bytes) -> None:
         match message:
             case Admit():
+                start = time.perf_counter_ns()
                 self._admit(message, blob)
+                self.recorder.span("loop", "admit", start, time.perf_counter_ns())
             case Supply():
                 self._supply(message, blob)
             case Cancel(request=id):

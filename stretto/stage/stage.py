@@ -164,6 +164,7 @@ class Stage:
         own = self.stats.kinds[kind]
         own.steps += 1
         own.launch.observe((launched - start) / 1e9)
+        self.recorder.span("loop", f"launch {self.name}", start, launched)
         self.stats.rows += batch.num_tokens
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied, lambda: self.ahead.ended(flight))
@@ -185,7 +186,8 @@ class Stage:
         if step.copied is None:  # on a CPU the launch is the work
             begun, ended = launching, launched
         self.stats.kinds[kind].device.observe((ended - begun) / 1e9)
-        self.recorder.span(self.name, f"{kind} of {len(step.batch.spans)}", begun, ended)
+        tokens = "" if kind == "decode" else f", {step.batch.num_tokens} tokens"
+        self.recorder.span(self.name, f"{kind} of {len(step.batch.spans)}{tokens}", begun, ended)
         result, columns = self.runner.retire(step)
         rows = {i: at for at, i in enumerate(step.sampling)}
         captured, confirm = step.captured.rows, self.runner.lane.confirm
@@ -212,7 +214,9 @@ class Stage:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:
                 self._leave(span.request)
-        self.stats.retire_ns += self.clock() - start
+        done = self.clock()
+        self.stats.retire_ns += done - start
+        self.recorder.span("loop", f"retire {self.name}", start, done)
 
     def _emit(self, output: Output) -> None:
         if output.confirmed > output.request.cursor.launched:

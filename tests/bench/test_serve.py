@@ -179,12 +179,20 @@ def test_the_host_alone_runs_the_model_that_is_served() -> None:
     assert server_flags([]) == []
 
 
-def test_a_trace_is_read_as_the_steps_of_stages(tmp_path: Path) -> None:
+def test_a_trace_is_read_as_the_steps_of_stages_and_what_the_loop_did(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "trace")
-    assert serve.steps(tmp_path) == []
-    hop = ("thinker>talker", "88 bytes", 1, 2)
-    writer.write("host", [("thinker", "mixed of 3", 2_000_000_000, 2_010_000_000), hop])
-    writer.write("host", [("code2wav", "5 streams", 3_000_000_000, 3_002_000_000)])
-    found = serve.steps(tmp_path)
+    assert serve.traced(tmp_path) == {"steps": [], "loop": []}
+    hop, launch = ("thinker>talker", "88 bytes", 1, 2), ("loop", "launch thinker", 1_000_000_000, 1_001_000_000)
+    writer.write("host", [launch, ("thinker", "mixed of 3, 110 tokens", 2_000_000_000, 2_010_000_000), hop])
+    writer.write("host", [("talker", "decode of 4", 2_500_000_000, 2_504_000_000)])
+    writer.write("host", [("code2wav", "5 streams of 8 frames", 3_000_000_000, 3_002_000_000)])
+    found = serve.traced(tmp_path)
     writer.close()
-    assert found == [["thinker", "mixed", 3, 2.0, 0.01], ["code2wav", "decode", 5, 3.0, 0.002]]
+    assert found == {
+        "steps": [
+            ["thinker", "mixed", 3, 110, 2.0, 0.01],
+            ["talker", "decode", 4, 4, 2.5, 0.004],
+            ["code2wav", "decode", 5, 8, 3.0, 0.002],
+        ],
+        "loop": [["launch thinker", 1.0, 0.001]],
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -87,8 +88,17 @@ def test_numbers_after_real_requests(tiny_dir: Path, tmp_path: Path, placement: 
             for end in (out, into):
                 assert values[f"stretto_link_queued{end}"] == values[f"stretto_link_purged_total{end}"] == 0
             assert values[f"stretto_link_errors_total{out}"] == values[f"stretto_link_errors_total{into}"] == 0
-        lanes = {e["cat"] for e in json.loads(next(tmp_path.glob("*.json")).read_text()) if e.get("ph") == "X"}
+        spans = [e for e in json.loads(next(tmp_path.glob("*.json")).read_text()) if e.get("ph") == "X"]
+        names: dict[str, list[str]] = {}
+        for span in spans:
+            names.setdefault(span["cat"], []).append(span["name"])
         hops = set() if alone else {f"{link} {end}" for link in LINKS for end in ("put", "take")}
-        assert lanes == {*STAGES, *hops}
+        assert set(names) == {*STAGES, *hops, "loop"}
+        assert all(re.fullmatch(r"decode of 1|(prefill|mixed) of 1, \d+ tokens", n) for n in names["thinker"])
+        assert all(re.fullmatch(r"1 streams of [1-8] frames", n) for n in names["code2wav"])
+        loop = names["loop"]
+        assert loop.count("admit") == ANSWERS * (1 if alone else len(STAGES))
+        for stage in STAGES:
+            assert loop.count(f"launch {stage}") == loop.count(f"retire {stage}") == len(names[stage])
 
     asyncio.run(asyncio.wait_for(work(), 120))

@@ -168,6 +168,7 @@ class CodecStage:
                 self._launch(parts)
                 took = time.perf_counter_ns() - start
                 self.stats.launch.observe(took / 1e9)
+                self.recorder.span("loop", f"launch {self.name}", start, start + took)
                 step = self._steps[-1]
                 step.begun_ns = start + took
                 did = True
@@ -182,7 +183,9 @@ class CodecStage:
             start = time.perf_counter_ns()
             self._record(self._steps[0])
             self._retire(self._steps.popleft())
-            self.stats.retire_ns += time.perf_counter_ns() - start
+            done = time.perf_counter_ns()
+            self.stats.retire_ns += done - start
+            self.recorder.span("loop", f"retire {self.name}", start, done)
             did = True
         return did
 
@@ -191,7 +194,8 @@ class CodecStage:
         begun = min(max(step.begun_ns, self._free_ns), step.ended_ns)
         self._free_ns = step.ended_ns
         self.stats.device.observe((step.ended_ns - begun) / 1e9)
-        self.recorder.span(self.name, f"{len(step.parts)} streams", begun, step.ended_ns)
+        frames = max(n for _, _, n in step.parts)
+        self.recorder.span(self.name, f"{len(step.parts)} streams of {frames} frames", begun, step.ended_ns)
 
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""
