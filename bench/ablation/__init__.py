@@ -85,6 +85,7 @@ def variants(config: EngineConfig, frames: int) -> list[Variant]:
         Variant("the same again", DEFAULT, one, control=True),
         Variant("depth 1", DEFAULT, replace(one, host=replace(host, overlap_depth=1))),
         Variant("no just_in_time", DEFAULT, off("just_in_time", one), needs_cuda=True),
+        Variant("no give_way", DEFAULT, off("give_way", one), needs_cuda=True),
         Variant("no prefix cache", DEFAULT, replace(one, host=replace(host, prefix_cache=False))),
         Variant("no graphs", DEFAULT, replace(one, host=replace(host, graphs=False)), needs_cuda=True),
         Variant("one packet", DEFAULT, one, ChunkSizes(frames, frames, None)),

@@ -25,6 +25,9 @@ class OverlapSwitches:
     just_in_time: bool = setting(
         True, "overlap", "off: a step is launched as soon as there is room, even if the device still has work"
     )
+    give_way: bool = setting(
+        True, "overlap", "off: frames are made beside prompts, even if all listeners have enough in hand"
+    )
 
     @classmethod
     def read(cls, config: Mapping[str, object], environ: Mapping[str, str]) -> OverlapSwitches:

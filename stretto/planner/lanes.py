@@ -47,6 +47,7 @@ class Stage:
         self.running: deque[Step] = deque()  # on the device
         self.done: deque[Step] = deque()  # of which the host knows nothing yet
         self.due: float | None = None  # when a launch that is held back is due
+        self.gives_way: Callable[[], int | None] = lambda: None  # until when a decode step waits for others' prompts
         self.most_held = 0  # blocks of its KV cache that requests had at once
         self._known: dict[int, float] = {}  # what decodes take, by rows
 
@@ -56,7 +57,7 @@ class Stage:
         self.due = None
         if len(self.running) + len(self.done) >= DEPTH:
             return False
-        due = self.ahead.due_ns()
+        due = self.ahead.due_ns() or self.gives_way()
         if due is not None and self.scheduler.only_decodes_wait:
             self.due = due / 1e9
             return False
@@ -71,6 +72,11 @@ class Stage:
         pool = self.scheduler.pool
         self.most_held = max(self.most_held, pool.num_blocks - pool.num_available)
         return True
+
+    @property
+    def reading(self) -> bool:
+        """Whether a step in flight holds prompts."""
+        return any(not step.batch.decode_only for step in (*self.running, *self.done))
 
     def launching(self, batch: Batch) -> float:
         """Milliseconds of the host."""

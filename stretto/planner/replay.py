@@ -20,13 +20,14 @@ from stretto.planner.heard import Asked, Heard
 from stretto.planner.lanes import Call, Stage, Step, Vocoder, Voice
 from stretto.planner.loop import HostLoop
 from stretto.planner.table import BINS, Table
+from stretto.stage.giveway import GiveWay
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.request import RequestSpec
 from stretto.stage.scheduler.batch import Outcome
 from stretto.types import RequestId
 
 Lane = Literal["text", "frames", "vocoder"]
-OPENING = 8  # rows of a frames prompt behind those of the text; the last one comes with the first token of text
+OPENING = 5  # rows of a frames prompt beyond those of the text; one more comes with the first token of text
 FIRST, EACH, RAMP = 1, 8, 2  # frames of packets
 PROMPT = len(BINS)  # size of a step that holds prompts
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025  # tokens that are told together, at most, and how long one waits for that
@@ -46,6 +47,7 @@ class Card:
         self._lanes: dict[Lane, Stage | Vocoder] = {"text": self.text, "frames": self.frames, "vocoder": self.vocoder}
         self._rhythm = Rhythm(table.frame_s, table.opening_s)
         self._voices: dict[RequestId, Voice] = {}
+        self.frames.gives_way = GiveWay(self.text, self._voices.values(), self._rhythm, lambda: self.now, self._clock)
         self._came, self._looked = False, 0.0  # frames, since the pace of packets was looked at
         self._server = 0.0  # until when the server's thread is busy
         self._messages: deque[Heard] = deque()  # requests that the host was told of

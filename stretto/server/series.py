@@ -33,6 +33,7 @@ HELP = {
     "stretto_stage_failed_steps_total": "Batches that failed",
     "stretto_stage_held_total": "Launches that were held back while the device still had work",
     "stretto_stage_late_total": "Launches that were held back for too long: the device had run out of work",
+    "stretto_stage_gave_way_total": "Launches for frames that waited while another stage read prompts",
     "stretto_stage_launch_seconds": "Host time to launch a batch, by kind",
     "stretto_stage_device_seconds": "Time that the device worked on a batch, by kind",
     "stretto_stage_retire_seconds_total": "Host time to take in the results of batches",

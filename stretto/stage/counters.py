@@ -19,6 +19,10 @@ class StepStats:
     launch: Histogram = field(default_factory=Histogram)  # host time to schedule and launch
     device: Histogram = field(default_factory=Histogram)  # from the device's first work on a step to its last
 
+    def launched(self, seconds: float) -> None:
+        self.steps += 1
+        self.launch.observe(seconds)
+
 
 @dataclass(slots=True)
 class StageStats:
@@ -31,6 +35,7 @@ class StageStats:
     retire_ns: int = 0  # host time to retire
     held: int = 0  # launches that were held back for a while
     late: int = 0  # of these, launches that found the device without work: held back for too long
+    gave_way: int = 0  # launches that waited for another stage's prompts
     queue: Histogram = field(default_factory=Histogram)  # from a request's arrival to its first row in a batch
     kinds: dict[str, StepStats] = field(default_factory=lambda: {kind: StepStats() for kind in KINDS})
 

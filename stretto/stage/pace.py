@@ -40,6 +40,7 @@ class Rhythm:
     room: float = ROOM
     worst_s: float = 0.0
     at: float = 0.0  # when that was
+    rested: float = 0.0  # frames were held back until then (`giveway.py`): one that was on its way says nothing
     _last: float = 0.0
 
     @classmethod
@@ -76,7 +77,8 @@ class Pace:
         """A frame was made."""
         if self.last is not None:
             took = now - self.last
-            self.rhythm.took(took, now)
+            if self.last >= self.rhythm.rested:
+                self.rhythm.took(took, now)
             # A slow one counts at once, a fast one only when others are fast too.
             self.every_s = max(took, self.every_s + SMOOTH * (took - self.every_s))
         self.last = now

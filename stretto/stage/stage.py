@@ -79,6 +79,8 @@ class Stage:
         self.ahead = ahead or Ahead((), 0, on=False)
         self.clock = self.ahead.clock
         self.due_ns: int | None = None  # when a launch that is held back is due
+        self.gives_way: Callable[[], int | None] = lambda: None  # until when a decode step waits for others' prompts
+        self._gave_way = False  # the launch that is held back does
         self.stats = StageStats()
         self.recorder = recorder or Recorder()
         self._steps: deque[tuple[Step, str, int, int]] = deque()  # with its kind, and when its launch began and ended
@@ -112,6 +114,11 @@ class Stage:
         self._leave(id)
         return ended
 
+    @property
+    def reading(self) -> bool:
+        """Whether a step in flight holds prompts."""
+        return any(kind != "decode" for _, kind, _, _ in self._steps)
+
     def num_cached(self, id: RequestId) -> int:
         return self._seats[id].cached
 
@@ -139,8 +146,10 @@ class Stage:
     def _launch_next(self) -> bool:
         """Launch one step, unless it can wait. False: nothing was launched."""
         held, due = self.due_ns is not None, self.ahead.due_ns()
-        self.due_ns = due if due is not None and self.scheduler.only_decodes_wait else None
+        way = self.gives_way() if due is None else None
+        self.due_ns = due or way if (due or way) and self.scheduler.only_decodes_wait else None
         if self.due_ns is not None:
+            self._gave_way = way is not None
             return False
         start = self.clock()
         batch = self.scheduler.schedule()
@@ -148,7 +157,9 @@ class Stage:
             return False
         before = self._steps[-1][0] if self._steps else None
         self._launch(batch, start)
-        if held:
+        if held and self._gave_way:
+            self.stats.gave_way += 1
+        elif held:
             self.stats.held += 1
             self.stats.late += before is None or before.done
         return True
@@ -161,9 +172,7 @@ class Stage:
         known = batch.decode_only and step.error is None
         flight = self.ahead.launched(len(batch.spans) if known else None, launched - start)
         self.stats.steps += 1
-        own = self.stats.kinds[kind]
-        own.steps += 1
-        own.launch.observe((launched - start) / 1e9)
+        self.stats.kinds[kind].launched((launched - start) / 1e9)
         self.recorder.span("loop", f"launch {self.name}", start, launched)
         self.stats.rows += batch.num_tokens
         if self.waiter is not None and step.copied is not None:

@@ -50,6 +50,7 @@ def record_stage(recorder: Recorder, stage: Stage) -> None:
         "stretto_stage_failed_steps_total": lambda: s.failed,
         "stretto_stage_held_total": lambda: s.held,
         "stretto_stage_late_total": lambda: s.late,
+        "stretto_stage_gave_way_total": lambda: s.gave_way,
         "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
         "stretto_stage_waiting": lambda: stage.scheduler.num_waiting,
         "stretto_stage_blocks_available": lambda: stage.scheduler.pool.num_available,

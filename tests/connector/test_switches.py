@@ -11,7 +11,7 @@ NAMES = [field.name for field in fields(OverlapSwitches)]
 
 
 def test_all_are_on() -> None:
-    assert OverlapSwitches.read({}, {}) == OverlapSwitches(True, True, True, True, True)
+    assert OverlapSwitches.read({}, {}) == OverlapSwitches(True, True, True, True, True, True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,7 @@ from stretto.types import RequestId
 from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about, kernels
 
 ON = OverlapSwitches()
-NAMES = [f.name for f in fields(OverlapSwitches) if f.name != "just_in_time"]  # which is not about links
+NAMES = [f.name for f in fields(OverlapSwitches) if f.name not in ("just_in_time", "give_way")]  # not about links
 SWITCHES = {"all on": ON, **{f"no {name}": replace(ON, **{name: False}) for name in NAMES}}
 SWITCHES["all off"] = replace(ON, **dict.fromkeys(NAMES, False))
 LAYINGS = {"cpu": 1, "cuda": 5}  # a CPU has nothing to race with

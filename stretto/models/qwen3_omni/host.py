@@ -53,6 +53,9 @@ class StageBuilder(Building[Source]):
         order = sorted(self.stages, key=lambda name: name != "code2wav")
         self._plan(source, order, pool_sizes, plan, begin)
         nodes = self._nodes(source, order)
+        thinker, talker = nodes.get("thinker"), nodes.get("talker")
+        if isinstance(thinker, ThinkerNode) and isinstance(talker, TalkerNode) and c.switches.give_way:
+            talker.give_way(thinker.stage)
         c.warm_up = warm_up(nodes, source.config, c.device, source.dtype)
         return nodes
 

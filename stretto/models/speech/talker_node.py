@@ -21,6 +21,7 @@ from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker import FrameTalker
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
+from stretto.stage.giveway import GiveWay
 from stretto.stage.links import Inlet, Outlet
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.report import Clock, Journal, failed
@@ -125,6 +126,10 @@ class FrameNode:
                 self._end_text(id, given)
         else:
             self.listen(id)
+
+    def give_way(self, to: Stage) -> None:
+        """Hold frames back while that stage, on the same device, reads prompts; nobody is to wait for that."""
+        self.stage.gives_way = GiveWay(to, self.voices.values(), self.rhythm, self.clock, self.stage.clock)
 
     def _longest(self, picks: int, prompt: int) -> int:
         """As many of these picks as there is room for behind a prompt of so many rows."""

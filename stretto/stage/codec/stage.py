@@ -194,8 +194,8 @@ class CodecStage:
         begun = min(max(step.begun_ns, self._free_ns), step.ended_ns)
         self._free_ns = step.ended_ns
         self.stats.device.observe((step.ended_ns - begun) / 1e9)
-        frames = max(n for _, _, n in step.parts)
-        self.recorder.span(self.name, f"{len(step.parts)} streams of {frames} frames", begun, step.ended_ns)
+        name = f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames"
+        self.recorder.span(self.name, name, begun, step.ended_ns)
 
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""

@@ -1,0 +1,74 @@
+"""Frames give way to prompts, on a device that both stages share.
+
+Beside steps for frames, a step that reads prompts takes two to ten times as long as alone, and little is gained by
+running both at once. A newcomer waits for every millisecond of that, while the others have seconds of speech in hand.
+So no step for frames is launched while prompts are read, unless somebody needs one: a listener who has heard nothing
+yet, or who has little left. Made for the stage that gives way, and asked on the loop thread; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from stretto.stage.loop import TICK_NS
+from stretto.stage.pace import Pace, Rhythm
+from stretto.stage.request import StageRequest, State
+
+SPARE_S = 0.5
+"""A listener who has more in hand can do without frames for a while."""
+MOST_S = 1.0  # of waiting, before it is looked at again
+
+
+class Voice(Protocol):
+    """A request whose frames are made."""
+
+    @property
+    def request(self) -> StageRequest: ...
+
+    @property
+    def pace(self) -> Pace: ...
+
+
+class Reads(Protocol):
+    @property
+    def reading(self) -> bool:
+        """Whether a step in flight holds prompts."""
+        ...
+
+
+def spare_s(voices: Iterable[Voice], now: float) -> float:
+    """How long all who could have frames in the next step can do without. Those who have heard nothing yet cannot."""
+    least = MOST_S
+    for voice in voices:
+        if voice.request.state is not State.RUNNING or not voice.request.closed:
+            continue
+        if voice.pace.begun is None:
+            return 0.0
+        least = min(least, voice.pace.lead(now) - SPARE_S)
+    return least
+
+
+class GiveWay:
+    """Called before each launch: until when it should wait, by the stage's clock. None: not at all."""
+
+    def __init__(
+        self,
+        to: Reads,
+        voices: Iterable[Voice],
+        rhythm: Rhythm,
+        clock: Callable[[], float],
+        stage_clock: Callable[[], int],
+    ) -> None:
+        """`voices` as they are at each call; `clock` is that of their pace."""
+        self.to, self.voices, self.rhythm = to, voices, rhythm
+        self.clock, self.stage_clock = clock, stage_clock
+
+    def __call__(self) -> int | None:
+        if not self.to.reading:
+            return None
+        now = self.clock()
+        wait_ns = int(1e9 * spare_s(self.voices, now))
+        if wait_ns < TICK_NS:
+            return None
+        self.rhythm.rested = now
+        return self.stage_clock() + wait_ns

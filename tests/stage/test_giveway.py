@@ -1,0 +1,182 @@
+"""Frames that give way to prompts: who can spare them and for how long, what a stage does about it, and that neither a
+listener nor the pace of first packets pays for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stretto.control.settings import HostSettings
+from stretto.models.qwen3_omni.load import Models
+from stretto.stage.giveway import MOST_S, SPARE_S, GiveWay, spare_s
+from stretto.stage.host import Host
+from stretto.stage.loop import TICK_NS
+from stretto.stage.pace import Pace, Rhythm
+from stretto.stage.request import RequestSpec, StageRequest, State
+from stretto.types import RequestId
+from tests.models.test_warmup import Driven
+from tests.stage.simulated import MS
+from tests.stage.stepping import in_flight
+from tests.stage.test_just_in_time import Timed
+
+FRAME_S, OPENING_S = 0.08, 0.023
+
+
+@dataclass
+class Voice:
+    request: StageRequest
+    pace: Pace
+
+
+def voice(lead_s: float | None, rhythm: Rhythm | None = None, **changed: object) -> Voice:
+    """Of a listener who has so much in hand at second 10; None: nothing was sent yet."""
+    rhythm = rhythm or Rhythm(FRAME_S, OPENING_S)
+    request = StageRequest(RequestSpec(RequestId("a"), 100), 0)
+    request.state, request.closed = State.RUNNING, True
+    for name, value in changed.items():
+        setattr(request, name, value)
+    pace = Pace(1, 8, 2, rhythm)
+    if lead_s is not None:
+        pace.left(1, 10.0)
+        pace.begun = 10.0 + lead_s - FRAME_S + OPENING_S
+    return Voice(request, pace)
+
+
+def test_the_one_with_the_least_in_hand_counts() -> None:
+    assert spare_s([voice(0.9), voice(0.7), voice(3.0)], 10.0) == pytest.approx(0.7 - SPARE_S)
+    assert spare_s([voice(0.9), voice(0.2)], 10.0) < 0
+
+
+def test_who_has_heard_nothing_yet_can_spare_nothing() -> None:
+    assert spare_s([voice(3.0), voice(None), voice(3.0)], 10.0) == 0
+
+
+def test_those_that_could_have_no_frame_now_do_not_count() -> None:
+    """They wait for text, or their prompt is not complete."""
+    others = [voice(None, state=State.STARVED), voice(0.1, state=State.STARVED), voice(None, closed=False)]
+    assert spare_s([voice(0.9), *others], 10.0) == pytest.approx(0.9 - SPARE_S)
+
+
+def test_nobody_waits_for_long_without_another_look() -> None:
+    assert spare_s([], 10.0) == spare_s([voice(60.0)], 10.0) == MOST_S
+
+
+@dataclass
+class Reading:
+    reading: bool = True
+
+
+def asked(*voices: Voice, reading: bool = True) -> tuple[int | None, Rhythm]:
+    rhythm = Rhythm(FRAME_S, OPENING_S)
+    return GiveWay(Reading(reading), voices, rhythm, lambda: 10.0, lambda: 7 * MS)(), rhythm
+
+
+def test_a_launch_waits_as_long_as_everybody_can_spare_it() -> None:
+    due, rhythm = asked(voice(0.75))
+    assert due == pytest.approx(7 * MS + 250 * MS, abs=2)
+    assert rhythm.rested == 10.0
+
+
+def test_it_does_not_wait_without_prompts_nor_for_less_than_a_tick() -> None:
+    assert asked(voice(0.75), reading=False) == (None, Rhythm(FRAME_S, OPENING_S))
+    for left in (SPARE_S, SPARE_S + 0.9 * TICK_NS / 1e9):
+        due, rhythm = asked(voice(left))
+        assert due is None
+        assert rhythm.rested == 0
+
+
+def test_a_frame_that_was_held_back_says_nothing_of_the_device() -> None:
+    """Otherwise the first packets of newcomers would wait, who are never held back."""
+    rhythm = Rhythm(FRAME_S, OPENING_S)
+    pace = Pace(1, 8, 2, rhythm)
+    pace.came(1.0)
+    pace.came(1.005)
+    rhythm.rested = 1.1
+    pace.came(1.11)
+    assert rhythm.worst_s == pytest.approx(0.005)
+    assert rhythm.hold(0.057, 1.11) == 0
+    pace.came(1.2)
+    assert rhythm.worst_s == pytest.approx(0.09), "one that began afterwards counts"
+
+
+class Polite(Timed):
+    """A stage that gives way until a moment that the test sets."""
+
+    def __init__(self, models: Models) -> None:
+        super().__init__(models, on=False)
+        self.until: int | None = None
+        self.stage.gives_way = lambda: None if self.until is None or self.until <= self.clock.now else self.until
+
+    def land(self) -> None:
+        """Until nothing is in flight."""
+        self.until = self.clock.now + 1000 * MS
+        while in_flight(self.stage):
+            self.go()
+
+
+@pytest.fixture
+def polite(models: Models) -> Polite:
+    desk = Polite(models)
+    desk.text("old", 0, 20)
+    while len(desk.tokens["old"]) < 5:
+        desk.go()
+    desk.land()
+    return desk
+
+
+def test_a_stage_launches_nothing_that_can_wait_and_is_woken_when_it_is_due(polite: Polite) -> None:
+    stage, launches = polite.stage, polite.device.launches
+    polite.until = due = polite.clock.now + 30 * MS
+    before = len(launches)
+    while polite.clock.now < due:
+        polite.go()
+    assert len(launches) == before
+    polite.go()
+    assert launches[before].at == due + polite.device.launch_ns
+    assert (stage.stats.gave_way, stage.stats.held, stage.stats.late) == (1, 0, 0)
+    polite.finish()
+    assert len(polite.tokens["old"]) == 20
+
+
+def test_a_prompt_of_its_own_is_not_held_back(polite: Polite) -> None:
+    polite.until = polite.clock.now + 1000 * MS
+    assert not polite.round()
+    polite.text("new", 1, 3)
+    assert polite.round()
+    assert RequestId("new") in {s.request for s in polite.device.launches[-1].batch.spans}
+    polite.until = None
+    polite.finish()
+
+
+def test_reading_is_while_a_step_with_a_prompt_is_in_flight(models: Models) -> None:
+    desk = Timed(models, on=False)
+    assert not desk.stage.reading
+    desk.text("a", 0, 4)
+    desk.round()
+    assert desk.stage.reading
+    while not desk.tokens["a"]:
+        desk.go()
+    assert not desk.stage.reading
+    desk.finish()
+
+
+@pytest.mark.parametrize(("switches", "gives"), [({}, True), ({"give_way": False}, False)])
+def test_a_talker_gives_way_to_the_thinker_of_its_host(tiny_dir: Path, switches: dict, gives: bool) -> None:
+    host: Host = Driven(tiny_dir, switches=switches).host
+    assert isinstance(host.context.settings, HostSettings)
+    thinker, talker = (host.nodes[name].stage for name in ("thinker", "talker"))
+    way = talker.gives_way
+    assert isinstance(way, GiveWay) == gives
+    if isinstance(way, GiveWay):
+        assert way.to is thinker
+        assert list(way.voices) == []
+    assert not isinstance(thinker.gives_way, GiveWay)
+    host.close()
+
+
+def test_a_talker_without_a_thinker_beside_it_gives_way_to_nobody(tiny_dir: Path) -> None:
+    host = Driven(tiny_dir, stages=("talker", "code2wav")).host
+    assert not isinstance(host.nodes["talker"].stage.gives_way, GiveWay)
+    host.close()
