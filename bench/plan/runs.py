@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ ASKED = {"text-100": Asked(108, 64, 125), "long-60s": Asked(108, 300, 750)}
 PARTS = ("latency", "open", "realtime")
 """Of a result, whose runs are replayed."""
 MEASURES = ("first_audio_p50", "first_audio_p99", "rtf_p50")
-SEEDS, FIT_SEEDS = 10, 3
+SEEDS = 10
 """Replays of a run. The least change lets other requests share a step, so one of them says little."""
 
 
@@ -56,11 +56,13 @@ def label(run: Mapping[str, Any]) -> str:
     return f"{run['streams']} within {run['within_s']:g} s" if run.get("within_s") else f"{run['streams']} streams"
 
 
-def replays(table: Table, run: Mapping[str, Any], seeds: int = SEEDS) -> list[list[Heard]]:
-    """Several, since it is chance which requests share a step."""
+def replays(
+    table: Table, run: Mapping[str, Any], seeds: int = SEEDS, made: Callable[[int], Card] | None = None
+) -> list[list[Heard]]:
+    """Several, since it is chance which requests share a step. `made`: makes the card of each."""
     asked, found = ASKED[run["workload"]], []
     for seed in range(seeds):
-        card = Card(table, seed=seed)
+        card = made(seed) if made is not None else Card(table, seed=seed)
         if run["workload"] == "text-100" and run["rate"] is None:
             found.append(replay_closed(card, asked, Loop.of(run["streams"], run["arguments"])))
         else:

@@ -1,51 +1,66 @@
-"""What the trace of a served load says: how long steps take when nothing runs beside them, and how fast they are beside
-the steps of the other stages, of what they are alone. Used by `bench/plan/inputs.py`, which keeps just that.
+"""What the trace of a served load says: how long steps take when nothing runs beside them, how fast they are beside the
+steps of the other stages, and what the host's thread needs for them. Used by `bench/plan/inputs.py`, which keeps just
+that.
 
-A step that runs beside others gets on at a share of its speed. How long it ran beside what is in the trace, and what it
-takes alone is known, so the shares are those with which all steps of a size come out at that: least squares. They are
-told by the sizes of both steps, in bins of powers of two."""
+A step that runs beside others gets on at a share of its speed. How long it ran beside what is in the trace, so the
+shares are those with which all steps of a size come out at what they take alone: least squares. They are told by the
+sizes of both steps, in bins of powers of two; those of prompts by the captured pass too, and calls of the vocoder by
+the shapes that are captured."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from stretto.planner.table import BINS, at, bin_of
+from bench.plan.runs import FRAME_S, OPENING_S
+from stretto.planner.lanes import up
+from stretto.planner.table import BINS, SMALL, Curve, at, bin_of
 
 LANES = {"thinker": "text", "talker": "frames", "code2wav": "vocoder"}
+STAGES = {lane: stage for stage, lane in LANES.items()}
 OTHER = {"text": "frames", "frames": "text"}
 PROMPT = len(BINS)  # in place of a bin: a step that holds prompts
 WHOLE, LITTLE = 0.999, 0.02  # of a step: all of it, next to nothing of it
 FEW = 3  # steps say nothing yet
 FAR = 0.15  # steps that come out farther off are left out: something else has held them up
-CHUNK, NEAR_S = 1024, 0.12  # tokens of prompts in a step at most while others are answered; steps of one burst
-PROMPT_TOKENS, OPENING = 108, 7  # of a request, and the rows of frames that follow before the first token of text
+FAR_PROMPT = 0.25
+LEAST, MOST = 0.02, 1.0  # shares
+PROMPT_TOKENS = 108  # of a request
+NEXT_S = 0.0001  # of two admissions, the second follows the first at once
+QUANTILES, VARIED = 200, 4  # of what varies; without prompts, in steps of so many rows or more
+AWAKE_MS = 5.0  # between two things that the loop does, if it did not sleep
+CLEAR_MS, FAR_MS, CROWD = 0.5, 0.6, 64
+"""Packets of a call came so long before the next one's; by so much off, something else was in their way; in runs of so
+many listeners at most."""
 
 Seconds = dict[tuple[int | None, int | None], float]
+Shapes = Sequence[tuple[int, int]]
+"""Of the vocoder's calls that are captured: streams and frames, by size."""
 
 
 @dataclass(slots=True)
 class Ran:
-    """A step, and how long it ran beside which size of the other stage's step and of the vocoder's."""
+    """A step, and how long it ran beside which size of the other stage's step and which shape of the vocoder's."""
 
     lane: str
     prompt: bool
     rows: int
+    tokens: int  # of a call of the vocoder: frames of a stream
     start: float
     ms: float
+    size: int = 0  # the bin of its rows, or PROMPT; of a call of the vocoder: its shape
     run: Mapping[str, Any] | None = None
     beside: Seconds = field(default_factory=lambda: defaultdict(float))
-
-    @property
-    def size(self) -> int:
-        return PROMPT if self.prompt else bin_of(self.rows)
+    launch_ms: float = 0.0  # of the host's thread
+    retire_ms: float = 0.0
+    noticed_s: float = 0.0  # when it began with that, after the step's end
 
     def times(self, unit_ms: float, others: Container[int]) -> dict[int, float]:
         """How long it ran beside each of these."""
@@ -59,10 +74,35 @@ class Ran:
         """Of its time, with those beside it."""
         return sum(t for key, t in self.beside.items() if of(*key)) / self.ms
 
+    @property
+    def prompts(self) -> int:
+        """Requests whose prompts it holds, if all are of the usual length and none is cut."""
+        rows = self.tokens - self.rows
+        return min(self.rows, max(1, round(rows / (PROMPT_TOKENS - 1)))) if self.lane == "text" else self.rows
 
-def read_trace(result: Mapping[str, Any]) -> list[Ran]:
+    def decoding(self, curve: Curve) -> float:
+        """What the rows count for that decode beside its prompts."""
+        return at(curve, self.rows - self.prompts) if self.rows > self.prompts else 0.0
+
+
+def traced_steps(result: Mapping[str, Any], shapes: Shapes) -> list[Ran]:
+    """All of them, with what the host's thread did for each."""
+    steps = [
+        Ran(LANES[stage], kind != "decode", rows, tokens, start, 1e3 * seconds)
+        for stage, kind, rows, tokens, start, seconds in result["steps"]
+    ]
+    for step in steps:
+        if step.lane == "vocoder":
+            step.size = shapes.index(shape_of(shapes, step.rows, step.tokens))
+        else:
+            step.size = PROMPT if step.prompt else bin_of(step.rows)
+    of_the_loop(steps, result["loop"])
+    return steps
+
+
+def read_trace(result: Mapping[str, Any], shapes: Shapes) -> list[Ran]:
     """The steps that ran while requests of the result's runs were answered."""
-    steps = [Ran(LANES[s[0]], s[1] != "decode", s[2], s[3], 1e3 * s[4]) for s in result["steps"] if s[4] > 0]
+    steps = [step for step in traced_steps(result, shapes) if step.ms > 0]
     overlaps(steps)
     for part in result["parts"].values():
         for run in part["found"]:
@@ -71,6 +111,25 @@ def read_trace(result: Mapping[str, Any]) -> list[Ran]:
                 if run["began"] <= step.start <= end:
                     step.run = run
     return [step for step in steps if step.run is not None]
+
+
+def shape_of(shapes: Shapes, streams: int, frames: int) -> tuple[int, int]:
+    """That a call runs in."""
+    width = up(sorted({n for n, _ in shapes}), streams)
+    return width, up(sorted(f for n, f in shapes if n == width), frames)
+
+
+def of_the_loop(steps: Sequence[Ran], loop: Sequence[tuple[str, float, float]]) -> None:
+    """Fill in what the host's thread did for each step. A stage's steps are launched and retired in their order."""
+    for stage, lane in LANES.items():
+        own = sorted((s for s in steps if s.lane == lane), key=lambda s: s.start)
+        launches, retired = (
+            sorted((start, seconds) for name, start, seconds in loop if name == f"{what} {stage}")
+            for what in ("launch", "retire")
+        )
+        for step, launch, retire in zip(own, launches, retired, strict=True):
+            step.launch_ms, step.retire_ms = 1e3 * launch[1], 1e3 * retire[1]
+            step.noticed_s = retire[0] - step.start - step.ms / 1e3
 
 
 def overlaps(steps: Sequence[Ran]) -> None:
@@ -93,6 +152,9 @@ def overlaps(steps: Sequence[Ran]) -> None:
             now[step.lane] = None
 
 
+# ---- steps that decode
+
+
 def alone_ms(steps: Iterable[Ran]) -> list[tuple[int, float, int]]:
     """Rows, the median of decode steps beside which nothing ran, and how many there were."""
     by: dict[int, list[float]] = defaultdict(list)
@@ -102,15 +164,27 @@ def alone_ms(steps: Iterable[Ran]) -> list[tuple[int, float, int]]:
     return [(rows, round(statistics.median(ms), 4), len(ms)) for rows, ms in sorted(by.items()) if len(ms) >= FEW]
 
 
-def least_squares(rows: Sequence[Mapping[int, float]], wanted: Sequence[float]) -> dict[int, float]:
-    """The shares by which the times of each row add up to what is wanted, as shares of it too."""
-    keys = sorted({key for row in rows for key in row})
+Row = Mapping[Any, float]
+
+
+def least_squares(rows: Sequence[Row], wanted: Sequence[float], far: float = FAR) -> dict[Any, float]:
+    """The factors by which the parts of each row add up to what is wanted of it, without those rows that come out
+    farther off. None is less than the least share."""
+    keys = sorted({key for row in rows for key in row}, key=str)
     x, y = np.array([[row.get(key, 0.0) for key in keys] for row in rows]), np.array(wanted)
-    kept = np.ones(len(y), bool)
-    for _ in range(4):
-        found = np.linalg.lstsq(x[kept], y[kept], rcond=None)[0]
-        kept = np.abs(x @ found - y) < FAR
-    return {key: float(share) for key, share in zip(keys, found, strict=True)}
+    kept, free = np.ones(len(y), bool), np.ones(len(keys), bool)
+    found = np.zeros(len(keys))
+    for i in range(4 + len(keys)):
+        least = np.where(free, 0.0, LEAST)
+        found = least.copy()
+        found[free] = np.linalg.lstsq(x[kept][:, free], (y - x @ least)[kept], rcond=None)[0]
+        if i >= 4:  # what is left out has settled
+            if found.min() >= LEAST:
+                break
+            free[found.argmin()] = False
+        else:
+            kept = np.abs(x @ found - y) < far
+    return {key: float(factor) for key, factor in zip(keys, found, strict=True)}
 
 
 def decode_shares(steps: Sequence[Ran], alone: Callable[[int], float]) -> list[tuple[int, int, float, int]]:
@@ -139,93 +213,6 @@ Share = Callable[[int, int], float]
 """Of a step of a bin, beside one of the other stage of another."""
 
 
-def vocoder_shares(steps: Sequence[Ran], alone: Callable[[int], float], share: Share) -> dict[int, float]:
-    """How much slower yet decode steps are while a call of the vocoder runs, by the bin of its streams."""
-    rows, rest = [], []
-    for s in steps:
-        if s.prompt or s.part(lambda _, call: call is not None) < 5 * LITTLE:
-            continue
-        row: dict[int, float] = defaultdict(float)
-        done = 0.0
-        for (other, call), ms in s.beside.items():
-            got = ms / alone(s.rows) * (1.0 if other is None else share(s.size, other))
-            if call is None:
-                done += got
-            else:
-                row[call] += got
-        rows.append(row)
-        rest.append(1 - done)
-    return {call: round(min(1.0, max(0.02, found)), 3) for call, found in least_squares(rows, rest).items()}
-
-
-def prompt_shares(own: Sequence[tuple[Ran, int]], slowed: Mapping[int, float]) -> tuple[float, float, dict[int, float]]:
-    """Of steps that hold prompts, with the rows that decode in each: milliseconds alone, more for each of those rows,
-    and the share beside frames, by the bin of their rows (or PROMPT)."""
-    times: dict[int, float] = defaultdict(float)
-    for s, _ in own:
-        for (other, _), ms in s.beside.items():
-            if other is not None:
-                times[other] += ms
-    keys = sorted(times)
-    x, y = [], []
-    for s, decodes in own:
-        row: dict[int | None, float] = defaultdict(float)
-        for (other, call), ms in s.beside.items():
-            row[other] += ms * (1.0 if call is None else slowed.get(call, 1.0))
-        x.append([1.0, float(decodes), *(-row[key] for key in keys)])
-        y.append(row[None])
-    a, b = np.array(x), np.array(y)
-    kept = np.ones(len(b), bool)
-    for _ in range(4):
-        found = np.linalg.lstsq(a[kept], b[kept], rcond=None)[0]
-        kept = np.abs(a @ found - b) < 2.0
-    shares = {key: round(float(share), 3) for key, share in zip(keys, found[2:], strict=True) if times[key] >= 100}
-    return float(found[0]), float(found[1]), shares
-
-
-def full_steps(steps: Iterable[Ran]) -> list[tuple[Ran, int]]:
-    """Steps that hold as many tokens of prompts as one may: in the middle of a burst, where each step has as many
-    requests more than the one before it as fit. With the rows that decode: those that were there before."""
-    fit = CHUNK // PROMPT_TOKENS
-    ordered = sorted((s for s in steps if s.prompt and s.run and s.run["rate"] is None), key=lambda s: s.start)
-    near = [(a, b) for a, b in pairwise(ordered) if a.run is b.run and b.start - a.start < NEAR_S]
-    return [(b, a.rows) for a, b in near if fit <= b.rows - a.rows <= fit + 1]
-
-
-def is_lone(step: Ran, tokens: int) -> bool:
-    """Whether a step that holds prompts can hold but one, and of so many tokens: few came at once then."""
-    run = step.run
-    assert run is not None
-    if run["samples"][0]["prompt_tokens"] != tokens:
-        return False
-    return run["rate"] is not None or (run["streams"] <= 2 and step.rows <= run["streams"])
-
-
-def vocoder_own(calls: Sequence[Ran], shapes: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """How fast the vocoder's calls are beside anything, by the streams that they are padded to. A trace does not say
-    how many frames a call has: that of the captured shapes is taken which fits best."""
-    found: dict[int, float] = {}
-    least = 1
-    for width, known in shapes.items():
-        own = [s for s in calls if least <= s.rows <= width]
-        beside = [s.part(lambda other, _: other is not None) for s in own]
-        share = 0.6
-        for _ in range(50):
-            got = [s.ms * (1 - part + share * part) for s, part in zip(own, beside, strict=True)]
-            alone = [min(known, key=lambda ms, g=g: abs(math.log(g / ms))) for g in got]
-            rows = [{0: part * s.ms / ms} for s, part, ms in zip(own, beside, alone, strict=True)]
-            rest = [1 - (1 - part) * s.ms / ms for s, part, ms in zip(own, beside, alone, strict=True)]
-            share = least_squares(rows, rest)[0]
-        found[width], least = round(share, 3), width + 1
-    return found
-
-
-def frames_prompt_share(steps: Iterable[Ran], alone: float) -> float:
-    """How fast a step with one prompt of frames is beside one of text."""
-    lone = [s for s in steps if s.prompt and s.rows == 1 and is_lone(s, PROMPT_TOKENS)]
-    return round(alone / statistics.median(s.ms for s in lone if s.beside.get((PROMPT, None), 0.0) >= WHOLE * s.ms), 3)
-
-
 def filled(shares: Sequence[tuple[int, int, float, int]]) -> Share:
     """A share for each pair of bins: where there is none, that of the nearest size of its own."""
     known = {(own, other): share for own, other, share, _ in shares}
@@ -240,13 +227,201 @@ def filled(shares: Sequence[tuple[int, int, float, int]]) -> Share:
     return share
 
 
-def reduced(result: Mapping[str, Any], shapes: Mapping[int, Sequence[float]], talker_ms: float) -> dict[str, Any]:
-    """All of it. `talker_ms`: what a lone prompt of frames takes by itself."""
-    steps = read_trace(result)
-    usual = [s for s in steps if s.run is not None and s.run["workload"] == "text-100"]
-    found: dict[str, Any] = {"bins": list(BINS), "alone": {}, "shares": {}, "beside_vocoder": {}}
-    for lane in OTHER:
+# ---- beside the vocoder
+
+
+def vocoder_shares(steps: Sequence[Ran], alone: Callable[[int], float], share: Share) -> dict[int, float]:
+    """How much slower yet decode steps are while a call of the vocoder runs, by its shape."""
+    rows, rest = [], []
+    for s in steps:
+        if s.prompt or s.part(lambda _, call: call is not None) < 5 * LITTLE:
+            continue
+        row: dict[int, float] = defaultdict(float)
+        done = 0.0
+        for (other, call), ms in s.beside.items():
+            got = ms / alone(s.rows) * (1.0 if other is None else share(s.size, other))
+            if call is None:
+                done += got
+            else:
+                row[call] += got
+        rows.append(row)
+        rest.append(1 - done)
+    return {call: round(min(MOST, found), 3) for call, found in least_squares(rows, rest).items()}
+
+
+def vocoder_beside(calls: Sequence[Ran]) -> dict[int, float]:
+    """What calls of each shape take beside steps of others, the median in milliseconds."""
+    by: dict[int, list[float]] = defaultdict(list)
+    for s in calls:
+        if s.part(lambda other, _: other is not None) >= 1 - LITTLE:
+            by[s.size].append(s.ms)
+    return {shape: round(statistics.median(ms), 4) for shape, ms in by.items() if len(ms) >= FEW}
+
+
+# ---- prompts
+
+
+def prompt_shares(
+    own: Sequence[Ran], passes: Sequence[int], slowed: Mapping[int, float]
+) -> tuple[dict[int, float], dict[bool, dict[int, float]]]:
+    """Of steps that hold prompts: milliseconds alone, by the captured pass, and the share beside frames, by whether the
+    pass is small and by the bin of their rows (or PROMPT)."""
+    rows, rest = [], []
+    for s in own:
+        row: dict[tuple[str, int, int], float] = {("alone", up(passes, s.tokens), 0): -1 / s.ms}
+        done = 0.0
+        for (other, call), ms in s.beside.items():
+            got = ms / s.ms * (1.0 if call is None else slowed.get(call, MOST))
+            if other is None:
+                done += got
+            else:
+                key = ("share", s.tokens <= SMALL, other)
+                row[key] = row.get(key, 0.0) + got
+        rows.append(row)
+        rest.append(-done)
+    found = least_squares(rows, rest, FAR_PROMPT)
+    counted = {key: sum(key in row for row in rows) for key in found}
+    alone = {size: ms for (what, size, _), ms in found.items() if what == "alone" and counted[what, size, 0] >= FEW}
+    shares: dict[bool, dict[int, float]] = {True: {}, False: {}}
+    for (what, small, other), share in found.items():
+        if what == "share" and counted[what, small, other] >= FEW:
+            shares[bool(small)][other] = round(min(MOST, share), 3)
+    return {size: round(ms, 3) for size, ms in sorted(alone.items())}, shares
+
+
+def frames_prompt_share(steps: Iterable[Ran], alone: Callable[[int], float]) -> float:
+    """How fast steps with prompts of frames are beside those of text."""
+    beside = [s for s in steps if s.prompt and s.part(lambda other, _: other is not None) >= 1 - LITTLE]
+    return round(statistics.median(alone(s.tokens) / s.ms for s in beside), 3)
+
+
+# ---- the host's thread, and the server's
+
+
+def by_size(points: Iterable[tuple[int, float]], middle: Callable[[Iterable[float]], float] = statistics.mean) -> Curve:
+    """The mean of each bin of sizes."""
+    bins: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for size, ms in points:
+        bins[bin_of(size)].append((size, ms))
+    means = ((statistics.mean(n for n, _ in some), middle(ms for _, ms in some)) for some in bins.values())
+    return [(round(n, 2), round(ms, 4)) for n, ms in sorted(means)]
+
+
+def host_ms(steps: Sequence[Ran]) -> dict[str, Curve]:
+    """Of one stage: what the thread needs to launch a step and to pass on what came of it, by its rows, and what more
+    where it holds prompts, by the requests that these are of."""
+    decodes, prompts = ([s for s in steps if s.prompt == holds] for holds in (False, True))
+    launch = by_size((s.rows, s.launch_ms) for s in decodes)
+    retire = by_size((s.rows, s.retire_ms) for s in decodes)
+    found = {"launch": launch, "retire": retire}
+    if prompts:
+        found["launch_prompts"] = by_size((s.prompts, s.launch_ms - s.decoding(launch)) for s in prompts)
+        found["retire_prompts"] = by_size((s.prompts, s.retire_ms - s.decoding(retire)) for s in prompts)
+    return found
+
+
+def varies(steps: Sequence[Ran], curves: Mapping[str, Mapping[str, Curve]], prompts: bool) -> list[float]:
+    """How much what the thread needs for a step varies, with prompts (to launch it) or without: quantiles of what it
+    was over what it is on average."""
+    ratios = []
+    for s in steps:
+        own = curves[s.lane]
+        if s.prompt and prompts:
+            ratios.append(s.launch_ms / (s.decoding(own["launch"]) + at(own["launch_prompts"], s.prompts)))
+        elif not s.prompt and not prompts and s.rows >= VARIED:
+            ratios += [s.launch_ms / at(own["launch"], s.rows), s.retire_ms / at(own["retire"], s.rows)]
+    found = [float(np.quantile(ratios, (i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
+    mean = statistics.mean(found)
+    return [round(ratio / mean, 3) for ratio in found]
+
+
+def between_ms(steps: Sequence[Ran], loop: Sequence[tuple[str, float, float]]) -> dict[str, Curve]:
+    """Of the same, what nothing is written down for: to hand frames to the vocoder, between a turn of the stage that
+    makes them and the call that sounds them, and packets to the server, between a call's end and the next launch. By
+    the streams of that call; the medians."""
+    calls = [s.rows for s in sorted((s for s in steps if s.lane == "vocoder"), key=lambda s: s.start)]
+    frames, vocoder = STAGES["frames"], STAGES["vocoder"]
+    numbers = {f"launch {vocoder}": iter(calls), f"retire {vocoder}": iter(calls)}
+    found: dict[str, list[tuple[int, float]]] = {"send": [], "push": []}
+    last, ended, streams = "", -math.inf, 0
+    for name, start, seconds in sorted(loop, key=lambda item: item[1]):
+        before, gap_ms = streams, 1e3 * (start - ended)
+        streams = next(numbers[name]) if name in numbers else 0
+        if gap_ms < AWAKE_MS and name == f"launch {vocoder}" and last.endswith(f" {frames}"):
+            found["send"].append((streams, gap_ms))
+        elif gap_ms < AWAKE_MS and name == f"launch {frames}" and last == f"retire {vocoder}":
+            found["push"].append((before, gap_ms))
+        last, ended = name, start + seconds
+    return {what: by_size(points, statistics.median) for what, points in found.items()}
+
+
+def admit_ms(loop: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
+    """Of the same for a request that is announced, and for one that follows another at once."""
+    admitted = sorted((start, seconds) for name, start, seconds in loop if name == "admit")
+    first, then, last = [], [], -math.inf
+    for start, seconds in admitted:
+        (then if start - last < NEXT_S else first).append(1e3 * seconds)
+        last = start + seconds
+    return round(statistics.mean(first), 4), round(statistics.mean(then), 4)
+
+
+def announced_ms(run: Mapping[str, Any], loop: Sequence[tuple[str, float, float]]) -> list[float]:
+    """How long requests of a run took to the host, by their order: those that do not count came first."""
+    sent = sorted(run["began"] + s["sent"] for s in run["samples"])
+    end = run["began"] + max(s["sent"] + s["end"] for s in run["samples"])
+    heard = sorted(start for name, start, _ in loop if name == "admit" and run["began"] <= start <= end)[-len(sent) :]
+    return [round(1e3 * (b - a), 2) for a, b in zip(sent, heard, strict=True)]
+
+
+def passed_on(loop: Sequence[tuple[str, float, float]], stage: str) -> list[float]:
+    """When the host had passed on what came of the stage's steps."""
+    return sorted(start + seconds for name, start, seconds in loop if name == f"retire {stage}")
+
+
+def opening_ms(run: Mapping[str, Any], loop: Sequence[tuple[str, float, float]]) -> float:
+    """From there to the listener, for the first text of an answer: the median."""
+    passed = passed_on(loop, STAGES["text"])
+    came = [run["began"] + s["sent"] + s["first_text"] for s in run["samples"]]
+    return round(1e3 * statistics.median(t - passed[bisect_right(passed, t) - 1] for t in came), 3)
+
+
+def delivery_ms(
+    runs: Sequence[Mapping[str, Any]], loop: Sequence[tuple[str, float, float]]
+) -> tuple[float, float, float]:
+    """The way of a packet to its listener, and the server's time for each of those that left with it, and for each of
+    their frames: by when the last packet of each of the vocoder's calls came, if that was before the next call's."""
+    passed = passed_on(loop, STAGES["vocoder"])
+    rows, last = [], []
+    for run in runs:
+        calls: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        for s in run["samples"]:
+            for i, (came, seconds) in enumerate(s["packets"]):
+                when = run["began"] + s["sent"] + came
+                call = bisect_right(passed, when) - 1
+                frames = round((seconds + (0.0 if i else OPENING_S)) / FRAME_S)
+                calls[call].append((1e3 * (when - passed[call]), frames))
+        for call, packets in calls.items():
+            ms = max(ms for ms, _ in packets)
+            if call + 1 < len(passed) and ms < 1e3 * (passed[call + 1] - passed[call]) - CLEAR_MS:
+                rows.append({"way": 1.0, "packet": float(len(packets)), "frame": float(sum(f for _, f in packets))})
+                last.append(ms)
+    found = least_squares(rows, last, FAR_MS)
+    return round(found["way"], 4), round(found["packet"], 4), round(found["frame"], 4)
+
+
+def reduced(
+    result: Mapping[str, Any], shapes: Shapes, passes: Sequence[int], frames_alone: Callable[[int], float]
+) -> dict[str, Any]:
+    """All of it. `passes`: rows of those that are captured; `frames_alone`: what prompts of frames take by
+    themselves."""
+    steps, loop = read_trace(result, shapes), result["loop"]
+    usual = [s for s in steps if s.run is not None and s.run["workload"] != "audio-10s"]
+    found: dict[str, Any] = {"alone": {}, "shares": {}, "beside_vocoder": {}, "host": {}}
+    for lane in LANES.values():
         own = [s for s in usual if s.lane == lane]
+        found["host"][lane] = host_ms([s for s in own if s.run is not None and s.run["workload"] == "text-100"])
+        if lane not in OTHER:
+            continue
         curve = alone_ms(own)
         points = [(float(rows), ms) for rows, ms, _ in curve]
 
@@ -256,20 +431,18 @@ def reduced(result: Mapping[str, Any], shapes: Mapping[int, Sequence[float]], ta
         shares = decode_shares([s for s in own if not s.prompt], alone)
         found["alone"][lane], found["shares"][lane] = curve, shares
         found["beside_vocoder"][lane] = vocoder_shares(own, alone, filled(shares))
-    text = [s for s in steps if s.lane == "text"]
-    usual_text = [s for s in usual if s.lane == "text"]
-    slowed = found["beside_vocoder"]["text"]
-    one = [(s, s.rows - 1) for s in text if s.prompt and is_lone(s, PROMPT_TOKENS)]
-    *lone, few = prompt_shares(one, slowed)
-    *full, many = prompt_shares(full_steps(usual_text), slowed)
-    beside = many | few
-    long = [s for s in text if s.prompt and s.run is not None and s.run["workload"] == "text-2000"]
-    [tokens] = {s.run["samples"][0]["prompt_tokens"] for s in long if s.run is not None}
-    alone_long = [sum(t * (1.0 if o is None else beside[o]) for (o, _), t in s.beside.items()) for s in long]
-    known = ((PROMPT_TOKENS, lone, 0), (PROMPT_TOKENS, lone, 20), (CHUNK, full, 0), (CHUNK, full, 100))
-    points = [(size + rows, round(ms + rows * row_ms, 3)) for size, (ms, row_ms), rows in known]
-    found["prompt"] = [*points, (tokens, round(statistics.median(alone_long), 3))]
-    found["prompt_shares"] = beside
-    found["frames_prompt"] = frames_prompt_share([s for s in steps if s.lane == "frames"], talker_ms)
-    found["vocoder"] = vocoder_own([s for s in usual if s.lane == "vocoder"], shapes)
+    prompts = [s for s in usual if s.lane == "text" and s.prompt]
+    found["prompt"], beside = prompt_shares(prompts, passes, found["beside_vocoder"]["text"])
+    found["prompt_shares"] = {"small": beside[True], "large": beside[False]}
+    found["frames_prompt"] = frames_prompt_share([s for s in usual if s.lane == "frames"], frames_alone)
+    found["vocoder_beside"] = vocoder_beside([s for s in usual if s.lane == "vocoder"])
+    runs = [run for part in ("latency", "open") for run in result["parts"][part]["found"]]
+    one = next(run for run in runs if run["streams"] == 1)
+    found["varies"], found["varies_prompts"] = (varies(usual, found["host"], prompts) for prompts in (False, True))
+    found["admit_ms"] = admit_ms(loop)
+    found["between"] = between_ms(traced_steps(result, shapes), loop)
+    lone = [s.noticed_s for s in usual if s.run is one and s.lane in OTHER]
+    found["hop_us"] = round(1e6 * statistics.median(lone), 1)
+    found["opening_ms"] = opening_ms(one, loop)
+    found["delivery_ms"] = delivery_ms([run for run in runs if (run["streams"] or 1) <= CROWD], loop)
     return found

@@ -5,17 +5,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from stretto.planner.heard import Heard
-from stretto.planner.table import BINS, StageTimes, Table, at, bin_of
+from stretto.planner.table import BINS, SMALL, Curve, Shape, StageTimes, Table, at, bin_of
 from stretto.stage.ahead import Ahead, Flight
 from stretto.stage.pace import Pace
 from stretto.stage.request import StageRequest, State
 from stretto.stage.scheduler.batch import Batch, Outcome, StepResult
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
+
+
+class Busy(Protocol):
+    """Has the host's thread work for about so many milliseconds, and says when it is done."""
+
+    def __call__(self, ms: float, prompts: bool = False) -> float: ...
+
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows that decode steps are captured with
 LEAD_NS = 1_500_000  # `launch_lead_ms`
@@ -35,6 +43,10 @@ class Step:
         """Where shares of speed are told: the bin of its rows, or one more if it holds prompts."""
         return bin_of(len(self.batch.spans)) if self.batch.decode_only else len(BINS)
 
+    @property
+    def small(self) -> bool:
+        return self.batch.num_tokens <= SMALL
+
 
 class Stage:
     def __init__(self, times: StageTimes, rows: int, mixed: bool, clock: Callable[[], int]) -> None:
@@ -51,7 +63,7 @@ class Stage:
         self.most_held = 0  # blocks of its KV cache that requests had at once
         self._known: dict[int, float] = {}  # what decodes take, by rows
 
-    def launch(self, busy: Callable[[float], float]) -> bool:
+    def launch(self, busy: Busy) -> bool:
         """One step, as `stage/stage.py` has it: one that brings no prompt is held back. `busy` has the host work for
         some milliseconds and says when it is done."""
         self.due = None
@@ -66,7 +78,7 @@ class Stage:
             return False
         ms = self.launching(batch)
         flight = self.ahead.launched(len(batch.spans) if batch.decode_only else None, int(1e6 * ms))
-        starts = busy(ms)
+        starts = busy(ms, not batch.decode_only)
         flight.launched_ns = int(1e9 * starts)
         self.running.append(Step(batch, self.takes(batch), starts, flight))
         pool = self.scheduler.pool
@@ -80,14 +92,17 @@ class Stage:
 
     def launching(self, batch: Batch) -> float:
         """Milliseconds of the host."""
-        t, rows = self.times, len(batch.spans)
-        if batch.decode_only:
-            return t.launch + t.launch_row * rows
-        return t.launch_prompts + t.launch_prompt * (rows - batch.num_decodes)
+        return self._host(batch, self.times.launch, self.times.launch_prompts)
+
+    def _host(self, batch: Batch, decode: Curve, prompts: Curve) -> float:
+        decodes, others = batch.num_decodes, len(batch.spans) - batch.num_decodes
+        return (at(decode, decodes) if decodes else 0.0) + (at(prompts, others) if others else 0.0)
 
     def takes(self, batch: Batch) -> float:
-        """Milliseconds, alone."""
-        return self.decodes(batch.num_decodes) if batch.decode_only else at(self.times.prompt, batch.num_tokens)
+        """Milliseconds, alone. Passes over prompts are padded to those that are captured."""
+        if batch.decode_only:
+            return self.decodes(batch.num_decodes)
+        return next((ms for rows, ms in self.times.prompt if rows >= batch.num_tokens), self.times.prompt[-1][1])
 
     def decodes(self, rows: int) -> float:
         if rows not in self._known:
@@ -100,12 +115,12 @@ class Stage:
         self.ahead.ended(step.flight)
         self.done.append(step)
 
-    def retire(self, busy: Callable[[float], float]) -> list[Outcome]:
+    def retire(self, busy: Busy) -> list[Outcome]:
         """The host learns what came of a step, row by row."""
         step = self.done.popleft()
         self.ahead.retired()
         outcomes = self.scheduler.retire(step.batch, StepResult([7] * len(step.batch.spans)))
-        busy(self.times.retire + self.times.retire_row * len(outcomes))
+        busy(self._host(step.batch, self.times.retire, self.times.retire_prompts))
         return outcomes
 
 
@@ -136,13 +151,9 @@ class Voice:
 @dataclass(slots=True)
 class Call:
     streams: list[tuple[Voice, int]]
-    frames: int  # of each stream, at most
+    shape: Shape
     left_ms: float
     starts: float
-
-    @property
-    def size(self) -> int:
-        return bin_of(len(self.streams))
 
 
 class Vocoder:
@@ -153,10 +164,10 @@ class Vocoder:
         self.table = table
         self.calls: deque[Call] = deque()  # on the device
         self.done: deque[Call] = deque()  # of which the host knows nothing yet
-        self._shapes: dict[int, dict[int, float]] = {}  # by streams and frames: milliseconds
-        for streams, frames, ms in sorted(table.vocoder):
-            self._shapes.setdefault(streams, {})[frames] = ms
-        self._frames = sorted({frames for _, frames, _ in table.vocoder})
+        self._shapes: dict[int, dict[int, Shape]] = {}  # by streams and frames
+        for shape in sorted(table.vocoder, key=lambda s: (s.streams, s.frames)):
+            self._shapes.setdefault(shape.streams, {})[shape.frames] = shape
+        self._frames = sorted({shape.frames for shape in table.vocoder})
         self._free = table.max_rows
         self._voices: list[Voice] = []  # with frames that wait
 
@@ -165,7 +176,7 @@ class Vocoder:
             self._voices.append(voice)
         voice.pending += frames
 
-    def launch(self, now: float, busy: Callable[[float], float]) -> bool:
+    def launch(self, now: float, busy: Busy) -> bool:
         """One call."""
         if not self._voices or len(self.calls) + len(self.done) >= DEPTH:
             return False
@@ -177,25 +188,26 @@ class Vocoder:
             return False
         urgent = [v for v in seated if v.deadline is None or v.deadline < now + URGENT_S]
         most = max(v.pending for v in ([v for v in urgent if v.deadline is None] or urgent or seated))
-        size = _up(self._frames, most)
+        size = up(self._frames, most)
         chosen = [v for v in seated if v.pending <= size or v in urgent] if urgent else seated
-        sizes = self._shapes[_up(list(self._shapes), len(chosen))]
-        size = _up(list(sizes), size)
+        sizes = self._shapes[up(list(self._shapes), len(chosen))]
+        size = up(list(sizes), size)
         streams = [(v, min(v.pending, size)) for v in chosen]
         for voice, n in streams:
             voice.pending -= n
         self._voices = [v for v in self._voices if v.pending]
-        self.calls.append(Call(streams, size, sizes[size], busy(self.table.launch_vocoder)))
+        starts = busy(at(self.table.launch_vocoder, len(streams)))
+        self.calls.append(Call(streams, sizes[size], sizes[size].ms, starts))
         return True
 
     def end(self) -> None:
         """The device is done with a call."""
         self.done.append(self.calls.popleft())
 
-    def retire(self, busy: Callable[[float], float]) -> list[tuple[Voice, int, bool]]:
+    def retire(self, busy: Busy) -> list[tuple[Voice, int, bool]]:
         """What came of the oldest call that is done: voice, frames, whether they are its last."""
         streams = self.done.popleft().streams
-        busy(self.table.retire_vocoder + self.table.retire_packet * len(streams))
+        busy(at(self.table.retire_vocoder, len(streams)))
         return [(voice, n, voice.last and self.close(voice)) for voice, n in streams]
 
     def close(self, voice: Voice) -> bool:
@@ -207,6 +219,6 @@ class Vocoder:
         return True
 
 
-def _up(sizes: list[int], wanted: int) -> int:
+def up(sizes: Sequence[int], wanted: int) -> int:
     """The next captured size, or the largest."""
     return sizes[min(bisect_left(sizes, wanted), len(sizes) - 1)]

@@ -19,7 +19,7 @@ from typing import Literal
 from stretto.planner.heard import Asked, Heard
 from stretto.planner.lanes import Call, Stage, Step, Vocoder, Voice
 from stretto.planner.loop import HostLoop
-from stretto.planner.table import BINS, Table
+from stretto.planner.table import BINS, Table, at
 from stretto.stage.giveway import GiveWay
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.request import RequestSpec
@@ -53,6 +53,7 @@ class Card:
         self._messages: deque[Heard] = deque()  # requests that the host was told of
         self._fresh = False  # some of them were admitted in this round
         self._reports: list[Callable[[], None]] = []  # of the host, which leave together
+        self._packets = 0  # among them
         self._host = HostLoop(
             (
                 self._admit, self._turn_vocoder, self._push, self._turn_fresh, self._turn_frames, self._turn_vocoder,
@@ -121,16 +122,15 @@ class Card:
         text, frames, call = self._at_work(self.text.running), self._at_work(self.frames.running), self._call()
         found: dict[Lane, tuple[Step | Call, float]] = {}
         if text:
-            own = text.size
-            beside = 1.0 if frames is None else t.prompt[frames.size] if own == PROMPT else t.text[own][frames.size]
-            found["text"] = (text, beside if call is None else beside * t.text_vocoder[call.size])
+            prompt = t.small_prompt if text.small else t.large_prompt
+            beside = 1.0 if frames is None else (prompt if text.size == PROMPT else t.text[text.size])[frames.size]
+            found["text"] = (text, beside if call is None else beside * call.shape.text)
         if frames:
             own = frames.size
             beside = 1.0 if text is None else t.frames_prompt if own == PROMPT else t.frames[own][text.size]
-            found["frames"] = (frames, beside if call is None else beside * t.frames_vocoder[call.size])
+            found["frames"] = (frames, beside if call is None else beside * call.shape.frames_share)
         if call:
-            beside = t.vocoder_first if call.frames == 1 else t.vocoder[call.size]
-            found["vocoder"] = (call, beside if found else 1.0)
+            found["vocoder"] = (call, call.shape.ms / call.shape.beside_ms if found else 1.0)
         return found
 
     def _at_work(self, steps: deque[Step]) -> Step | None:
@@ -142,8 +142,10 @@ class Card:
 
     # -- the host's turns
 
-    def _busy(self, ms: float) -> float:
-        return self._host.busy(self.now, ms)
+    def _busy(self, ms: float, prompts: bool = False) -> float:
+        """Have the host's thread work for about so long. When it is done."""
+        varies = self.table.varies_prompts if prompts else self.table.varies
+        return self._host.busy(self.now, ms * self._random.choice(varies))
 
     def _ring(self) -> None:
         self._later_at(self.now + self.table.hop_us / 1e6, self._host.ring)
@@ -154,7 +156,7 @@ class Card:
     def _admit(self) -> bool:
         """All rows of a prompt are known to the frames stage at once, but for the last one."""
         self._fresh = bool(self._messages)
-        for _ in range(len(self._messages)):
+        for i in range(len(self._messages)):
             heard = self._messages.popleft()
             id, asked = RequestId(f"r{self._arrived}"), heard.asked
             self._arrived += 1
@@ -164,7 +166,7 @@ class Card:
             request = self.frames.scheduler.submit(spec, asked.prompt + OPENING, closed=False)
             self._voices[id] = Voice(self._arrived, Pace(FIRST, EACH, RAMP, self._rhythm), request, heard)
             self.text.scheduler.submit(RequestSpec(id, asked.text), asked.prompt)
-            self._busy(self.table.admit_ms)
+            self._busy(self.table.admit_next_ms if i else self.table.admit_ms)
         return self._fresh
 
     def _turn_fresh(self) -> bool:
@@ -194,9 +196,12 @@ class Card:
         return self.vocoder.launch(self.now, self._busy) or did
 
     def _push(self) -> bool:
+        if self._packets:
+            self._busy(at(self.table.push, self._packets))
         for report in self._reports:
             report()
         self._reports.clear()
+        self._packets = 0
         return False
 
     # -- what comes of steps
@@ -219,8 +224,9 @@ class Card:
                 frames.append_text(id, voice.untold)
             if last:
                 frames.end_text(id)
+            back_ms = self.table.back_ms if voice.told else self.table.opening_ms
             voice.told, voice.untold, voice.told_at = voice.told + voice.untold, 0, self.now
-            self._reports.append(partial(self._deliver, partial(self._read, voice.heard)))
+            self._reports.append(partial(self._deliver, self.table.text_us, back_ms, partial(self._read, voice.heard)))
 
     def _spoke(self, outcomes: list[Outcome]) -> None:
         for o in outcomes:
@@ -241,6 +247,8 @@ class Card:
         for voice, goes in zip(there, which, strict=True):
             if goes:
                 self._send(voice)
+        if any(which):
+            self._busy(at(self.table.send, sum(which)))
         return any(which)
 
     def _send(self, voice: Voice) -> None:
@@ -259,7 +267,10 @@ class Card:
                 voice.begun = voice.begun or self.now
                 voice.sounded_s += seconds
                 voice.deadline = voice.begun + voice.sounded_s
-                self._reports.append(partial(self._deliver, partial(self._hear, voice.heard, seconds)))
+                self._packets += 1
+                us = self.table.packet_us + self.table.packet_frame_us * frames
+                heard = partial(self._hear, voice.heard, seconds)
+                self._reports.append(partial(self._deliver, us, self.table.back_ms, heard))
             if last:
                 self._reports.append(partial(self._close, voice))
 
@@ -270,8 +281,8 @@ class Card:
         self._server = max(self.now, self._server) + ms / 1e3
         self._later_at(self._server, then)
 
-    def _deliver(self, then: Callable[[], None]) -> None:
-        self._serve(self.table.server_us / 1e3, then)
+    def _deliver(self, us: float, back_ms: float, then: Callable[[], None]) -> None:
+        self._serve(us / 1e3, lambda: self._later_at(self.now + back_ms / 1e3, then))
 
     def _read(self, heard: Heard) -> None:
         if heard.first_text is None:
@@ -284,7 +295,7 @@ class Card:
         """The end of an answer is told with all that is known of it: when each of its steps was, for one."""
         del self._voices[voice.request.id]
         ms = self.table.end_ms + voice.heard.asked.frames * self.table.end_frame_us / 1e3
-        self._serve(ms, lambda: self._end(voice.heard))
+        self._serve(ms, lambda: self._later_at(self.now + self.table.back_ms / 1e3, lambda: self._end(voice.heard)))
 
     def _end(self, heard: Heard) -> None:
         heard.end = self.now

@@ -15,20 +15,20 @@ from stretto.errors import Invalid
 
 BINS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Rows up to which steps are of a kind, where shares of speed are told."""
+SMALL = 256
+"""Rows up to which a step that holds prompts is a small one, where shares are told."""
 Curve = list[tuple[float, float]]
 """Sizes and milliseconds, by size."""
 
 
 class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Curve  # rows of a step for requests' next tokens
-    prompt: Curve  # rows of a step that holds prompts, those that decode among them
+    prompt: Curve  # rows up to which a pass over prompts is captured, those that decode among them
     tokens: int  # that its KV pool holds
-    launch: float  # of the host's thread, for a decode step
-    launch_row: float  # and for each of its rows more
-    launch_prompts: float  # the same for a step that holds prompts
-    launch_prompt: float  # and for each of these more
-    retire: float  # of the same, to pass on what came of a step
-    retire_row: float  # and for each of its rows more
+    launch: Curve  # of the host's thread, by the rows of a decode step
+    retire: Curve  # of the same, to pass on what came of it
+    launch_prompts: Curve  # what more of both, where it holds prompts, by the requests that these are of
+    retire_prompts: Curve
 
 
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,13 +36,21 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step's, and last beside one that holds prompts."""
 
     text: list[list[float]]  # beside frames
-    prompt: list[float]  # a step of the text stage that holds prompts, by the rows of frames alone
+    small_prompt: list[float]  # a step of the text stage that holds prompts, up to SMALL rows, by the rows of frames
+    large_prompt: list[float]
     frames: list[list[float]]  # beside text
     frames_prompt: float  # a step of the frames stage that holds prompts, beside any of text
-    text_vocoder: list[float]  # and of that, while the vocoder runs, by the bin of its streams
-    frames_vocoder: list[float]
-    vocoder: list[float]  # itself, beside any of them
-    vocoder_first: float  # the same for a call of one frame, however many streams
+
+
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One that the vocoder's calls are captured in."""
+
+    streams: int
+    frames: int  # of each
+    ms: float  # alone
+    beside_ms: float  # beside steps of the others
+    text: float  # how fast a step of text is meanwhile, of what it would be
+    frames_share: float  # and one of frames
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,10 +72,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rows: int
     text: StageTimes
     frames: StageTimes
-    vocoder: list[tuple[int, int, float]]  # streams, frames of each, milliseconds: all shapes that are captured
-    launch_vocoder: float
-    retire_vocoder: float
-    retire_packet: float
+    vocoder: list[Shape]
+    launch_vocoder: Curve  # of the host's thread, by streams
+    retire_vocoder: Curve
+    send: Curve  # the same to hand frames to the vocoder
+    push: Curve  # and packets to the server
+    varies: list[float]  # what the thread needs for something, of what it needs on average: equally likely ones
+    varies_prompts: list[float]  # the same of launches with prompts
     together: Together
     frame_s: float
     opening_s: float  # of the first frame that is not sounded
@@ -76,8 +87,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     serial_ms: float  # of the server's thread, for a request that comes
     build_ms: float  # of the same, when it is announced
     admit_ms: float  # of the host's thread, for a request that is announced
+    admit_next_ms: float  # and for one that follows another at once
     hop_us: float  # until the host's thread wakes up
-    server_us: float  # of the server's thread, for each packet and each piece of text
+    text_us: float  # of the server's thread, for a piece of text
+    packet_us: float  # and for a packet
+    packet_frame_us: float  # and for each frame in it
+    back_ms: float  # from there to the listener
+    opening_ms: float  # the same for the first piece of an answer
     end_ms: float  # of the server's thread, for the end of an answer
     end_frame_us: float  # and for each frame that it had
     made_by: str
