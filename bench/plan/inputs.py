@@ -1,8 +1,8 @@
 """The table's numbers, read off what was measured on a card.
 
 `collect` makes plan_inputs_GPU.json of the results of other programs: what the trace of a served load says (trace.py),
-what passes over prompts and the vocoder's calls take by themselves. `table_of` makes a table of that and of the run that
-was traced."""
+what passes over prompts and the vocoder's calls take by themselves. `table_of` makes a table of that and of the run
+that was traced."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from typing import Any
 
 from bench.harness.results import RESULTS, read, write
 from bench.plan.runs import FRAME_S, OPENING_S, PARTS, label
-from bench.plan.trace import PROMPT, STAGES, announced_ms, filled, reduced
+from bench.plan.trace import PROMPT, PROMPT_TOKENS, STAGES, announced_ms, filled, reduced
 from stretto.planner.table import BINS, Curve, Shape, StageTimes, Table, Together, at
-from stretto.stage.runner.prefill_graphs import SIZES as PASSES
+from stretto.stage.runner.prefill_graphs import SIZES
 
 MODEL = "Qwen3-Omni-30B-A3B"
+PASSES = sorted({*SIZES, PROMPT_TOKENS})
+"""Over prompts: rows that are captured, and those of a lone prompt of the load, which chooses fewer experts than one
+beside rows that decode."""
 GIB = 1 << 30
 WEIGHTS_GIB = 66.0  # of all stages, as the plan of a host says
 KV_BYTES = {"text": 2 * 48 * 4 * 128 * 2, "frames": 2 * 20 * 2 * 128 * 2}
@@ -137,6 +140,11 @@ def end_ms(parts: Mapping[str, Any]) -> tuple[float, float]:
     return line.intercept, 1e3 * line.slope
 
 
+def curves(given: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Curve]:
+    """As a file has them."""
+    return {name: [(float(size), ms) for size, ms in points] for name, points in given.items()}
+
+
 def gaps(times: Sequence[float], most: float) -> list[float]:
     """Between neighbours that are no farther apart than that."""
     return [b - a for a, b in pairwise(sorted(times)) if b - a <= most]
@@ -154,17 +162,18 @@ def table_of(gpu: str, given: Mapping[str, Any], k: Mapping[str, float], runs: M
 
     def stage(name: str) -> StageTimes:
         decode = [(float(rows), ms) for rows, ms, _ in served["alone"][name]]
-        return StageTimes(decode=decode, prompt=prompts[name], tokens=tokens, **served["host"][name])
+        return StageTimes(decode=decode, prompt=prompts[name], tokens=tokens, **curves(served["host"][name]))
 
+    vocoder, between = curves(served["host"]["vocoder"]), curves(served["between"])
     piece_us, first, then = text_us(loads), *served["admit_ms"]
     back_ms, packet_ms, frame_ms = served["delivery_ms"]
     return Table(
         gpu=gpu, model=MODEL, memory_gib=runs["env"]["gpu"]["memory_gib"], weights_gib=WEIGHTS_GIB,
         max_rows=int(runs["arguments"]["max_rows"]), text=stage("text"), frames=stage("frames"),
         vocoder=shapes_of([(a, b, ms) for a, b, ms in given["vocoder"]], served),
-        launch_vocoder=served["host"]["vocoder"]["launch"], retire_vocoder=served["host"]["vocoder"]["retire"],
-        **served["between"], varies=served["varies"],
-        varies_prompts=served["varies_prompts"], together=together_of(served), frame_s=FRAME_S, opening_s=OPENING_S, overhead_ms=k["overhead_ms"],
+        launch_vocoder=vocoder["launch"], retire_vocoder=vocoder["retire"], **between,
+        varies=served["varies"], varies_prompts=served["varies_prompts"],
+        together=together_of(served), frame_s=FRAME_S, opening_s=OPENING_S, overhead_ms=k["overhead_ms"],
         jitter_ms=statistics.pstdev(given["announced_ms"]["1 streams"]), serial_ms=k["serial_ms"],
         build_ms=k["build_ms"], admit_ms=first, admit_next_ms=then, hop_us=served["hop_us"], text_us=piece_us,
         packet_us=1e3 * packet_ms, packet_frame_us=1e3 * frame_ms, back_ms=back_ms,

@@ -21,6 +21,7 @@ PROVENANCE = (  # file, what it holds
     ("split_h200", "one process and two on one card"),
     ("beside_h200", "beside other servers on the card"),
     ("before_after_h200", "two versions side by side"),
+    ("give_way_off_h200", "over HTTP, give_way off"),
     ("realtime_h200", "conversations"),
     ("tts_h200", "Qwen3-TTS"),
     ("ablation_h200", "overlaps switched off"),
@@ -143,6 +144,30 @@ def before_after(results: Results) -> str:
         "load", "version", "answers", "first text p50, ms", "first audio p50, ms", "RTF p50", "loop thread busy",
     )  # fmt: skip
     return markdown(head, lines)
+
+
+def give_way(results: Results) -> str:
+    """Loads that were run with and without it."""
+    runs = {"on": results.file("h200_again"), "off": results.file("give_way_off_h200")}
+    levels = {
+        which: [f for part in ("open", "latency") for f in found_in(run or {"parts": {}}, part)]
+        for which, run in runs.items()
+    }
+    lines = []
+    for off in levels["off"]:
+        load = off["streams"], off["rate"]
+        for which, f in [("on", f) for f in levels["on"] if (f["streams"], f["rate"]) == load] + [("off", off)]:
+            s = f["summary"]
+            lines.append(
+                (
+                    many(f["streams"]) if f["streams"] else f"{f['rate']:g} requests a second", which,
+                    str(f["answers"]),
+                    *(f"{1e3 * s['first_audio_s'][q]:.1f}" for q in ("p50", "p90", "p99")), f"{s['rtf']['p50']:.3f}",
+                    f"{1e3 * s['wait_0ms_s']['max']:.0f}",
+                )
+            )  # fmt: skip
+    head = ("load", "`give_way`", "answers", "first audio p50, ms", "p90", "p99", "RTF p50", "longest wait, ms")
+    return markdown(head, lines) if lines else ""
 
 
 def phases(results: Results) -> str:

@@ -13,7 +13,18 @@ from bench.harness.markdown import NOT_YET, both, many, markdown
 from bench.report import faults
 from bench.report.links import beside, copies, hops, split
 from bench.report.measured import PREDICTOR_PASSES, TALKER, THINKER, Ran, Results, layer_bytes, layers, one_step
-from bench.report.serving import before_after, host, latency, memory, open_loop, phases, realtime, sources, start
+from bench.report.serving import (
+    before_after,
+    give_way,
+    host,
+    latency,
+    memory,
+    open_loop,
+    phases,
+    realtime,
+    sources,
+    start,
+)
 from bench.report.targets import p50s, targets
 
 
@@ -286,6 +297,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "sources": sources,
     "open": open_loop,
     "before_after": before_after,
+    "give_way": give_way,
     "summary": summary,
     "steps": steps,
     "layer": layer_table,

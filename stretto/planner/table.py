@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -127,10 +128,10 @@ def bin_of(rows: int) -> int:
 
 
 def at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """The curve at a size: straight between its points, and beyond the last as between the last two."""
-    sizes = [s for s, _ in curve]
-    if size <= sizes[0]:
+    """The curve at a size: straight between its points, and beyond the last as between the last two. That of one point
+    is the same everywhere."""
+    if size <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
-    i = min(bisect_left(sizes, size), len(curve) - 1)
+    i = min(bisect_left(curve, size, key=itemgetter(0)), len(curve) - 1)
     (a, low), (b, high) = curve[i - 1], curve[i]
     return low + (high - low) * (size - a) / (b - a)

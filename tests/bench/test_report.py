@@ -229,6 +229,27 @@ def test_two_versions_and_two_placements_are_told_side_by_side(tmp_path: Path) -
     assert tables.sources(given).count("`before_after_h200.json`") == 2, "a line for each commit"
 
 
+def test_loads_with_and_without_giving_way_are_told_side_by_side(tmp_path: Path) -> None:
+    def level(streams: int | None, ms: float) -> dict:
+        spread = {"p50": ms / 1e3, "p90": 2 * ms / 1e3, "p99": 3 * ms / 1e3}
+        summary = {"first_audio_s": spread, "rtf": {"p50": 0.1}, "wait_0ms_s": {"max": 0.002}}
+        return {"streams": streams, "rate": None if streams else 16.0, "answers": 9, "summary": summary}
+
+    given = results(tmp_path)
+    assert tables.give_way(given) == ""
+    on = {"latency": {"found": [level(8, 5.0), level(32, 20.0)]}, "open": {"found": [level(None, 10.0)]}}
+    off = {"latency": {"found": [level(32, 40.0)]}, "open": {"found": [level(None, 15.0)]}}
+    for name, parts in (("h200_again", on), ("give_way_off_h200", off)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"env": {}, "parts": parts}))
+    told = tables.give_way(results(tmp_path))
+    assert told.splitlines()[2:] == [
+        "| 16 requests a second | on | 9 | 10.0 | 20.0 | 30.0 | 0.100 | 2 |",
+        "| 16 requests a second | off | 9 | 15.0 | 30.0 | 45.0 | 0.100 | 2 |",
+        "| 32 streams | on | 9 | 20.0 | 40.0 | 60.0 | 0.100 | 2 |",
+        "| 32 streams | off | 9 | 40.0 | 80.0 | 120.0 | 0.100 | 2 |",
+    ]
+
+
 def test_servers_on_one_card_are_told_one_by_one(tmp_path: Path) -> None:
     def level(ms: float, wait_s: float, **more: int) -> dict:
         summary = {"first_audio_s": {"p50": ms / 1e3}, "rtf": {"p50": ms / 1e3}, "wait_0ms_s": {"max": wait_s}}

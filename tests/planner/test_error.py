@@ -10,17 +10,9 @@ import msgspec
 import pytest
 
 from bench.plan.checks import BURST_S, between, check, interval
-from bench.plan.inputs import (
-    admit_ms,
-    end_ms,
-    gaps,
-    jitter_ms,
-    launch_ms,
-    prompt_curve,
-    retire_ms,
-    server_us,
-)
-from bench.plan.runs import ASKED, FRAME_S, MEASURES, OPENING_S
+from bench.plan.fit import Watched, loss
+from bench.plan.inputs import captured, end_ms, gaps, pass_of, prompt_curve, shapes_of, text_us, together_of
+from bench.plan.runs import ASKED, FRAME_S, MEASURES, OPENING_S, replays
 from stretto.client.stats import percentile
 from stretto.planner.error import error_lines, verdict
 from stretto.planner.heard import Heard
@@ -106,58 +98,57 @@ def test_runs_of_a_load_are_taken_together() -> None:
 
 
 def test_prompts_are_as_those_that_were_served() -> None:
-    """Known ones count; those between are as much quicker as the largest of the small ones."""
-    passes = [(100, 10.0), (500, 20.0), (1024, 40.0), (2000, 60.0)]
-    curve = prompt_curve(passes, [(100, 9.0), (300, 12.0), (1024, 30.0), (2000, 50.0)])
-    assert curve == [(100.0, 9.0), (300.0, 12.0), (500.0, 16.0), (1024.0, 32.0), (1025.0, 30.0), (2000.0, 50.0)]
+    """Known ones count; the others are as much quicker as those beside them."""
+    passes = [(64.0, 8.0), (128.0, 10.0), (512.0, 20.0), (2048.0, 40.0), (2560.0, 50.0)]
+    curve = prompt_curve(passes, {"128": 9.0, "2048": 30.0})
+    assert curve == [(64.0, 7.2), (128.0, 9.0), (512.0, pytest.approx(16.5)), (2048.0, 30.0), (2560.0, 37.5)]
+    assert [pass_of(passes, tokens) for tokens in (1, 64, 65, 9999)] == [8.0, 8.0, 10.0, 50.0]
+    assert captured([(16.0, 1.0), (2560.0, 2.0)])[0] == (16.0, 1.0)
 
 
-def test_what_host_and_server_need_is_read_off_the_samples() -> None:
-    def run(steps: float, rows: float, seconds: float, streams: int = 8, **more: Any) -> dict[str, Any]:
-        host = {
-            'stretto_stage_steps_total{stage="thinker",kind="decode"}': steps,
-            'stretto_stage_tokens_total{stage="thinker"}': rows,
-            'stretto_stage_retire_seconds_total{stage="thinker"}': seconds,
-        }
-        return {"host": host, "streams": streams, "workload": "text-100", **more}
+def test_the_vocoders_shapes_are_as_those_that_were_served() -> None:
+    """One that was not seen is as much slower as the nearest, and nobody is quicker beside others than alone."""
+    served = {
+        "vocoder_beside": {"0": 2.0, "2": 1.5}, "beside_vocoder": {"text": {"0": 0.7, "2": 0.4}, "frames": {"1": 0.5}}
+    }  # fmt: skip
+    one, eight, many = shapes_of([(1, 1, 1.0), (2, 8, 1.4), (8, 8, 2.0)], served)
+    assert (one.beside_ms, one.text, one.frames_share) == (2.0, 0.7, 0.5)
+    assert (eight.beside_ms, eight.text) == (1.4, 0.4)
+    assert (many.beside_ms, many.text) == (2.0, 0.4)
 
-    # 0.1 ms for a step and 0.02 ms for each row
-    found = retire_ms([run(10, 10, 0.0012), run(10, 100, 0.003)], "thinker")
-    assert found == pytest.approx((0.1, 0.02))
-    codec = {
-        "samples": [{"packets": [0] * 20}] * 5,
-        "host": {
-            'stretto_stage_steps_total{stage="code2wav",kind="decode"}': 100,
-            'stretto_stage_frames_total{stage="code2wav"}': 10 * ASKED["text-100"].frames,
-            'stretto_stage_retire_seconds_total{stage="code2wav"}': 0.03,
-        },
-        "workload": "text-100",
-    }
-    half = codec | {"host": codec["host"] | {'stretto_stage_retire_seconds_total{stage="code2wav"}': 0.01}}  # type: ignore[operator]
-    fewer = half | {"samples": [{"packets": [0] * 10}] * 5}
-    assert retire_ms([codec, fewer], "code2wav") == pytest.approx((-0.1, 0.2)), "packets of all requests, not of five"
 
-    def launched(steps: float, seconds: float, tokens: float) -> dict[str, Any]:
-        names = [f'stretto_stage_launch_seconds_{what}{{stage="thinker",kind="mixed"}}' for what in ("count", "sum")]
-        host = dict(zip(names, (steps, seconds), strict=True))
-        return {"workload": "text-100", "host": host | {'stretto_stage_tokens_total{stage="thinker"}': tokens}}
+def test_shares_beside_prompts_are_as_the_nearest() -> None:
+    served = {
+        "shares": {lane: [(0, 0, 0.6, 9), (0, 8, 0.9, 9)] for lane in ("text", "frames")},
+        "prompt_shares": {"small": {"1": 0.5, "8": 0.7}, "large": {"3": 0.4, "5": 0.2}}, "frames_prompt": 0.55,
+    }  # fmt: skip
+    found = together_of(served)
+    assert found.small_prompt == [0.5, 0.5, 0.5, 0.5, 0.5, 0.7, 0.7, 0.7, 0.7]
+    assert found.large_prompt == [0.4, 0.4, 0.4, 0.4, 0.4, 0.2, 0.2, 0.2, 0.2]
+    assert found.text[5] == [0.6] * 8 + [0.9]
 
-    # 2 ms for a step and 0.5 ms for each prompt: 10 and 40 requests of 64 tokens in 10 steps
-    loads = [launched(10, 0.025, 640), launched(10, 0.04, 2560)]
-    assert launch_ms(loads, "thinker", ["prefill", "mixed"]) == pytest.approx((2.0, 0.5))
 
+def test_what_the_server_needs_is_read_off_the_samples() -> None:
     assert gaps([3.0, 1.0, 1.5, 10.0], 2.0) == [0.5, 1.5]
-    times = ((0.0, 0.02, 0.03), (0.01, 0.0101, 0.0201))
-    samples = [{"sent": t, "first_text": text, "first_audio": audio} for t, text, audio in times]
-    assert server_us([{"samples": samples}]) == pytest.approx(100.0)
-    phases = [{"server and socket": 0.001, "admission": 0.002}, {"server and socket": 0.001, "admission": 0.0013}]
-    told = {"samples": [{"sent": 0.0}, {"sent": 0.001}], "phases_raw": phases}
-    assert admit_ms({"found": [told]}) == pytest.approx(0.3)
+    samples = [{"sent": t, "first_text": text} for t, text in ((0.0, 0.02), (0.01, 0.0101))]
+    assert text_us([{"samples": samples}]) == pytest.approx(100.0)
 
     def ended(frames: int, tail: float) -> dict[str, Any]:
         sample = {"audio_s": frames * FRAME_S - OPENING_S, "packets": [[0.1, 1.0]], "end": 0.1 + tail}
-        return {"streams": 1, "samples": [sample | {"first_text": text} for text in (0.02, 0.022)]}
+        return {"streams": 1, "samples": [sample] * 2}
 
     parts = {"latency": {"found": [ended(125, 0.0006)]}, "prompts": {"found": [ended(25, 0.0002)]}}
     assert end_ms(parts) == pytest.approx((0.1, 4.0))
-    assert jitter_ms(parts) == pytest.approx(1.0)
+
+
+def test_the_fit_compares_when_requests_reach_the_host() -> None:
+    """With the numbers that made them it finds nothing to change, and more the farther it is off."""
+    asked = {"workload": "text-100", "rate": 4.0, "streams": None}
+    run = {**asked, "samples": [{"sent": 0.5 * i} for i in range(6)]}
+    card = Watched(with_(overhead_ms=5.0))
+    [heard] = replays(card.table, run, 1, lambda seed: card)
+    took = card.took_ms(heard)
+    assert took == pytest.approx([5.0] * 6)
+    off = [loss(with_(overhead_ms=ms), [run], {"4 a second": took}) for ms in (5.0, 6.0, 9.0)]
+    assert off[0] == pytest.approx(0.0, abs=1e-6)
+    assert off[0] < off[1] < off[2]
