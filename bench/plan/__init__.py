@@ -4,15 +4,15 @@
     python -m bench plan --gpu h200 --collect RAW                          # the inputs first, of a traced run's result
     python -m bench plan --gpu h200 --fit 300 --out ...                    # fit what is not measured anew
 
-Reads bench/results/plan_inputs_GPU.json: what the trace of a served load says of its steps, of the host's thread and of
-the way to host and listener (trace.py), what the vocoder's calls and passes over prompts take by themselves. Of the
-served runs themselves, in plan_traced_GPU.json, it takes what the server needs for a piece of text and for the end of an
-answer. FITTED are three numbers, the same for all loads, to when requests of the traced runs reached the host: what the
-server's thread needs for a request before and behind the rest of its way, and how long that is. The replay is then
-checked against runs of two other servers, of which nothing was fitted: GPU.json and GPU_again.json. Closed loops are
-replayed as loops, with the clients in processes as the program `serve` has them; the others with the moments at which
-their requests were sent. Beside each error stands the 90 % sampling interval of what was measured, and how far runs of a
-load differ.
+Reads bench/results/plan_inputs_GPU.json: what the trace of a served load says of its steps, of the host's thread and
+of the way to host and listener (trace.py), what the vocoder's calls and passes over prompts take by themselves. Of
+the served runs themselves, in plan_traced_GPU.json, it takes what the server needs for a piece of text and for the
+end of an answer. FITTED are three numbers, the same for all loads, to when requests of the traced runs reached the
+host: what the server's thread needs for a request before and behind the rest of its way, and how long that is. The
+replay is then checked against runs of two other servers, of which nothing was fitted: GPU.json and GPU_again.json.
+Closed loops are replayed as loops, with the clients in processes as the program `serve` has them; the others with the
+moments at which their requests were sent. Beside each error stands the 90 % sampling interval of what was measured,
+and how far runs of a load differ.
 """
 
 from __future__ import annotations

@@ -69,8 +69,12 @@ def test_a_mix_of_sequences_equals_the_plain_version(
 MANY = [(n, 1) for n in range(0, 90, 3)]  # more tiles than programs
 
 
-@pytest.mark.parametrize("splits", [2, 4, 8])
-@pytest.mark.parametrize("spans", [*MIXES, [(200, 1), (90, 3), (0, 9), (47, 20)], MANY])
+UNEVEN = [(200, 1), (90, 3), (0, 9), (47, 20)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "splits"), [(UNEVEN, 4), *((spans, splits) for spans in (*MIXES, UNEVEN, MANY) for splits in (2, 8))]
+)
 def test_keys_in_splits_equal_the_plain_version(spans: Spans, splits: int, device: torch.device) -> None:
     """Some tiles with one split and some with several; queries that see nothing of the last one."""
     q, cache, paging = paged(spans, 4, 2, 16, 16, device, torch.float32, seed=splits)

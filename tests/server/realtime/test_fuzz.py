@@ -18,7 +18,7 @@ from tests.server.realtime.order import Order
 from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
 
-EVENTS = 20_000
+EVENTS = 12_000
 MOMENTS = 40
 
 
