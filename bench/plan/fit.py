@@ -41,13 +41,12 @@ class Watched(Card):
 
 
 def loss(table: Table, runs: Sequence[Mapping[str, Any]], measured: Mapping[str, Sequence[float]]) -> float:
+    """How far quantiles of the way to the host are from those measured, over all runs."""
     total = 0.0
     for run in runs:
         there = [quantile(measured[label(run)], p) for p in PARTS]
-        cards: list[Watched] = []
-        found = replays(
-            table, run, SEEDS, lambda seed, cards=cards: cards.append(Watched(table, seed=seed)) or cards[-1]
-        )
+        cards = [Watched(table, seed=seed) for seed in range(SEEDS)]
+        found = replays(table, run, SEEDS, cards.__getitem__)
         took = [card.took_ms(heard) for card, heard in zip(cards, found, strict=True)]
         marks = [statistics.mean(quantile(each, p) for each in took) for p in PARTS]
         total += sum(abs(math.log(a / b)) ** 1.5 for a, b in zip(marks, there, strict=True))

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.results import RESULTS, read, write
-from bench.plan.runs import FRAME_S, OPENING_S, PARTS, label
+from bench.plan.runs import FRAME_S, OPENING_S, label, runs_of
 from bench.plan.trace import PROMPT, PROMPT_TOKENS, STAGES, announced_ms, filled, reduced
-from stretto.planner.table import BINS, Curve, Shape, StageTimes, Table, Together, at
+from stretto.planner.table import BINS, Curve, Shape, StageTimes, Table, Together, at, pass_of
 from stretto.stage.runner.prefill_graphs import SIZES
 
 MODEL = "Qwen3-Omni-30B-A3B"
@@ -39,14 +39,13 @@ def collect(gpu: str, traced: Path) -> None:
     memory = host["found"][0]["memory"]
     commits = {"traced": raw["env"], "prompts": passes["env"], "vocoder": calls["env"], "memory": host["env"]}
     shapes = [(streams, frames) for streams, frames, _ in vocoder]
-    loads = [run for part in PARTS if part in raw["parts"] for run in raw["parts"][part]["found"]]
     write(
         RESULTS / f"plan_inputs_{gpu}.json",
         {
             "about": "What `python -m bench plan` reads of steps: made by its --collect",
             "commits": {name: env["commit"] for name, env in commits.items()},
             "served": reduced(raw, shapes, PASSES, lambda tokens: pass_of(prompts["frames"], tokens)),
-            "announced_ms": {label(run): announced_ms(run, raw["loop"]) for run in loads},
+            "announced_ms": {label(run): announced_ms(run, raw["loop"]) for run in runs_of(raw)},
             "passes": prompts,
             "vocoder": vocoder,
             "memory": {lane: memory[STAGES[lane]] for lane in ("text", "frames")},
@@ -65,11 +64,6 @@ def pass_ms(passes: Mapping[str, float], name: str) -> Curve:
 def captured(passes: Curve) -> Curve:
     """The same by the rows of those that are captured."""
     return [(float(rows), round(at(passes, rows), 4)) for rows in PASSES]
-
-
-def pass_of(passes: Curve, tokens: int) -> float:
-    """What the pass takes that holds so many."""
-    return next((ms for rows, ms in passes if rows >= tokens), passes[-1][1])
 
 
 def prompt_curve(passes: Curve, served: Mapping[str, float]) -> Curve:
@@ -115,7 +109,7 @@ def shapes_of(vocoder: Sequence[tuple[int, int, float]], served: Mapping[str, An
 
     return [
         Shape(
-            streams, frames, ms, beside_ms=round(max(ms, ms * near(slower, i)), 4), text=near(left["text"], i),
+            streams, frames, ms, beside_ms=round(max(ms, ms * near(slower, i)), 4), text_share=near(left["text"], i),
             frames_share=near(left["frames"], i),
         )
         for i, (streams, frames, ms) in enumerate(vocoder)
@@ -155,7 +149,6 @@ def table_of(gpu: str, given: Mapping[str, Any], k: Mapping[str, float], runs: M
     served = given["served"]
     pools = max(0.0, sum(given["memory"].values()) / GIB - WEIGHTS_GIB)
     tokens = int(pools * GIB / (KV_BYTES["text"] + KV_BYTES["frames"]))
-    loads = [run for part in PARTS if part in runs["parts"] for run in runs["parts"][part]["found"]]
     end, end_frame_us = end_ms(runs["parts"])
     text_prompts = prompt_curve([(rows, ms) for rows, ms in given["passes"]["text"]], served["prompt"])
     prompts: dict[str, Curve] = {"text": text_prompts, "frames": [(rows, ms) for rows, ms in given["passes"]["frames"]]}
@@ -165,7 +158,7 @@ def table_of(gpu: str, given: Mapping[str, Any], k: Mapping[str, float], runs: M
         return StageTimes(decode=decode, prompt=prompts[name], tokens=tokens, **curves(served["host"][name]))
 
     vocoder, between = curves(served["host"]["vocoder"]), curves(served["between"])
-    piece_us, first, then = text_us(loads), *served["admit_ms"]
+    piece_us, first, then = text_us(runs_of(runs)), *served["admit_ms"]
     back_ms, packet_ms, frame_ms = served["delivery_ms"]
     return Table(
         gpu=gpu, model=MODEL, memory_gib=runs["env"]["gpu"]["memory_gib"], weights_gib=WEIGHTS_GIB,

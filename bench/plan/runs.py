@@ -59,7 +59,7 @@ def label(run: Mapping[str, Any]) -> str:
 def replays(
     table: Table, run: Mapping[str, Any], seeds: int = SEEDS, made: Callable[[int], Card] | None = None
 ) -> list[list[Heard]]:
-    """Several, since it is chance which requests share a step. `made`: makes the card of each."""
+    """Several, since it is chance which requests share a step. `made`: the card of each, by its seed."""
     asked, found = ASKED[run["workload"]], []
     for seed in range(seeds):
         card = made(seed) if made is not None else Card(table, seed=seed)

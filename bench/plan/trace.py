@@ -41,6 +41,8 @@ CLEAR_MS, FAR_MS, CROWD = 0.5, 0.6, 64
 many listeners at most."""
 
 Seconds = dict[tuple[int | None, int | None], float]
+Loop = Sequence[tuple[str, float, float]]
+"""What the host's thread did: what, when and for how many seconds."""
 Shapes = Sequence[tuple[int, int]]
 """Of the vocoder's calls that are captured: streams and frames, by size."""
 
@@ -100,11 +102,11 @@ def traced_steps(result: Mapping[str, Any], shapes: Shapes) -> list[Ran]:
     return steps
 
 
-def read_trace(result: Mapping[str, Any], shapes: Shapes) -> list[Ran]:
-    """The steps that ran while requests of the result's runs were answered."""
-    steps = [step for step in traced_steps(result, shapes) if step.ms > 0]
+def answering(steps: Sequence[Ran], parts: Mapping[str, Any]) -> list[Ran]:
+    """Those that ran while requests of a run were answered, with the run and with what ran beside them."""
+    steps = [step for step in steps if step.ms > 0]
     overlaps(steps)
-    for part in result["parts"].values():
+    for part in parts.values():
         for run in part["found"]:
             end = run["began"] + max(s["sent"] + s["end"] for s in run["samples"])
             for step in steps:
@@ -119,7 +121,7 @@ def shape_of(shapes: Shapes, streams: int, frames: int) -> tuple[int, int]:
     return width, up(sorted(f for n, f in shapes if n == width), frames)
 
 
-def of_the_loop(steps: Sequence[Ran], loop: Sequence[tuple[str, float, float]]) -> None:
+def of_the_loop(steps: Sequence[Ran], loop: Loop) -> None:
     """Fill in what the host's thread did for each step. A stage's steps are launched and retired in their order."""
     for stage, lane in LANES.items():
         own = sorted((s for s in steps if s.lane == lane), key=lambda s: s.start)
@@ -299,7 +301,7 @@ def frames_prompt_share(steps: Iterable[Ran], alone: Callable[[int], float]) -> 
 
 
 def by_size(points: Iterable[tuple[int, float]], middle: Callable[[Iterable[float]], float] = statistics.mean) -> Curve:
-    """The mean of each bin of sizes."""
+    """By bins of sizes: the mean size, and the mean (or another middle) of what was found."""
     bins: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for size, ms in points:
         bins[bin_of(size)].append((size, ms))
@@ -335,7 +337,7 @@ def varies(steps: Sequence[Ran], curves: Mapping[str, Mapping[str, Curve]], prom
     return [round(ratio / mean, 3) for ratio in found]
 
 
-def between_ms(steps: Sequence[Ran], loop: Sequence[tuple[str, float, float]]) -> dict[str, Curve]:
+def between_ms(steps: Sequence[Ran], loop: Loop) -> dict[str, Curve]:
     """Of the same, what nothing is written down for: to hand frames to the vocoder, between a turn of the stage that
     makes them and the call that sounds them, and packets to the server, between a call's end and the next launch. By
     the streams of that call; the medians."""
@@ -355,7 +357,7 @@ def between_ms(steps: Sequence[Ran], loop: Sequence[tuple[str, float, float]]) -
     return {what: by_size(points, statistics.median) for what, points in found.items()}
 
 
-def admit_ms(loop: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
+def admit_ms(loop: Loop) -> tuple[float, float]:
     """Of the same for a request that is announced, and for one that follows another at once."""
     admitted = sorted((start, seconds) for name, start, seconds in loop if name == "admit")
     first, then, last = [], [], -math.inf
@@ -365,7 +367,7 @@ def admit_ms(loop: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
     return round(statistics.mean(first), 4), round(statistics.mean(then), 4)
 
 
-def announced_ms(run: Mapping[str, Any], loop: Sequence[tuple[str, float, float]]) -> list[float]:
+def announced_ms(run: Mapping[str, Any], loop: Loop) -> list[float]:
     """How long requests of a run took to the host, by their order: those that do not count came first."""
     sent = sorted(run["began"] + s["sent"] for s in run["samples"])
     end = run["began"] + max(s["sent"] + s["end"] for s in run["samples"])
@@ -373,21 +375,19 @@ def announced_ms(run: Mapping[str, Any], loop: Sequence[tuple[str, float, float]
     return [round(1e3 * (b - a), 2) for a, b in zip(sent, heard, strict=True)]
 
 
-def passed_on(loop: Sequence[tuple[str, float, float]], stage: str) -> list[float]:
+def passed_on(loop: Loop, stage: str) -> list[float]:
     """When the host had passed on what came of the stage's steps."""
     return sorted(start + seconds for name, start, seconds in loop if name == f"retire {stage}")
 
 
-def opening_ms(run: Mapping[str, Any], loop: Sequence[tuple[str, float, float]]) -> float:
+def opening_ms(run: Mapping[str, Any], loop: Loop) -> float:
     """From there to the listener, for the first text of an answer: the median."""
     passed = passed_on(loop, STAGES["text"])
     came = [run["began"] + s["sent"] + s["first_text"] for s in run["samples"]]
     return round(1e3 * statistics.median(t - passed[bisect_right(passed, t) - 1] for t in came), 3)
 
 
-def delivery_ms(
-    runs: Sequence[Mapping[str, Any]], loop: Sequence[tuple[str, float, float]]
-) -> tuple[float, float, float]:
+def delivery_ms(runs: Sequence[Mapping[str, Any]], loop: Loop) -> tuple[float, float, float]:
     """The way of a packet to its listener, and the server's time for each of those that left with it, and for each of
     their frames: by when the last packet of each of the vocoder's calls came, if that was before the next call's."""
     passed = passed_on(loop, STAGES["vocoder"])
@@ -414,8 +414,8 @@ def reduced(
 ) -> dict[str, Any]:
     """All of it. `passes`: rows of those that are captured; `frames_alone`: what prompts of frames take by
     themselves."""
-    steps, loop = read_trace(result, shapes), result["loop"]
-    usual = [s for s in steps if s.run is not None and s.run["workload"] != "audio-10s"]
+    traced, loop = traced_steps(result, shapes), result["loop"]
+    usual = [s for s in answering(traced, result["parts"]) if s.run is not None and s.run["workload"] != "audio-10s"]
     found: dict[str, Any] = {"alone": {}, "shares": {}, "beside_vocoder": {}, "host": {}}
     for lane in LANES.values():
         own = [s for s in usual if s.lane == lane]
@@ -440,7 +440,7 @@ def reduced(
     one = next(run for run in runs if run["streams"] == 1)
     found["varies"], found["varies_prompts"] = (varies(usual, found["host"], prompts) for prompts in (False, True))
     found["admit_ms"] = admit_ms(loop)
-    found["between"] = between_ms(traced_steps(result, shapes), loop)
+    found["between"] = between_ms(traced, loop)
     lone = [s.noticed_s for s in usual if s.run is one and s.lane in OTHER]
     found["hop_us"] = round(1e6 * statistics.median(lone), 1)
     found["opening_ms"] = opening_ms(one, loop)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stretto.planner.heard import Heard
-from stretto.planner.table import BINS, SMALL, Curve, Shape, StageTimes, Table, at, bin_of
+from stretto.planner.table import BINS, SMALL, Curve, Shape, StageTimes, Table, at, bin_of, pass_of
 from stretto.stage.ahead import Ahead, Flight
 from stretto.stage.pace import Pace
 from stretto.stage.request import StageRequest, State
@@ -18,17 +18,16 @@ from stretto.stage.scheduler.batch import Batch, Outcome, StepResult
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 
-
-class Busy(Protocol):
-    """Has the host's thread work for about so many milliseconds, and says when it is done."""
-
-    def __call__(self, ms: float, prompts: bool = False) -> float: ...
-
-
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows that decode steps are captured with
 LEAD_NS = 1_500_000  # `launch_lead_ms`
 URGENT_S = 0.1
 DEPTH = 2  # steps and calls in flight
+
+
+class HostWork(Protocol):
+    """Has the host's thread work for about so many milliseconds, and says when it is done."""
+
+    def __call__(self, ms: float, prompts: bool = False) -> float: ...
 
 
 @dataclass(slots=True)
@@ -63,9 +62,8 @@ class Stage:
         self.most_held = 0  # blocks of its KV cache that requests had at once
         self._known: dict[int, float] = {}  # what decodes take, by rows
 
-    def launch(self, busy: Busy) -> bool:
-        """One step, as `stage/stage.py` has it: one that brings no prompt is held back. `busy` has the host work for
-        some milliseconds and says when it is done."""
+    def launch(self, busy: HostWork) -> bool:
+        """One step, as `stage/stage.py` has it: one that brings no prompt is held back."""
         self.due = None
         if len(self.running) + len(self.done) >= DEPTH:
             return False
@@ -102,7 +100,7 @@ class Stage:
         """Milliseconds, alone. Passes over prompts are padded to those that are captured."""
         if batch.decode_only:
             return self.decodes(batch.num_decodes)
-        return next((ms for rows, ms in self.times.prompt if rows >= batch.num_tokens), self.times.prompt[-1][1])
+        return pass_of(self.times.prompt, batch.num_tokens)
 
     def decodes(self, rows: int) -> float:
         if rows not in self._known:
@@ -115,7 +113,7 @@ class Stage:
         self.ahead.ended(step.flight)
         self.done.append(step)
 
-    def retire(self, busy: Busy) -> list[Outcome]:
+    def retire(self, busy: HostWork) -> list[Outcome]:
         """The host learns what came of a step, row by row."""
         step = self.done.popleft()
         self.ahead.retired()
@@ -176,7 +174,7 @@ class Vocoder:
             self._voices.append(voice)
         voice.pending += frames
 
-    def launch(self, now: float, busy: Busy) -> bool:
+    def launch(self, now: float, busy: HostWork) -> bool:
         """One call."""
         if not self._voices or len(self.calls) + len(self.done) >= DEPTH:
             return False
@@ -204,7 +202,7 @@ class Vocoder:
         """The device is done with a call."""
         self.done.append(self.calls.popleft())
 
-    def retire(self, busy: Busy) -> list[tuple[Voice, int, bool]]:
+    def retire(self, busy: HostWork) -> list[tuple[Voice, int, bool]]:
         """What came of the oldest call that is done: voice, frames, whether they are its last."""
         streams = self.done.popleft().streams
         busy(at(self.table.retire_vocoder, len(streams)))

@@ -124,7 +124,7 @@ class Card:
         if text:
             prompt = t.small_prompt if text.small else t.large_prompt
             beside = 1.0 if frames is None else (prompt if text.size == PROMPT else t.text[text.size])[frames.size]
-            found["text"] = (text, beside if call is None else beside * call.shape.text)
+            found["text"] = (text, beside if call is None else beside * call.shape.text_share)
         if frames:
             own = frames.size
             beside = 1.0 if text is None else t.frames_prompt if own == PROMPT else t.frames[own][text.size]

@@ -50,7 +50,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frames: int  # of each
     ms: float  # alone
     beside_ms: float  # beside steps of the others
-    text: float  # how fast a step of text is meanwhile, of what it would be
+    text_share: float  # how fast a step of text is meanwhile, of what it would be
     frames_share: float  # and one of frames
 
 
@@ -125,6 +125,11 @@ def find_table(gpu: str) -> Path:
 def bin_of(rows: int) -> int:
     """Of these rows, or the last."""
     return min(bisect_left(BINS, rows), len(BINS) - 1)
+
+
+def pass_of(passes: Sequence[tuple[float, float]], tokens: int) -> float:
+    """What the captured pass takes that so many tokens are padded to, or the largest."""
+    return next((ms for rows, ms in passes if rows >= tokens), passes[-1][1])
 
 
 def at(curve: Sequence[tuple[float, float]], size: float) -> float:

@@ -19,7 +19,7 @@ SPARE_S = 0.5
 MOST_S = 1.0  # of waiting, before it is looked at again
 
 
-class Voice(Protocol):
+class HasPace(Protocol):
     """A request whose frames are made."""
 
     @property
@@ -36,7 +36,7 @@ class Reads(Protocol):
         ...
 
 
-def spare_s(voices: Iterable[Voice], now: float) -> float:
+def spare_s(voices: Iterable[HasPace], now: float) -> float:
     """How long all who could have frames in the next step can do without. Those who have heard nothing yet cannot."""
     least = MOST_S
     for voice in voices:
@@ -54,7 +54,7 @@ class GiveWay:
     def __init__(
         self,
         to: Reads,
-        voices: Iterable[Voice],
+        voices: Iterable[HasPace],
         rhythm: Rhythm,
         clock: Callable[[], float],
         stage_clock: Callable[[], int],

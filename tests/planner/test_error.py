@@ -11,13 +11,13 @@ import pytest
 
 from bench.plan.checks import BURST_S, between, check, interval
 from bench.plan.fit import Watched, loss
-from bench.plan.inputs import captured, end_ms, gaps, pass_of, prompt_curve, shapes_of, text_us, together_of
+from bench.plan.inputs import captured, end_ms, gaps, prompt_curve, shapes_of, text_us, together_of
 from bench.plan.runs import ASKED, FRAME_S, MEASURES, OPENING_S, replays
 from stretto.client.stats import percentile
 from stretto.planner.error import error_lines, verdict
 from stretto.planner.heard import Heard
 from stretto.planner.plan import quantile
-from stretto.planner.table import Check
+from stretto.planner.table import Check, pass_of
 from tests.planner.test_plan import with_
 
 
@@ -112,9 +112,9 @@ def test_the_vocoders_shapes_are_as_those_that_were_served() -> None:
         "vocoder_beside": {"0": 2.0, "2": 1.5}, "beside_vocoder": {"text": {"0": 0.7, "2": 0.4}, "frames": {"1": 0.5}}
     }  # fmt: skip
     one, eight, many = shapes_of([(1, 1, 1.0), (2, 8, 1.4), (8, 8, 2.0)], served)
-    assert (one.beside_ms, one.text, one.frames_share) == (2.0, 0.7, 0.5)
-    assert (eight.beside_ms, eight.text) == (1.4, 0.4)
-    assert (many.beside_ms, many.text) == (2.0, 0.4)
+    assert (one.beside_ms, one.text_share, one.frames_share) == (2.0, 0.7, 0.5)
+    assert (eight.beside_ms, eight.text_share) == (1.4, 0.4)
+    assert (many.beside_ms, many.text_share) == (2.0, 0.4)
 
 
 def test_shares_beside_prompts_are_as_the_nearest() -> None:

@@ -130,7 +130,7 @@ def test_shares_are_told_by_the_rows_of_both() -> None:
                 queue.append(SimpleNamespace(size=size, starts=0.0, small=small))  # type: ignore[arg-type]
         card.vocoder.calls.clear()
         if call:
-            called = Shape(8, 4, ms=1.0, beside_ms=4.0, text=1000, frames_share=10**6)
+            called = Shape(8, 4, ms=1.0, beside_ms=4.0, text_share=1000, frames_share=10**6)
             card.vocoder.calls.append(Call([], called, 1.0, 0.0))
         return [rate for _, rate in card._rates().values()]
 

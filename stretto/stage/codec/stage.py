@@ -194,7 +194,7 @@ class CodecStage:
         begun = min(max(step.begun_ns, self._free_ns), step.ended_ns)
         self._free_ns = step.ended_ns
         self.stats.device.observe((step.ended_ns - begun) / 1e9)
-        name = f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames"
+        name = f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames" if self.recorder.trace else ""
         self.recorder.span(self.name, name, begun, step.ended_ns)
 
     def schedule(self) -> list[tuple[Stream, int]]:
