@@ -45,7 +45,6 @@ class GeneratingRoute(Generic[R]):
         try:
             self.service.engine()  # before a long body is read for nothing
             self.service.admission.check(visit.owner)
-            visit.sender = visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
             with Body(self.service.bodies) as body:
                 await exchange.read_body(body, self.max_bytes)
                 await exchange.run(self._work(body, exchange), self.service.cut)

@@ -77,13 +77,17 @@ class Door:
             visit.route = "preflight"
             return Response(status_code=200, headers=preflight_headers(headers))
         if api and scope["method"] != "OPTIONS":
-            visit.owner = self.service.keys.owner(headers)
+            self._identify(visit, scope, headers)
             session = headers.get("x-session-id", "")
             visit.session = f"{visit.owner}/{session}" if _FINE_ID.fullmatch(session) else None
             if scope["method"] == "POST":
                 visit.content_type = headers.get("content-type", "")
                 check_json(headers, scope["path"].removeprefix(scope.get("root_path", "")))
         return self.app
+
+    def _identify(self, visit: Visit, scope: Scope, headers: Headers, other_key: str | None = None) -> None:
+        visit.owner = self.service.keys.owner(headers, other_key)
+        visit.sender = visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an answer."""
@@ -111,7 +115,7 @@ class Door:
                 raise Refused(404, "there is no WebSocket here", code="not_found")
             if origin := headers.get("origin", ""):
                 self.callers.check_origin(origin, host, "https" if scope["scheme"] == "wss" else "http")
-            visit.owner = self.service.keys.owner(headers, _other_key(scope))
+            self._identify(visit, scope, headers, _other_key(scope))
             await self.app(scope, receive, watched)
         except Refused as e:
             await receive()  # websocket.connect

@@ -89,7 +89,6 @@ class LiveSpeech:
         await receive()  # websocket.connect
         visit: Visit = scope[VISIT]
         visit.route = "speech_stream"
-        visit.sender = visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
         try:
             self.service.engine()
             self.service.admission.check(visit.owner)
