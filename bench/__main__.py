@@ -25,7 +25,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "steps": ("decode", "together", "cpu"),
     "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding"),
     "connectors": ("hops", "copies"),
-    "plan": (),
     "faults": ("kills", "soak"),
     "cluster": (),
     "hostile": (),

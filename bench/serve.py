@@ -5,7 +5,6 @@
     python -m bench serve --parts host --add --out bench/results/h200.json                  # one part more
     python -m bench serve --host 'expert_weights="float8"'                                   # another setting
     python -m bench serve --parts latency --host memory_share=0.9 --beside 2                # a card with others on it
-    python -m bench serve --parts latency --trace                                           # and when each step ran
     python -m bench serve --model tiny --device cpu --quick                                 # tries the program itself
 
 Parts, in this order (one that fails is reported, and the others go on):
@@ -32,12 +31,10 @@ import argparse
 import itertools
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +57,6 @@ from stretto.prompt.template import Tokenizer
 
 PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
 PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")
-TOLD_S = 2.5  # hosts tell of their steps once a second
 WITHIN_S = 2.0  # all listeners of `realtime` come within so many seconds
 
 
@@ -246,7 +242,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if served:
             try:
                 cached = kernels_cached()
-                args.serve = [*args.serve, *(["--trace-dir", str(folder / "trace")] if args.trace else [])]
                 with serving(args, directory, folder) as server:
                     over_http(args, server, directory, folder, served, result, cached)
                     result["server_log"] = server.tail(20000)
@@ -286,36 +281,9 @@ def over_http(
                     raise Stopped(f"the server ended with {server.process.returncode}:\n{server.tail()}")
                 run_part(name, getattr(stand, name), result, args.out)
             result["beside"] = heard_beside()
-        if args.trace:
-            time.sleep(TOLD_S)
-            result |= traced(folder)
         result["metrics_at_end"] = server.metrics()
     finally:
         gpu.close()
-
-
-STEP = re.compile(r"(\w+) of (\d+)(?:, (\d+) tokens)?")
-CALL = re.compile(r"(\d+) streams of (\d+) frames")
-
-
-def traced(folder: Path) -> dict[str, list[list[Any]]]:
-    """What the server's trace says, in seconds by the clock that `began` of a level is of. `steps` of its stages:
-    stage, kind, streams, tokens in all (of a vocoder: frames of a stream at most), when the device began with it and
-    how long it took. `loop`: what the host's thread did, when and for how long."""
-    [path] = (folder / "trace").glob("*.json")
-    lines = (line.removeprefix("[").rstrip(",") for line in path.read_text().splitlines())
-    found: dict[str, list[list[Any]]] = {"steps": [], "loop": []}
-    for e in (json.loads(line) for line in lines if line):
-        if e.get("ph") != "X":
-            continue
-        lane, name, times = e["cat"], e["name"], [e["ts"] / 1e6, e["dur"] / 1e6]
-        if lane == "loop":
-            found["loop"].append([name, *times])
-        elif m := CALL.fullmatch(name):
-            found["steps"].append([lane, "decode", int(m[1]), int(m[2]), *times])
-        elif m := STEP.fullmatch(name):
-            found["steps"].append([lane, m[1], int(m[2]), int(m[3] or m[2]), *times])
-    return found
 
 
 def described() -> dict[str, Any]:
@@ -368,7 +336,6 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--host-timeout", type=float, default=300.0)
     p.add_argument("--profile", action="store_true", help="host: also a profile by function")
     p.add_argument("--start-timeout", type=float, default=240.0)
-    p.add_argument("--trace", action="store_true", help="also record every step of the stages, which costs a little")
     p.add_argument("--quick", action="store_true", help="a few short requests: does it run at all?")
     p.add_argument("--add", action="store_true", help="keep the other parts that are in --out already")
     args = p.parse_args(given)

@@ -14,7 +14,6 @@ from stretto.client.command import add_bench_parser, add_talk_parser
 from stretto.cluster.command import run_on_ray
 from stretto.errors import Invalid, StrettoError
 from stretto.generate import add_generate_parser
-from stretto.planner.command import add_plan_parser
 from stretto.server.command import add_env_parser, add_serve_parser
 from stretto.speak import add_speak_parser
 
@@ -56,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     tiny.add_argument("--seed", type=int, default=0)
     tiny.add_argument("--family", metavar="NAME", help="of which model (a wrong name lists them)")
     tiny.set_defaults(job=run_tiny)
-    add_plan_parser(jobs)
     add_env_parser(jobs)
     for job in jobs.choices.values():
         job.set_defaults(parser=job)

@@ -127,7 +127,7 @@ class Crowd:
         heard.sort(key=lambda h: h.sample.sent)
         level = Level(load, [h.sample for h in heard if h.counts])
         level.seconds = stop - begin
-        extra = {"gpu": self.gpu.between(begin, stop), "host": delta(before, self.server.metrics()), "began": begin}
+        extra = {"gpu": self.gpu.between(begin, stop), "host": delta(before, self.server.metrics())}
         if arrivals is not None:
             extra |= came(arrivals, level)
         return level, extra, [h for h in heard if h.counts]

@@ -1,13 +1,11 @@
 """What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on two CUDA streams.
 
     python -m bench steps --parts together --equal --out bench/results/together_h200.json    # 1 min
-    python -m bench steps --parts together --batches 1 8 --pairs 1x8 8x1 --prompts           # unlike numbers of rows
 
 One answer of the usual workload is 64 thinker steps and 125 talker frames. Both are enqueued behind one event, as
 captured graphs on CUDA streams with the priorities of the service, and run to their ends: first the thinker's alone,
 then the talker's alone, then both together. If the GPU ran one after the other, both together would take the sum. If
-they shared nothing, they would take the longer of the two. `overlap` is 0 for the sum and 1 for the longer. Both have
-the same number of rows, and with --pairs also others, those of the thinker first.
+they shared nothing, they would take the longer of the two. `overlap` is 0 for the sum and 1 for the longer.
 
 Then each frame of the talker is timed while the thinker prefills a new prompt, in passes of --prompts rows (the last is
 the largest that the scheduler makes). The extra time is what running streams notice of a new request; a frame is 80 ms
@@ -188,47 +186,33 @@ def tell(found: dict[str, Any]) -> None:
     )
 
 
-def pair(text: str) -> tuple[int, int]:
-    """`4x16`: rows of the thinker, rows of the talker."""
-    first, _, second = text.partition("x")
-    return int(first), int(second)
-
-
 @torch.inference_mode()
 def main(given: Sequence[str]) -> int:
     p = parser("steps --parts together", __doc__)
     add_step_arguments(p, [1, 8, 16, 32])
     p.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048], help="rows of a new prompt")
-    p.add_argument("--prompt-batches", type=int, nargs="*", help="rows of frames beside prompts (default: all but 1)")
-    p.add_argument("--pairs", type=pair, nargs="*", default=[], metavar="TxF", help="of two of --batches, as 4x16")
     p.add_argument("--equal", action="store_true", help="also with equal priorities")
     p.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     args = p.parse_args(given)
     source, result = opened(args)
     thinker, talker = source.thinker(), source.talker()
-    beside = [b for b in args.batches if b > 1] if args.prompt_batches is None else args.prompt_batches
-    result |= {"steps": STEPS, "runs": [], "prompts": [], "pairs": []}
+    result |= {"steps": STEPS, "runs": [], "prompts": []}
     for how in PRIORITIES if args.equal else list(PRIORITIES)[:1]:
         streams = [torch.cuda.Stream(priority=priority) for priority in PRIORITIES[how]]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
-        players: dict[tuple[str, int], Player] = {}
         for batch in args.batches:
+            players = []
             for name, model, stream in zip(STEPS, (thinker, talker), streams, strict=True):
                 graphs, way, experts = ready(model, batch, CONTEXT, name == "talker", stream)
-                players[name, batch] = Player(name, graphs, way, stream, batch, experts)
-            run = compare(players["thinker", batch], players["talker", batch], args.rounds)
+                players.append(Player(name, graphs, way, stream, batch, experts))
+            run = compare(*players, args.rounds)
             result["runs"].append({"how": how, "batch": batch, **run})
             say(f"{how}, batch {batch:3}", run)
-            if batch in beside and how == "service priorities":
+            if batch > 1 and how == "service priorities":
                 for rows in args.prompts:
-                    found = interference(players["talker", batch], thinker, rows, streams[0])
+                    found = interference(players[-1], thinker, rows, streams[0])
                     result["prompts"].append(found)
                     tell(found)
-            write(args.out, result)
-        for text, frames in args.pairs:
-            run = compare(players["thinker", text], players["talker", frames], args.rounds)
-            result["pairs"].append({"how": how, "thinker_rows": text, "talker_rows": frames, **run})
-            say(f"{how}, {text} and {frames} rows", run)
             write(args.out, result)
     return 0

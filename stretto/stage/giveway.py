@@ -8,11 +8,14 @@ yet, or who has little left. Made for the stage that gives way, and asked on the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from stretto.stage.loop import TICK_NS
 from stretto.stage.pace import Pace, Rhythm
 from stretto.stage.request import StageRequest, State
+
+if TYPE_CHECKING:
+    from stretto.stage.stage import Stage
 
 SPARE_S = 0.5
 """A listener who has more in hand can do without frames for a while."""
@@ -20,20 +23,13 @@ MOST_S = 1.0  # of waiting, before it is looked at again
 
 
 class HasPace(Protocol):
-    """A request whose frames are made."""
+    """A request whose frames are made: what `models/speech` keeps of it, in a layer above this one."""
 
     @property
     def request(self) -> StageRequest: ...
 
     @property
     def pace(self) -> Pace: ...
-
-
-class Reads(Protocol):
-    @property
-    def reading(self) -> bool:
-        """Whether a step in flight holds prompts."""
-        ...
 
 
 def spare_s(voices: Iterable[HasPace], now: float) -> float:
@@ -53,7 +49,7 @@ class GiveWay:
 
     def __init__(
         self,
-        to: Reads,
+        to: Stage,
         voices: Iterable[HasPace],
         rhythm: Rhythm,
         clock: Callable[[], float],

@@ -20,7 +20,6 @@ from stretto.client.bench import Level, Open, Sample
 from stretto.client.player import Packet
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.observe.trace import TraceWriter
 from stretto.server.schema import ChatRequest
 
 
@@ -177,22 +176,3 @@ def test_the_host_alone_runs_the_model_that_is_served() -> None:
     assert server_flags(given) == ["--expert-weights", "float8", "--max-rows", "4", "--no-graphs"]
     assert host_fields(given) == {"expert_weights": "float8", "max_rows": 4, "graphs": False}
     assert server_flags([]) == []
-
-
-def test_a_trace_is_read_as_the_steps_of_stages_and_what_the_loop_did(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path / "trace")
-    assert serve.traced(tmp_path) == {"steps": [], "loop": []}
-    hop, launch = ("thinker>talker", "88 bytes", 1, 2), ("loop", "launch thinker", 1_000_000_000, 1_001_000_000)
-    writer.write("host", [launch, ("thinker", "mixed of 3, 110 tokens", 2_000_000_000, 2_010_000_000), hop])
-    writer.write("host", [("talker", "decode of 4", 2_500_000_000, 2_504_000_000)])
-    writer.write("host", [("code2wav", "5 streams of 8 frames", 3_000_000_000, 3_002_000_000)])
-    found = serve.traced(tmp_path)
-    writer.close()
-    assert found == {
-        "steps": [
-            ["thinker", "mixed", 3, 110, 2.0, 0.01],
-            ["talker", "decode", 4, 4, 2.5, 0.004],
-            ["code2wav", "decode", 5, 8, 3.0, 0.002],
-        ],
-        "loop": [["launch thinker", 1.0, 0.001]],
-    }

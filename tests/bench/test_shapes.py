@@ -3,12 +3,7 @@
 import argparse
 
 from bench.kernels.vocoder import combinations
-from bench.steps.together import pair
 from stretto.stage.codec.config import CodecConfig
-
-
-def test_pairs_of_rows() -> None:
-    assert pair("4x16") == (4, 16)
 
 
 def test_the_vocoder_is_measured_in_the_shapes_that_are_captured() -> None:

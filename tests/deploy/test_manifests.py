@@ -346,7 +346,7 @@ def test_the_container_installs_extras_that_there_are() -> None:
     kept = [line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
     built = tomllib.loads(project)["tool"]["hatch"]["build"]["targets"]["wheel"]
     copied = " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)).split()
-    for needed in (*built["packages"], *built["force-include"], "pyproject.toml", "README.md", "LICENSE"):
+    for needed in (*built["packages"], "pyproject.toml", "README.md", "LICENSE"):
         assert needed in copied, "the wheel is not built without it"
         assert needed in kept, "it is left out of what is sent to the builder"
     assert re.search(r"^USER \d+$", text, re.M), "not as root"
@@ -369,4 +369,4 @@ def test_the_page_names_what_is_there() -> None:
     from tests.server.test_settings import options
 
     others = {"--head", "--address", "--from-literal", "--profile"}
-    assert flags - others <= options("serve") | options("plan")
+    assert flags - others <= options("serve") | options("bench")

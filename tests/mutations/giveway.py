@@ -7,7 +7,6 @@ from __future__ import annotations
 WAY = "stretto/stage/giveway.py"
 STAGE = "stretto/stage/stage.py"
 TESTS = "tests/stage/test_giveway.py::test_"
-REPLAY = "tests/planner/test_plan.py::test_frames_give_way_to_prompts"
 
 MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
     (
@@ -79,12 +78,5 @@ MUTATIONS: list[tuple[str, str, str, str, list[str]]] = [
         " and c.switches.give_way:",
         ":",
         [TESTS + "a_talker_gives_way_to_the_thinker_of_its_host[switches1-False]"],
-    ),
-    (
-        "the replayed card does not give way",
-        "stretto/planner/lanes.py",
-        "self.ahead.due_ns() or self.gives_way()",
-        "self.ahead.due_ns()",
-        [REPLAY],
     ),
 ]
