@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from stretto import __version__
-from stretto.client.command import add_bench_parser, add_talk_parser
+from stretto.client.bench_command import add_bench_parser
+from stretto.client.talk_command import add_talk_parser
 from stretto.cluster.command import run_on_ray
 from stretto.errors import Invalid, StrettoError
 from stretto.generate import add_generate_parser

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stretto.client.dialect import Dialect, speech_fields
 from stretto.errors import Invalid
 
 Messages = list[dict[str, Any]]
@@ -31,10 +32,11 @@ class Workload:
     sound_format: str = "wav"
     system: str | None = None
     speak: bool = True
-    audio_format: str = "pcm16"
+    audio_format: str | None = None  # None: as the dialect has it
     voice: str | None = None
     max_tokens: int = 128
     temperature: float | None = None
+    dialect: Dialect = "openai"
     extra: Mapping[str, Any] = field(default_factory=dict)  # goes into each request as it is
 
     def body(self, index: int, model: str) -> dict[str, Any]:
@@ -47,7 +49,7 @@ class Workload:
             "modalities": ["text", "audio"] if self.speak else ["text"],
         }
         if self.speak:
-            body["audio"] = {"format": self.audio_format} | ({"voice": self.voice} if self.voice else {})
+            body |= speech_fields(self.dialect, self.audio_format, self.voice)
         if self.temperature is not None:
             body["temperature"] = self.temperature
         return body | dict(self.extra)

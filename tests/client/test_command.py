@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.client.command import add_bench_parser, add_talk_parser, read_extra
+from stretto.client.bench_command import add_bench_parser, read_extra
 from stretto.client.http import api_root
+from stretto.client.talk_command import add_talk_parser
 from stretto.client.wire import RequestFailed
 from stretto.errors import Invalid
 from tests.server.web.fake_server import ANSWER, FakeServer, Script
@@ -156,7 +157,7 @@ def test_bad_addresses(written: str) -> None:
 
 
 def test_fixed_lengths_are_for_servers_that_know_them() -> None:
-    with pytest.raises(Invalid, match="--stretto-extras"):
+    with pytest.raises(Invalid, match="--dialect stretto"):
         read_extra(parse("bench", "x", "--frames", "25"))
     args = parse("bench", "x", "--frames", "25", "--exact-tokens", "--max-tokens", "64", "--stretto-extras")
     assert read_extra(args) == {"min_audio_frames": 25, "max_audio_frames": 25, "ignore_eos": True, "min_tokens": 64}

@@ -153,9 +153,9 @@ def test_addresses() -> None:
 
 
 def test_no_microphone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stretto.client import command, sound
+    from stretto.client import sound, talk_command
 
     monkeypatch.setattr(sound, "find_sound", lambda: sound.NoSound("there is none"))
     args = type("Args", (), {"file": None, "key": None, "text": None, "text_only": False})()
     with pytest.raises(Invalid, match="no microphone"):
-        command.run_live(args, "http://127.0.0.1:1/v1", "m")
+        talk_command.run_live(args, "http://127.0.0.1:1/v1", "m")

@@ -1,4 +1,4 @@
-"""`stretto bench URL` and `stretto talk`: flags, and the joining of the parts. cli.py wires them in."""
+"""`stretto bench URL`: flags, and the joining of the parts. cli.py wires it in."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.client.dialect import DIALECTS, Lengths, length_fields
 from stretto.errors import Invalid
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for an HTTP client to be imported
     import httpx
 
-    from stretto.client.bench import Level, Load, Sample, Targets
+    from stretto.client.bench import Bench, Level, Load, Sample, Targets
     from stretto.client.http import ListedModel
     from stretto.client.wire import Piece
     from stretto.client.workload import Workload
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-# --- bench
 
 
 def add_bench_parser(jobs: Any) -> None:
@@ -34,7 +31,7 @@ def add_bench_parser(jobs: Any) -> None:
         help="measure any OpenAI-compatible server that speaks",
         description="Measure a server as its listeners feel it: first text, first audio, gaps, RTF, underruns.",
     )
-    bench.add_argument("url", help=f"the server, such as {DEFAULT_URL}")
+    bench.add_argument("url", help="the server, such as http://127.0.0.1:8000")
     bench.add_argument("--model", help="default: the first the server lists")
     bench.add_argument("--api-key", "--key", help="API key", metavar="KEY")
     ask = bench.add_argument_group("what is asked")
@@ -50,12 +47,20 @@ def add_bench_parser(jobs: Any) -> None:
     ask.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of text (default: %(default)s)")
     ask.add_argument("--temperature", type=float)
     ask.add_argument("--text-only", action="store_true", help="do not ask for speech")
-    ask.add_argument("--audio-format", default="pcm16", help="default: %(default)s; some servers want wav")
+    ask.add_argument("--audio-format", metavar="FORMAT", help="default: pcm16; some servers want wav")
     ask.add_argument("--extra", metavar="JSON", help="an object whose fields go into each request")
-    ours = bench.add_argument_group("fixed lengths, whatever the weights (servers that know Stretto's extra fields)")
-    ours.add_argument("--stretto-extras", action="store_true", help="the server knows them")
-    ours.add_argument("--exact-tokens", action="store_true", help="write exactly --max-tokens")
-    ours.add_argument("--frames", type=int, metavar="N", help="speak exactly N frames of 80 ms")
+    ask.add_argument(
+        "--dialect", choices=DIALECTS, default="openai",
+        help="fields of the request that are not OpenAI's (default: %(default)s); sound is understood in each",
+    )  # fmt: skip
+    ask.add_argument(
+        "--stretto-extras", dest="dialect", action="store_const", const="stretto", help="short for --dialect stretto"
+    )
+    fixed = bench.add_argument_group("fixed lengths, whatever the weights (--dialect stretto or vllm-omni)")
+    fixed.add_argument("--exact-tokens", action="store_true", help="write exactly --max-tokens")
+    fixed.add_argument(
+        "--frames", type=int, metavar="N", help="speak exactly N frames of 80 ms (vLLM-Omni: one less comes)"
+    )
     load = bench.add_argument_group("at what load")
     load.add_argument("-c", "--concurrency", type=int, nargs="+", metavar="N", help="listeners who ask again at once")
     load.add_argument("-r", "--rate", type=float, nargs="+", metavar="R", help="requests a second, coming by chance")
@@ -63,7 +68,10 @@ def add_bench_parser(jobs: Any) -> None:
         "-n", "--requests", type=int, metavar="N", help="per level (default: 4 per listener, at least 16)"
     )
     load.add_argument("-d", "--duration", type=float, metavar="S", help="per level: begin no request after S seconds")
-    load.add_argument("--warmup", type=int, metavar="N", help="requests before each level (default: one per listener)")
+    load.add_argument(
+        "--warmup", type=int, metavar="N",
+        help="requests before each level (default: one per listener)",
+    )  # fmt: skip
     load.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of silence (default: %(default)s)")
     load.add_argument("--seed", type=int, default=0, help="of the arrivals")
     out = bench.add_argument_group("what is made of it")
@@ -96,28 +104,51 @@ def run_bench(args: argparse.Namespace) -> int:
     if len(levels) > 1:
         say("all levels, p50 where nothing else is said:\n" + overview(levels, goal))
     if args.json:
-        left_out = ("job", "parser", "api_key")
-        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out}
-        text = json.dumps(record(levels, args.prebuffer, arguments, server, started, goal), ensure_ascii=False)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(text + "\n", encoding="utf-8")
-        say(f"wrote {args.json}")
+        write_json(args, record(levels, args.prebuffer, arguments(args), server, started, goal))
     if any(level.interrupted for level in levels):
         return 130
     return 0 if all(level.good for level in levels) else 1
+
+
+def arguments(args: argparse.Namespace) -> dict[str, Any]:
+    left_out = ("job", "parser", "api_key")
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out}
+
+
+def write_json(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    say(f"wrote {args.json}")
 
 
 async def bench(
     args: argparse.Namespace, workload: Workload, loads: list[Load], on_level: Callable[[Level], None]
 ) -> tuple[list[Level], dict[str, Any]]:
     """All levels, one after another; stops after one that was interrupted."""
+    levels: list[Level] = []
+    async with connected(args, workload) as (runner, server):
+        progress = Progress(runner, args.quiet)
+        for load in loads:
+            limits = read_limits(args, load)
+            progress.begin(load, limits.requests)
+            level = await runner.run(load, limits)
+            progress.end()
+            levels.append(level)
+            on_level(level)
+            if level.interrupted:
+                break
+    return levels, server
+
+
+@asynccontextmanager
+async def connected(args: argparse.Namespace, workload: Workload) -> AsyncIterator[tuple[Bench, dict[str, Any]]]:
+    """What sends the workload to the server, and what the server says of itself."""
     import httpx
-    from tqdm import tqdm
 
     from stretto.client.bench import Bench, SystemClock
     from stretto.client.http import answers, api_root, headers, timeouts
 
-    clock, levels = SystemClock(), []
+    clock = SystemClock()
     pool = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
         base_url=api_root(args.url), headers=headers(args.api_key), timeout=timeouts(args.timeout), limits=pool
@@ -127,23 +158,28 @@ async def bench(
         def send(index: int) -> AsyncIterator[tuple[float, Piece]]:
             return answers(client, workload.body(index, model.name), clock.now)
 
-        runner = Bench(send, clock, want_audio=workload.speak)
-        for load in loads:
-            limits = read_limits(args, load)
-            with tqdm(
-                total=limits.requests, desc=str(load), unit="req", leave=False, disable=args.quiet or None
-            ) as bar:
-                runner.on_sample = partial(tick, bar)
-                level = await runner.run(load, limits)
-            levels.append(level)
-            on_level(level)
-            if level.interrupted:
-                break
-    return levels, server
+        yield Bench(send, clock, want_audio=workload.speak), server
 
 
-def tick(bar: Any, _: Sample) -> None:
-    bar.update()
+@dataclass(slots=True)
+class Progress:
+    """A bar for the level that runs."""
+
+    runner: Bench
+    quiet: bool
+    bar: Any = None
+
+    def begin(self, load: Load, requests: int | None) -> None:
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=requests, desc=str(load), unit="req", leave=False, disable=self.quiet or None)
+        self.runner.on_sample = self.tick
+
+    def tick(self, sample: Sample) -> None:
+        self.bar.update()
+
+    def end(self) -> None:
+        self.bar.close()
 
 
 async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedModel, dict[str, Any]]:
@@ -175,7 +211,7 @@ def read_workload(args: argparse.Namespace) -> Workload:
     return Workload(
         prompts=prompts, prompt_tokens=args.prompt_tokens, sound=sound, sound_format=kind, system=args.system,
         speak=not args.text_only, audio_format=args.audio_format, voice=args.voice, max_tokens=args.max_tokens,
-        temperature=args.temperature, extra=read_extra(args),
+        temperature=args.temperature, dialect=args.dialect, extra=read_extra(args),
     )  # fmt: skip
 
 
@@ -185,14 +221,10 @@ def read_extra(args: argparse.Namespace) -> dict[str, Any]:
     except ValueError as e:
         raise Invalid(f"--extra is not JSON: {e}", "extra") from None
     check(isinstance(extra, dict), "--extra must be a JSON object")
-    if args.frames is not None or args.exact_tokens:
-        check(args.stretto_extras, "--frames and --exact-tokens need --stretto-extras: other servers refuse the fields")
-    if args.frames is not None:
-        check(args.frames >= 1, "--frames must be at least 1")
-        extra = {"min_audio_frames": args.frames, "max_audio_frames": args.frames, **extra}
-    if args.exact_tokens:
-        extra = {"ignore_eos": True, "min_tokens": args.max_tokens, **extra}
-    return dict(extra)
+    check(args.frames is None or args.frames >= 1, "--frames must be at least 1")
+    check(args.frames is None or not args.text_only, "--frames is of speech: it goes without --text-only")
+    lengths = Lengths(args.max_tokens, args.exact_tokens, args.frames)
+    return {**length_fields(args.dialect, lengths, args.temperature), **extra}
 
 
 def read_loads(args: argparse.Namespace) -> list[Load]:
@@ -226,107 +258,3 @@ def check(fine: bool, otherwise: str) -> None:
 def say(text: str) -> None:
     sys.stdout.write(text + "\n\n")
     sys.stdout.flush()
-
-
-# --- talk
-
-
-def add_talk_parser(jobs: Any) -> None:
-    talk = jobs.add_parser(
-        "talk",
-        help="talk with a server in the terminal",
-        description="A conversation in the terminal. Type, or press Enter on an empty line to speak (needs the package "
-        "sounddevice). /voice NAME, /image FILE, /file SOUND, /new, /quit.",
-    )
-    talk.add_argument("url", nargs="?", default=DEFAULT_URL, help="default: %(default)s")
-    talk.add_argument("--model", help="default: the first the server lists")
-    talk.add_argument("--api-key", "--key", help="API key", metavar="KEY")
-    talk.add_argument(
-        "--live", action="store_true", help="an open microphone: just talk, and interrupt when you like; with --file, "
-        "the file is spoken in place of a microphone, and the first answer ends it",
-    )  # fmt: skip
-    once = talk.add_argument_group("one question, then leave")
-    once.add_argument("--file", type=Path, metavar="QUESTION.wav", help="a spoken question")
-    once.add_argument("--text", help="a written one, or what goes with the file")
-    how = talk.add_argument_group("how it answers")
-    how.add_argument("--voice")
-    how.add_argument("--system", help="system prompt")
-    how.add_argument("--max-tokens", type=int, metavar="N")
-    how.add_argument("--text-only", action="store_true", help="do not ask for speech")
-    how.add_argument("--save", type=Path, metavar="DIR", help="write each spoken answer to DIR/answer-N.wav")
-    how.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of silence (default: %(default)s)")
-    talk.set_defaults(job=run_talk)
-
-
-def run_talk(args: argparse.Namespace) -> int:
-    import httpx
-
-    from stretto.client.http import ListedModel, answers_now, api_root, failures, headers, read_models, timeouts
-    from stretto.client.sound import find_sound
-    from stretto.client.talk import Talk
-
-    sent, patience = headers(args.api_key), timeouts(args.timeout)
-    with httpx.Client(base_url=api_root(args.url), headers=sent, timeout=patience) as client:
-        with failures():
-            listed = client.get("models")
-        listing = read_models(listed.status_code, listed.content)
-        model = listing if args.model is None else ListedModel(args.model, listing.voices, listing.sample_rate)
-        if args.live:
-            return run_live(args, str(client.base_url), model.name)
-        talk = Talk(
-            ask=lambda body: answers_now(client, body), model=model, out=sys.stdout, read=input, sound=find_sound(),
-            voice=args.voice, system=args.system, max_tokens=args.max_tokens, speak=not args.text_only, save=args.save,
-        )  # fmt: skip
-        if args.file or args.text:
-            return talk.once(args.text, args.file)
-        return talk.run()
-
-
-def run_live(args: argparse.Namespace, root: str, model: str) -> int:
-    from urllib.parse import quote
-
-    from websockets.exceptions import ConnectionClosed, InvalidStatus
-    from websockets.sync.client import connect
-
-    from stretto.client.live import LiveTalk, Recorded, realtime_url
-    from stretto.client.sound import MICROPHONE_RATE, NoSound, find_sound
-    from stretto.client.wire import RequestFailed
-
-    if args.text or args.text_only:
-        raise Invalid("--live is a spoken conversation: it goes without --text and --text-only")
-    sound = find_sound()
-    if args.file is not None:
-        pcm = read_pcm(args.file, MICROPHONE_RATE)
-
-        def listen(rate: int, take: Callable[[bytes], None]) -> Any:
-            return Recorded(pcm, rate, take)
-    elif isinstance(sound, NoSound):
-        raise Invalid(f"there is no microphone to listen with: {sound.why}; or give --file")
-    else:
-        listen = sound.listen
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    url = f"{realtime_url(root)}?model={quote(model)}"
-    try:
-        with connect(url, additional_headers=headers, max_size=None, max_queue=None, compression=None) as socket:
-            return LiveTalk(
-                socket, sys.stdout, listen, None if isinstance(sound, NoSound) else sound.speaker,
-                args.voice, args.system, args.max_tokens, args.save, most_answers=1 if args.file is not None else None,
-            ).run()  # fmt: skip
-    except InvalidStatus as e:
-        status, told = e.response.status_code, e.response.body.decode()[:300]
-        raise RequestFailed(f"http {status}", f"the server refused: {status} {told}") from None
-    except (ConnectionClosed, OSError) as e:
-        raise RequestFailed("closed", f"the conversation has ended: {e}") from None
-
-
-def read_pcm(path: Path, rate: int) -> bytes:
-    """A sound file as mono 16-bit samples at a rate."""
-    import soundfile
-    import soxr
-
-    try:
-        samples, stated = soundfile.read(path, dtype="float32", always_2d=True)
-    except (OSError, soundfile.SoundFileError) as e:
-        raise Invalid(f"{path}: cannot be read ({e})", "file") from None
-    mono = soxr.resample(samples.mean(axis=1), stated, rate)
-    return bytes((mono * 32767).round().clip(-32768, 32767).astype("<i2").tobytes())
