@@ -61,6 +61,7 @@ class Targets:
     requests: int | None = None
     seconds: float | None = None
     warmup: int = 0
+    until_error: bool = False  # no more are begun after one that failed
 
 
 @dataclass(slots=True)
@@ -142,10 +143,18 @@ class Level:
     samples: list[Sample] = field(default_factory=list)
     seconds: float = 0.0  # from the first request to the last answer
     interrupted: bool = False
+    failed: bool = False  # a request brought no whole answer
+    warmup: list[Sample] = field(default_factory=list)  # sent before the others, and not counted with them
 
     @property
     def good(self) -> list[Sample]:
         return [s for s in self.samples if s.error is None]
+
+    def skip(self, number: int) -> None:
+        """Take the first requests of the level for its warm-up."""
+        self.warmup, self.samples = self.samples[:number], self.samples[number:]
+        if self.samples:
+            self.seconds -= self.samples[0].sent
 
 
 Send = Callable[[int], AsyncIterator[tuple[float, Piece]]]
@@ -188,7 +197,7 @@ class Bench:
         start, begun = self.clock.now(), itertools.count()
 
         async def listener() -> None:
-            while not self.over(limits, next(begun), self.clock.now() - start):
+            while not self.over(level, limits, next(begun), self.clock.now() - start):
                 await self.measure(level, start, quiet)
 
         async with asyncio.TaskGroup() as group:
@@ -199,14 +208,15 @@ class Bench:
         start = self.clock.now()
         async with asyncio.TaskGroup() as group:
             for number, at in enumerate(poisson(load.rate, load.seed)):
-                if self.over(limits, number, at):
+                if self.over(level, limits, number, at):
                     break
                 await self.clock.sleep_until(start + at)
                 group.create_task(self.measure(level, start))
 
     @staticmethod
-    def over(limits: Targets, begun: int, elapsed: float) -> bool:
+    def over(level: Level, limits: Targets, begun: int, elapsed: float) -> bool:
         enough = limits.requests is not None and begun >= limits.requests
+        enough = enough or (limits.until_error and level.failed)
         return enough or (limits.seconds is not None and elapsed >= limits.seconds)
 
     async def measure(self, level: Level, start: float, quiet: bool = False) -> None:
@@ -219,6 +229,7 @@ class Bench:
                 raise RequestFailed("no audio", "the answer had no speech")
         except RequestFailed as e:
             sample.error, sample.message = e.reason, str(e)
+            level.failed = True
         sample.end = self.clock.now() - sent
         level.samples.append(sample)
         if not quiet:

@@ -8,8 +8,9 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # `stretto --help` should not wait for an HTTP client to be i
     import httpx
 
     from stretto.client.bench import Bench, Level, Load, Sample, Targets
+    from stretto.client.find import Bounds, Limit, Probe, Search
     from stretto.client.http import ListedModel
     from stretto.client.wire import Piece
     from stretto.client.workload import Workload
@@ -70,10 +72,11 @@ def add_bench_parser(jobs: Any) -> None:
     load.add_argument("-d", "--duration", type=float, metavar="S", help="per level: begin no request after S seconds")
     load.add_argument(
         "--warmup", type=int, metavar="N",
-        help="requests before each level (default: one per listener)",
+        help="requests before each level (default: one per listener; --find with a rate: a fifth of those that count)",
     )  # fmt: skip
     load.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of silence (default: %(default)s)")
     load.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    add_find_arguments(bench)
     out = bench.add_argument_group("what is made of it")
     out.add_argument(
         "--prebuffer", type=float, nargs="+", default=[0.0, 0.2], metavar="S",
@@ -92,6 +95,25 @@ def add_bench_parser(jobs: Any) -> None:
     bench.set_defaults(job=run_bench)
 
 
+def add_find_arguments(bench: argparse.ArgumentParser) -> None:
+    find = bench.add_argument_group("how much the server carries")
+    find.add_argument(
+        "--find", action="store_true", help="search for the most listeners without an underrun, and for the highest "
+        "rate with first audio in time; with -c N or -r R only for that one, from N or R on",
+    )  # fmt: skip
+    find.add_argument(
+        "--underrun-ms", type=float, default=0.0, metavar="MS",
+        help="a player that starts with the first packet may wait this long in all (default: 0)",
+    )  # fmt: skip
+    find.add_argument(
+        "--first-audio-ms", type=float, default=300.0, metavar="MS",
+        help="first audio (text, if answers are not spoken) comes within this time (default: 300) ...",
+    )  # fmt: skip
+    find.add_argument(
+        "--percentile", type=float, default=99.0, metavar="P", help="... for P percent of answers (default: 99)"
+    )
+
+
 def run_bench(args: argparse.Namespace) -> int:
     from stretto.client.bench import Goal
     from stretto.client.report import overview, record, table
@@ -99,6 +121,8 @@ def run_bench(args: argparse.Namespace) -> int:
     goal = Goal(args.good_first, args.good_wait)
     check(goal.first > 0 and goal.wait >= 0, "--good-first must be above 0, --good-wait not negative")
     workload, loads = read_workload(args), read_loads(args)
+    if args.find:
+        return run_find(args, workload)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     levels, server = asyncio.run(bench(args, workload, loads, lambda level: say(table(level, args.prebuffer, goal))))
     if len(levels) > 1:
@@ -250,11 +274,119 @@ def read_limits(args: argparse.Namespace, load: Load) -> Targets:
     return Targets(requests, args.duration, warmup)
 
 
+# --- --find
+
+
+def run_find(args: argparse.Namespace, workload: Workload) -> int:
+    from stretto.client.find import conclusion, to_json
+    from stretto.client.report import record
+
+    plans = read_find(args)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    results, server = asyncio.run(find_limits(args, workload, plans))
+    for limit, bounds, search in results:
+        say(conclusion(limit, search, bounds))
+    levels = [probe.level for _, _, search in results for probe in search.probes]
+    if args.json:
+        places = accumulate((len(search.probes) for _, _, search in results), initial=0)
+        found = [to_json(limit, search, first) for (limit, _, search), first in zip(results, places, strict=False)]
+        write_json(args, record(levels, args.prebuffer, arguments(args), server, started) | {"find": found})
+    if any(level.interrupted for level in levels):
+        return 130
+    return 0 if results and all(search.highest for _, _, search in results) else 1
+
+
+async def find_limits(
+    args: argparse.Namespace, workload: Workload, plans: list[tuple[Limit, Bounds]]
+) -> tuple[list[tuple[Limit, Bounds, Search]], dict[str, Any]]:
+    """Each search, one after another; stops after one that was interrupted."""
+    from stretto.client.find import Prober, find, probe_line
+
+    results: list[tuple[Limit, Bounds, Search]] = []
+    async with connected(args, workload) as (runner, server):
+        runner.want_audio = await answers_speak(runner)
+        progress = Progress(runner, args.quiet)
+        for limit, bounds in plans if runner.want_audio else without_speech(plans):
+
+            def show(probe: Probe, limit: Limit = limit) -> None:
+                progress.end()
+                say(probe_line(limit, probe), gap=False)
+
+            say(f"{limit.title}:", gap=False)
+            prober = Prober(runner, limit, args.requests, args.duration, args.warmup, args.seed, progress.begin)
+            search = await find(prober, start_of(args, bounds, results), show)
+            say("", gap=False)
+            results.append((limit, bounds, search))
+            if search.probes[-1].last:
+                break
+    return results, server
+
+
+async def answers_speak(runner: Bench) -> bool:
+    """By one request that is not counted."""
+    from stretto.client.bench import Closed, Targets
+    from stretto.client.wire import RequestFailed
+
+    runner.want_audio = False
+    level = await runner.run(Closed(1), Targets(requests=1))
+    if level.interrupted:
+        raise KeyboardInterrupt
+    [sample] = level.samples
+    if sample.error is not None:
+        raise RequestFailed(sample.error, sample.message or "the server gave no answer")
+    return bool(sample.packets)
+
+
+def without_speech(plans: list[tuple[Limit, Bounds]]) -> list[tuple[Limit, Bounds]]:
+    from stretto.client.find import FirstWithin
+
+    say("The answers have no speech: no player can underrun, and a rate is searched by first text.")
+    return [(replace(limit, spoken=False), bounds) for limit, bounds in plans if isinstance(limit, FirstWithin)]
+
+
+def start_of(args: argparse.Namespace, bounds: Bounds, results: list[tuple[Limit, Bounds, Search]]) -> Bounds:
+    """A rate that was not named starts with that of the answers to a single listener."""
+    from stretto.client.report import rates
+
+    alone = [p for _, _, search in results for p in search.probes if p.load == 1 and p.level.good]
+    if bounds.whole or args.rate or not alone:
+        return bounds
+    return rate_from(rates(alone[0].level)["requests_per_s"])
+
+
+def rate_from(rate: float) -> Bounds:
+    from stretto.client.find import HALVINGS, LEAST_RATE, MOST, Bounds
+
+    start = min(max(float(f"{rate:.3g}"), LEAST_RATE), MOST)
+    return Bounds(start, max(LEAST_RATE, start / 2**HALVINGS), MOST)
+
+
+def read_find(args: argparse.Namespace) -> list[tuple[Limit, Bounds]]:
+    """What is searched for, and from where."""
+    from stretto.client.find import LEAST_RATE, MOST, Bounds, FirstWithin, NoUnderrun
+
+    streams, many = args.concurrency or [], args.rate or []
+    check(len(streams) + len(many) <= 1, "with --find, -c or -r names one load, from which the search starts")
+    check(args.underrun_ms >= 0, "--underrun-ms must not be negative")
+    check(args.first_audio_ms > 0, "--first-audio-ms must be above 0")
+    check(0 < args.percentile < 100, "--percentile must be between 0 and 100")
+    check(all(n <= MOST for n in (*streams, *many)), f"--find tries at most {MOST} listeners, or requests a second")
+    check(all(r >= LEAST_RATE for r in many), f"--find tries at least {LEAST_RATE:g} requests a second")
+    check(not (args.text_only and streams), "text has no underrun to search for: --text-only goes without -c")
+    smooth = (NoUnderrun(args.underrun_ms / 1e3), Bounds(streams[0] if streams else 1, 1, MOST, whole=True))
+    in_time = (FirstWithin(args.first_audio_ms / 1e3, args.percentile / 100), rate_from(many[0] if many else 1.0))
+    return [smooth] if streams else [in_time] if many else [smooth, in_time]
+
+
+# --- both
+
+
 def check(fine: bool, otherwise: str) -> None:
     if not fine:
         raise Invalid(otherwise)
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n\n")
+def say(text: str, gap: bool = True) -> None:
+    """`gap`: an empty line follows."""
+    sys.stdout.write(text + ("\n\n" if gap else "\n"))
     sys.stdout.flush()

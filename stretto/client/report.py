@@ -145,6 +145,7 @@ def record(
                 "errors": errors(level),
                 "summary": {k: asdict(r.summary) for k, r in rows(level, prebuffers).items() if r.summary is not None},
                 "samples": [_sample(s) for s in level.samples],
+                "warmup": [_sample(s) for s in level.warmup],
             }
             for level in levels
         ],

@@ -138,6 +138,14 @@ def test_an_error_within_an_answer_of_vllm_omni(omni: OmniServer, capsys: pytest
     assert "EngineCore died" in printed
 
 
+def test_limits_of_vllm_omni_are_found(omni: OmniServer, capsys: pytest.CaptureFixture[str]) -> None:
+    late = ("--underrun-ms", "60000", "--quiet", "-n", "1", "--warmup", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.client.find.MOST", 2)
+        assert run("bench", omni.url, "--dialect", "vllm-omni", "--find", "-c", "1", *late, *FIXED) == 0
+    assert ": 2 listeners or more" in capsys.readouterr().out
+
+
 # --- what is sent
 
 

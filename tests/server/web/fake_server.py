@@ -53,6 +53,9 @@ class Script:
     pace: float = 0.0  # seconds between events of the stream
     refuse: tuple[int, dict[str, str], str] | None = None  # status, headers, message
     refusals: int = 1  # how often, before it answers
+    refuse_from: int = 1  # the first request that is refused
+    answers: int | None = None  # so many requests are answered, later ones wait for ever
+    silent: bool = False  # text alone, whatever is asked for
     break_after: int | None = None  # events, then an error event
     cut_after: int | None = None  # events, then the connection ends
     endless: bool = False  # goes on until the client leaves
@@ -150,9 +153,13 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             self.requests.append(body)
             self.came.notify_all()
         script = self.script
-        if script.refuse is not None and script.refusals > 0:
+        if script.refuse is not None and script.refusals > 0 and len(self.requests) >= script.refuse_from:
             script.refusals -= 1
             return refusal(*script.refuse)
+        if script.silent:
+            body["modalities"] = ["text"]
+        if script.answers is not None and len(self.requests) > script.answers:
+            await asyncio.Event().wait()
         return StreamingResponse(self.watch(self.answer(body)), media_type="text/event-stream")
 
     async def speech(self, request: Request) -> Response:
