@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +44,7 @@ class Heard:
 WHATS = ("first_byte_ms", "packet_ms")
 
 
-def stream_app(lifespan: Any = None) -> Any:
+def stream_app() -> Any:
     """Packets that carry the time at which each was sent."""
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -61,16 +60,7 @@ def stream_app(lifespan: Any = None) -> Any:
     async def answer(request: Request) -> StreamingResponse:
         return StreamingResponse(packets(), media_type="text/event-stream")
 
-    return Starlette(routes=[Route("/stream", answer)], lifespan=lifespan)
-
-
-@asynccontextmanager
-async def short_way(app: Any) -> AsyncIterator[None]:
-    """A lifespan in a replica: requests come to the application as they come to ours."""
-    from stretto.cluster.shortway import shorten
-
-    assert shorten(app)
-    yield
+    return Starlette(routes=[Route("/stream", answer)])
 
 
 async def hear(base: str, seed: int) -> Heard:
@@ -137,7 +127,7 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     from stretto.cluster.app import ACTOR
 
     @serve.deployment(max_ongoing_requests=200, ray_actor_options=ACTOR)
-    @serve.ingress(lambda: stream_app(short_way))
+    @serve.ingress(lambda: stream_app())
     class Stream:
         pass
 

@@ -24,7 +24,6 @@ from stretto.cluster.extra import require_ray
 from stretto.cluster.leaving import say_goodbye, shutdown_flag
 from stretto.cluster.metrics import Export
 from stretto.cluster.secret import read_secret
-from stretto.cluster.shortway import shorten
 from stretto.cluster.starter import RayStarter
 from stretto.control.cluster import ClusterConfig, check_cluster
 from stretto.control.settings import EngineConfig, places
@@ -152,7 +151,6 @@ def replica_app(spec: Spec) -> Starlette:
             if service.failure is not None:  # `check_health` tells: Serve shows its words, and not a lifespan's
                 yield state
                 return
-            shorten(app)
             export = Export(serve.get_replica_context().replica_tag, lambda: metrics_of(service))
             beside = [asyncio.create_task(w) for w in (export.run(), say_goodbye(service, shutdown_flag()))]
             try:

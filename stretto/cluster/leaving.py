@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from stretto.cluster.inside import own_replica
 from stretto.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -20,6 +19,14 @@ POLL_S = 0.2
 MISSING = (
     "this Ray does not show when a replica is told to go: open WebSockets will be cut at the end of --drain-timeout"
 )
+
+
+def own_replica() -> Any | None:
+    """Serve's object for the replica in this process. None where it has none, or this Ray does not show it."""
+    from ray._private.worker import global_worker
+
+    actors = getattr(global_worker, "actors", {}).values()
+    return next((replica for a in actors if (replica := getattr(a, "_replica_impl", None)) is not None), None)
 
 
 def shutdown_flag() -> Callable[[], bool] | None:

@@ -3,9 +3,9 @@ Skipped where Ray is not installed; `make ray` installs it and runs these."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -22,7 +22,6 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from stretto.server.realtime.connection import DRAINING
-from tests.cluster import ways
 
 pytestmark = pytest.mark.ray
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -157,66 +156,31 @@ def test_the_application_runs_in_the_replicas_own_loop(served: Served) -> None:
     assert asked(look) == [(True, os.getpriority(os.PRIO_PROCESS, 0))] * 2
 
 
-CASES = [
-    ways.Case("GET", "/version"),
-    ways.Case("GET", "/v1/models/nobody"),
-    ways.Case("POST", "/version"),
-    ways.Case("POST", "/v1/chat/completions", b"{"),
-    ways.Case("POST", "/v1/chat/completions", json.dumps(ALOUD).encode()),
-    ways.Case("POST", "/v1/chat/completions", json.dumps(LONG).encode(), leaves=True),
-]
-STATUSES = ["200", "404", "405", "400", "200", "499"]
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/version", None, 200), ("GET", "/v1/models/nobody", None, 404), ("POST", "/version", None, 405),
+        ("POST", "/v1/chat/completions", b"{", 400), ("POST", "/v1/chat/completions", json.dumps(ASK).encode(), 200),
+    ],
+)  # fmt: skip
+def test_statuses_come_through(served: Served, method: str, path: str, body: bytes | None, status: int) -> None:
+    headers = {"content-type": "application/json"}
+    answer = httpx.request(method, f"{served.base}{path}", content=body, headers=headers, timeout=60)
+    assert answer.status_code == status
 
 
-def test_requests_take_the_short_way_and_serve_is_told_the_same(served: Served) -> None:
-    """Of each of these as by its ordinary way: the status, whether it failed, the route, who asked; and each counts as
-    long as it runs."""
+def test_a_client_that_leaves_is_noticed(served: Served) -> None:
+    """Its answer is given up in the engine, long before it would have ended."""
+    session = {"x-session-id": "leaver"}
 
-    def begin(actor: Any) -> None:
-        replica = actor._replica_impl
-        actor.compared = asyncio.run_coroutine_threadsafe(ways.compare(replica, CASES), replica._event_loop)
+    def cancelled() -> float:
+        metrics = httpx.get(f"{served.base}/metrics", headers=session, timeout=60).text
+        return sum(float(n) for n in re.findall(r"^stretto_engine_cancelled_total(?:{.*})? (\S+)$", metrics, re.M))
 
-    def end(actor: Any) -> Any:
-        return actor.compared.result() if actor.compared.done() else None
-
-    asked(begin)
-    until(lambda: None not in asked(end), "all cases")
-    for found in asked(end):
-        assert [ordinary[0][1] for ordinary, _ in found] == STATUSES
-        for ordinary, short in found:
-            assert short == ordinary
-
-
-def test_a_request_without_a_free_slot_waits_for_one(served: Served) -> None:
-    """By Serve's ordinary way, which counts those that wait."""
-
-    def fill(actor: Any) -> int:
-        semaphore = actor._replica_impl._semaphore
-        actor.taken, semaphore._value = semaphore._value, semaphore.get_max_value()
-        waiting: int = actor._replica_impl._num_queued_requests
-        return waiting
-
-    def waiting(actor: Any) -> int:
-        number: int = actor._replica_impl._num_queued_requests
-        return number
-
-    def free(actor: Any) -> None:
-        semaphore = actor._replica_impl._semaphore
-        semaphore._value = actor.taken + 1
-        semaphore.release()
-
-    assert asked(fill) == [0, 0]
-    try:
-        answers: list[int] = []
-        asking = threading.Thread(target=lambda: answers.append(httpx.get(f"{served.base}/version").status_code))
-        asking.start()
-        until(lambda: sum(asked(waiting)) == 1, "it waits")
-        assert not answers
-    finally:
-        asked(free)
-    asking.join()
-    assert answers == [200]
-    assert asked(waiting) == [0, 0]
+    before = cancelled()
+    with httpx.stream("POST", f"{served.base}/v1/chat/completions", json=LONG, headers=session, timeout=60) as answer:
+        next(line for line in answer.iter_lines() if line.startswith("data: "))
+    until(lambda: cancelled() == before + 1, "the request is cancelled")
 
 
 def test_a_prompt_worker_that_dies_in_a_replica_is_replaced(served: Served) -> None:
