@@ -21,6 +21,7 @@ from stretto import cpu
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.observe.logs import JsonLines, TextLines
+from stretto.observe.stderr import QueuedStderr
 from stretto.orchestrator import admission
 from tests.oracle import PromptMaker, load_oracle
 
@@ -58,6 +59,9 @@ def logs_of_its_own() -> Iterator[None]:
     root, hook = logging.getLogger(), sys.excepthook
     level = root.level
     yield
+    if isinstance(sys.stderr, QueuedStderr):
+        sys.stderr.drain()
+        sys.stderr = sys.__stderr__
     for handler in list(root.handlers):
         if isinstance(handler.formatter, TextLines | JsonLines):
             root.removeHandler(handler)

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from stretto import __version__
+from stretto.observe import logs
 from stretto.orchestrator.api import Engine
 from stretto.server.answer import GeneratingRoute
 from stretto.server.body import ON_THE_LOOP
@@ -214,6 +215,7 @@ def metrics_of(service: Service) -> bytes:
     """All numbers of a server, as Prometheus reads them."""
     engine = service.maybe_engine
     numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+    numbers["stretto_log_lines_dropped_total"] = logs.dropped()
     return service.metrics.render(service.admission.running, numbers)
 
 

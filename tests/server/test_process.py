@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import http.client
 import json
+import re
 import shutil
 import signal
 import socket
@@ -124,6 +128,44 @@ def health(port: int) -> str:
             return str(json.load(answer)["status"])
     except urllib.error.HTTPError as e:
         return str(json.load(e)["status"])
+
+
+def test_a_log_that_nobody_reads_stops_nobody() -> None:
+    """As many lines as would fill the pipe, and the queue before it, ten times over."""
+    with started("json") as process:
+        assert process.stderr is not None
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
+        connection = http.client.HTTPConnection("127.0.0.1", int(ready.split()[1].rstrip("/").rpartition(":")[2]))
+        path = "/v1/models/" + "x" * 200
+        with contextlib.closing(connection):
+            for _ in range(5000):
+                connection.request("GET", path, headers={"Authorization": "Bearer k", "X-Request-Id": "y" * 128})
+                answer = connection.getresponse()
+                answer.read()
+                assert answer.status == 404
+            connection.request("GET", "/metrics")
+            metrics = connection.getresponse().read().decode()
+        [dropped] = re.findall(r"^stretto_log_lines_dropped_total (\S+)$", metrics, re.M)
+        assert float(dropped) > 0
+        process.terminate()
+        said = process.stderr.read()
+        assert process.wait(120) == 0
+    messages = [json.loads(line).get("message", "") for line in said.splitlines()]
+    assert sum(int(m.split()[0]) for m in messages if "lines were dropped" in m) >= float(dropped)
+
+
+def test_a_log_whose_reader_is_gone_stops_nobody() -> None:
+    with started("json") as process:
+        assert process.stderr is not None
+        ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
+        process.stderr.close()
+        port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
+        for _ in range(5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=120) as answer:
+                assert answer.status == 200
+        process.terminate()
+        assert process.wait(120) == 0
 
 
 def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEngine) -> None:
