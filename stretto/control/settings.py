@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
 from stretto.prompt.settings import PoolSettings
-from stretto.setting import setting
+from stretto.setting import check_finite, setting
 from stretto.types import ExpertWeights
 
 
@@ -167,6 +167,7 @@ class HostSettings:
     trace: bool = False  # record what runs when; see `EngineConfig.trace_dir`
 
     def __post_init__(self) -> None:
+        check_finite(self)
         if self.expert_weights not in get_args(ExpertWeights):
             raise Invalid(f"expert_weights must be full or float8, got {self.expert_weights!r}", "expert_weights")
         if self.expert_weights == "float8" and self.dtype == "float16":
@@ -187,10 +188,11 @@ class HostSettings:
 
 
 LEAST = {
-    "threads": 1, "overlap_depth": 1, "block_size": 1, "max_rows": 1, "max_waiting": 1, "max_context": 1,
+    "threads": 1, "overlap_depth": 1, "block_size": 1, "max_rows": 1, "max_waiting": 1, "max_context": 32,
     "max_step_tokens": 2, "prefill_chunk": 1, "lone_prefill_chunk": 1, "link_slots": 1, "link_slot_bytes": 1,
 }  # fmt: skip
-"""The smallest values of `HostSettings`. A step holds a token of an answer and one of a prompt, so that neither waits
+"""The smallest values of `HostSettings`. A context holds a short question, what the chat template puts around it, and
+some words of an answer. A step holds a token of an answer and one of a prompt, so that neither waits
 for ever."""
 
 DETAILS: Mapping[str, Mapping[str, str]] = {
@@ -239,16 +241,20 @@ class EngineConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        check_finite(self)
         least, most = self.replica_range
         if not 1 <= least <= most <= MOST_REPLICAS:
             raise Invalid(
                 f"replicas must be from 1 to {MOST_REPLICAS}, or from:to such as 1:8, the smaller number first, got "
                 + (f"{least}:{most}" if isinstance(self.replicas, tuple) else f"{least}"), "replicas",
             )  # fmt: skip
-        if self.max_requests < 1 or self.stall_s <= 0:
-            raise Invalid("max_requests must be at least 1, stall_s positive", "config")
-        if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
-            raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
+        if self.max_requests < 1:
+            raise Invalid(f"max_requests must be at least 1, got {self.max_requests}", "config")
+        for name in ("stall_s", "start_timeout_s", "max_buffered_s"):
+            if getattr(self, name) <= 0:
+                raise Invalid(f"{name} must be positive, got {getattr(self, name):g}", name)
+        if self.min_pace < 0:
+            raise Invalid(f"min_pace must not be negative, got {self.min_pace:g}", "min_pace")
         for name, value in self.link_details.items():
             own = DETAILS.get(self.connector)  # a connector of another package checks its own
             if own is not None and not re.fullmatch(own.get(name, r"(?!)"), value):

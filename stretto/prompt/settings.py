@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.errors import Invalid
-from stretto.setting import setting
+from stretto.setting import check_finite, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class PoolSettings:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        check_finite(self)
         for name in ("workers", "cpu_s", "memory_mb"):
             if getattr(self, name) < 1:
                 raise Invalid(f"prompt {name} must be at least 1, got {getattr(self, name)}", f"prompt_{name}")

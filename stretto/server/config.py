@@ -11,7 +11,7 @@ from typing import Literal
 
 from stretto.control.request import ChunkSizes
 from stretto.errors import Invalid
-from stretto.setting import setting
+from stretto.setting import check_finite, setting
 
 # A Host header and an Origin header, in small letters. Browsers write both in this form and no other.
 _NAME = r"(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])"
@@ -110,6 +110,7 @@ class ServerConfig:
     metrics: bool = setting(True, "logging", "serve Prometheus metrics at /metrics")
 
     def __post_init__(self) -> None:
+        check_finite(self)
         checks = {
             "port": 0 <= self.port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,

@@ -67,7 +67,10 @@ def test_a_device_that_is_none(name: str, says: str) -> None:
     [
         (("--max-rows", "-3"), "max_rows must be at least 1"),
         (("--max-rows", "0"), "max_rows must be at least 1"),
-        (("--max-model-len", "0"), "max_model_len must be at least 1"),
+        (("--max-model-len", "0"), "max_model_len must be at least 32"),
+        (("--max-model-len", "1"), "max_model_len must be at least 32"),
+        (("--stall-s", "nan"), "stall_s must be a finite number, got nan"),
+        (("--queue-timeout", "inf"), "queue_timeout must be a finite number, got inf"),
         (("--max-model-len", "9999999"), "the model has only 8192 positions"),
         (("--host", "no.such.host.invalid", "--port", "0"), "cannot listen on no.such.host.invalid"),
         (("--port", "TAKEN"), "--port 0 any free one"),
