@@ -12,6 +12,7 @@ MAX_SIZE = 1 << 24  # of a dimension: one hundred times the largest vocabulary
 MAX_NUMBER = 1e15
 MAX_PARTS = 1024  # layers, experts, codebooks: each is an object before anything is known of their memory
 
+
 class Section:
     """One JSON object with typed access; errors name the file and the dotted path of the field."""
 

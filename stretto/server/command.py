@@ -252,7 +252,7 @@ def greeting(config: ServerConfig, service: Service) -> str:
     return (
         f"\nStretto {__version__} serves {name}{voices}\n"
         f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens each\n"
-        f"  page     {base}/\n  API      {base}/v1\n  metrics  {base}/metrics\n\n"
+        f"  page     {base}/\n  API      {base}/v1\n  metrics  {config.metrics_url or f'{base}/metrics'}\n\n"
         f"Try it:\n  {paste} {then}\n"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -84,6 +85,14 @@ def test_serve_refuses_at_once(words: tuple[str, ...], says: str, tiny_dir: Path
         done = typed("serve", tiny_dir, *(port if w == "TAKEN" else w for w in words), "--device", "cpu")
     check_told(done, says)
     assert "starting" not in done.stderr  # no process was started for this
+
+
+def test_serve_with_too_few_files(tiny_dir: Path) -> None:
+    words = shlex.join([*STRETTO, "serve", str(tiny_dir), "--device", "cpu", "--port", "0"])
+    command = ["bash", "-c", f"ulimit -n 100; exec {words}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    check_told(done, "this process may open 100 files, and a server needs 256: raise `ulimit -n`", 1)
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_serve_without_the_model_it_names(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whoever writes to stderr never waits for its reader; what cannot be written is counted, and said where it is missing."""
+"""Whoever writes to stderr never waits for its reader; what cannot be written is counted, and told in its place."""
 
 from __future__ import annotations
 
