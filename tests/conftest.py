@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Iterator
@@ -57,8 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def logs_of_its_own() -> Iterator[None]:
     """A command that a test runs in this process writes its log to that test's stderr, and to no later one's."""
     root, hook = logging.getLogger(), sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     level = root.level
     yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if isinstance(sys.stderr, QueuedStderr):
         sys.stderr.drain()
         sys.stderr = sys.__stderr__

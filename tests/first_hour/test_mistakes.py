@@ -177,6 +177,50 @@ def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
     assert process.pid not in groups  # or the children would have been interrupted in their imports
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
+def test_sigterm_while_it_loads(tiny_dir: Path) -> None:
+    """As a supervisor sends it: to the server alone."""
+    command = [*STRETTO, "serve", str(tiny_dir), "--port", "0", "--device", "cpu", "--placement", "two"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not has_begun(begun := [int(pid) for pid in children.read_text().split()]):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.stderr is not None
+        said = process.stderr.read()  # until the last of its processes has ended
+        assert process.wait(60) == 0
+    assert "Traceback" not in said
+    assert "died" not in said
+    assert "cannot be served" not in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in begun)
+
+
+EARLY = """
+import os, sys
+when, number = sys.argv[1], int(sys.argv[2])
+sys.argv = ["stretto", *sys.argv[3:]]
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == when:
+            os.kill(os.getpid(), number)
+
+sys.meta_path.insert(0, Finder())
+from stretto.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["stretto.cli", "stretto.server.logs", "stretto.registry", "stretto.server.run"])
+def test_a_signal_before_the_server_listens_to_any(when: str, number: int, tiny_dir: Path) -> None:
+    words = ["serve", str(tiny_dir), "--device", "cpu", "--port", "0"]
+    command = [sys.executable, "-c", EARLY, when, str(int(number)), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def has_begun(children: list[int]) -> bool:
     """Whether there is a host, and all children are programs of their own by now, not only forked."""
     try:
