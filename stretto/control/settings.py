@@ -32,6 +32,9 @@ MOST_REPLICAS = 1024
 CONTEXT = 8192
 """Tokens of the longest context where nothing is said."""
 
+MOST_ROWS = 128
+"""Rows of the largest decode step that is captured on a GPU."""
+
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -142,7 +145,10 @@ class HostSettings:
         1.0, "memory", "part of a card's memory that a host may take, where other programs use the card too", "PART"
     )
     max_rows: int = setting(
-        32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
+        32,
+        "memory",
+        "requests in a stage's batch, at most 128 on a GPU (default: 32; on a GPU 16 to 128, as its memory allows)",
+        "N",
     )
     max_waiting: int = setting(
         256, "limits", "requests that wait for a place in a stage's batch; more are refused", "N"
@@ -305,3 +311,18 @@ def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int,
         raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")
     if unknown := sorted(set(config.host.blocks) - set(stages)):
         raise Invalid(f"kv_blocks names {', '.join(unknown)}, but there are {', '.join(stages)}", "kv_blocks")
+    check_rows(config)
+
+
+def check_rows(config: EngineConfig) -> None:
+    """Refuse batches beyond the largest captured step: step by step they are launched kernel by kernel, and all their
+    streams fall behind. On a CPU nothing is captured."""
+    hosts = config.placement if isinstance(config.placement, tuple) else ()
+    named = [config.host.device, *config.devices, *(host.device or "" for host in hosts)]
+    on_gpu = any(device.startswith("cuda") for name in named for device in name.split("|"))
+    if on_gpu and config.host.graphs and config.host.max_rows > MOST_ROWS:
+        raise Invalid(
+            f"max_rows is {config.host.max_rows}, but on a GPU steps are captured for at most {MOST_ROWS} rows, and "
+            f"larger ones are slow: --max-rows {MOST_ROWS} fits; more requests may wait for a row (--max-concurrent), "
+            "and --replicas uses more cards", "max_rows",
+        )  # fmt: skip
