@@ -188,6 +188,9 @@ class HostSettings:
             if value is not None and value < least:
                 name = "max_model_len" if name == "max_context" else name  # as its flag is called
                 raise Invalid(f"{name} must be at least {least}, got {value}", name)
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise Invalid(f"{name} must be at most {most}, got {getattr(self, name)}", name)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "switches": dict(self.switches), "blocks": dict(self.blocks)}
@@ -200,6 +203,9 @@ LEAST = {
 """The smallest values of `HostSettings`. A context holds a short question, what the chat template puts around it, and
 some words of an answer. A step holds a token of an answer and one of a prompt, so that neither waits
 for ever."""
+
+MOST = {"threads": 1024, "overlap_depth": 64, "max_rows": 4096}
+"""The largest values of those by which a host makes threads or objects before it looks at its memory."""
 
 DETAILS: Mapping[str, Mapping[str, str]] = {
     "shm": {}, "tcp": {}, "mooncake": {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"},

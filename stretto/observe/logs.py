@@ -64,19 +64,20 @@ def _log_death(kind: type[BaseException], error: BaseException, stack: Traceback
     logging.getLogger("stretto").critical("the process ends", exc_info=(kind, error, stack))
 
 
-def _stderr(formatter: logging.Formatter) -> TextIO:
+def _stderr(formatter: logging.Formatter) -> TextIO | QueuedStderr:
     """The process's own stderr, from now on behind a queue; or whatever else stands in its place."""
 
     def notice(lines: int) -> str:
         words = "%d lines were dropped: stderr was not read fast enough"
         return formatter.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, words, (lines,), None))
 
-    if isinstance(sys.stderr, QueuedStderr):
-        sys.stderr.notice = notice
-    elif sys.stderr is not None and sys.stderr is sys.__stderr__ and sys.stderr.fileno() == STDERR:
-        sys.stderr.flush()
-        sys.stderr = QueuedStderr(STDERR, notice)
-    return sys.stderr
+    own: TextIO | QueuedStderr = sys.stderr
+    if isinstance(own, QueuedStderr):
+        own.notice = notice
+    elif sys.__stderr__ is not None and own is sys.__stderr__ and own.fileno() == STDERR:
+        own.flush()
+        sys.stderr = own = QueuedStderr(STDERR, notice)
+    return own
 
 
 def dropped() -> int:

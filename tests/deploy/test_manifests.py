@@ -463,5 +463,5 @@ def test_the_page_names_what_is_there() -> None:
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", page))
     from tests.server.test_settings import options
 
-    others = {"--head", "--address", "--from-literal", "--profile"}
+    others = {"--head", "--address", "--from-literal", "--profile", "--check", "--resolver"}
     assert flags - others <= options("serve") | options("plan")

@@ -232,6 +232,15 @@ def test_sizes_are_checked_before_anything_starts(wrong: dict[str, int]) -> None
         HostSettings(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "name", ["threads", "overlap_depth", "max_rows", "prompt_workers", "prompt_cpu_s", "prompt_memory_mb"]
+)
+def test_numbers_beyond_all_bounds_are_refused(name: str) -> None:
+    """Before threads or processes are made, or a limit is set that no system takes."""
+    with pytest.raises(Invalid, match=rf"{name} must be (at most|from 1 to) \d+, got {10**20}"):
+        settle_all(vars(command("serve", flag_of(name), str(10**20))), {})
+
+
 @pytest.mark.parametrize("stages", [STAGES, *((stage,) for stage in STAGES)], ids="+".join)
 def test_a_refusal_for_lack_of_memory_recommends_flags(stages: tuple[str, ...], tiny_config: OmniConfig) -> None:
     plans = plan(tiny_config, stages, HostSettings(), POOLS, torch.float32)
