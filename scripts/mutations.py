@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "mutations"
-COPIED = ("stretto", "tests", "bench", "scripts", "docs", "pyproject.toml", "README.md", "Makefile")
+COPIED = ("stretto", "tests", "bench", "scripts", "docs", "deploy", "pyproject.toml", "README.md", "Makefile")
 NO_TEST_RAN = (4, 5)  # pytest's exit status for a wrong name, or none
 
 

@@ -1,13 +1,16 @@
 """A field of a settings record that people can set: with what its flag says, and what it is called there.
 
 The records stay plain frozen dataclasses; `server/settings.py` makes flags, variables and YAML keys of their fields.
-Imports nothing of ours."""
+Imports nothing of ours but errors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import MISSING, field
+from dataclasses import MISSING, field, fields
 from typing import Any
+
+from stretto.errors import Invalid
 
 
 def setting(
@@ -27,3 +30,13 @@ def setting(
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def check_finite(record: Any) -> None:
+    """Refuse a number that is infinite or none: it passes most comparisons, and no setting means anything by it. Every
+    record of settings calls this when it is made."""
+    for f in fields(record):
+        value = getattr(record, f.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            name = f.metadata.get("name") or f.name
+            raise Invalid(f"{name} must be a finite number, got {value}", name)

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from stretto import cpu
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.observe.logs import JsonLines, TextLines
+from stretto.observe.stderr import QueuedStderr
 from stretto.orchestrator import admission
 from tests.oracle import PromptMaker, load_oracle
 
@@ -56,8 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def logs_of_its_own() -> Iterator[None]:
     """A command that a test runs in this process writes its log to that test's stderr, and to no later one's."""
     root, hook = logging.getLogger(), sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     level = root.level
     yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if isinstance(sys.stderr, QueuedStderr):
+        sys.stderr.drain()
+        sys.stderr = sys.__stderr__
     for handler in list(root.handlers):
         if isinstance(handler.formatter, TextLines | JsonLines):
             root.removeHandler(handler)

@@ -76,6 +76,8 @@ def spec_of(model: str, engine: EngineConfig, server: ServerConfig, cluster: Clu
         raise Invalid(f"{model}: on a cluster the model is a directory that every machine has, this one too", "model")
     if server.ssl_certfile:
         raise Invalid("TLS ends before Ray's ingress, not in it: leave ssl_certfile out", "ssl_certfile")
+    if server.metrics_port is not None:
+        raise Invalid("on a cluster Ray shows the numbers of all replicas: leave metrics_port out", "metrics_port")
     device = "cuda" if cluster.host_gpus else "cpu"
     share = cluster.host_gpus if 0 < cluster.host_gpus < 1 else engine.host.memory_share
     engine = replace(engine, host=replace(engine.host, device=device, memory_share=share))

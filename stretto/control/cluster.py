@@ -7,7 +7,7 @@ from typing import Literal
 
 from stretto.control.settings import EngineConfig
 from stretto.errors import Invalid
-from stretto.setting import setting
+from stretto.setting import check_finite, setting
 
 Backend = Literal["local", "ray"]
 
@@ -38,6 +38,7 @@ class ClusterConfig:
     )
 
     def __post_init__(self) -> None:
+        check_finite(self)
         fine = {
             "backend": self.backend in ("local", "ray"),
             "target_streams": self.target_streams >= 1,

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from stretto.errors import Invalid
 from stretto.prompt.settings import PoolSettings
-from stretto.setting import setting
+from stretto.setting import check_finite, setting
 from stretto.types import ExpertWeights
 
 
@@ -31,6 +31,9 @@ class HostPlace:
 MOST_REPLICAS = 1024
 CONTEXT = 8192
 """Tokens of the longest context where nothing is said."""
+
+MOST_ROWS = 128
+"""Rows of the largest decode step that is captured on a GPU."""
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DType = Literal["float32", "bfloat16", "float16"]
@@ -142,7 +145,10 @@ class HostSettings:
         1.0, "memory", "part of a card's memory that a host may take, where other programs use the card too", "PART"
     )
     max_rows: int = setting(
-        32, "memory", "requests in a stage's batch (default: 32; on a GPU 16 to 128, as its memory allows)", "N"
+        32,
+        "memory",
+        "requests in a stage's batch, at most 128 on a GPU (default: 32; on a GPU 16 to 128, as its memory allows)",
+        "N",
     )
     max_waiting: int = setting(
         256, "limits", "requests that wait for a place in a stage's batch; more are refused", "N"
@@ -167,6 +173,7 @@ class HostSettings:
     trace: bool = False  # record what runs when; see `EngineConfig.trace_dir`
 
     def __post_init__(self) -> None:
+        check_finite(self)
         if self.expert_weights not in get_args(ExpertWeights):
             raise Invalid(f"expert_weights must be full or float8, got {self.expert_weights!r}", "expert_weights")
         if self.expert_weights == "float8" and self.dtype == "float16":
@@ -181,17 +188,24 @@ class HostSettings:
             if value is not None and value < least:
                 name = "max_model_len" if name == "max_context" else name  # as its flag is called
                 raise Invalid(f"{name} must be at least {least}, got {value}", name)
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise Invalid(f"{name} must be at most {most}, got {getattr(self, name)}", name)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "switches": dict(self.switches), "blocks": dict(self.blocks)}
 
 
 LEAST = {
-    "threads": 1, "overlap_depth": 1, "block_size": 1, "max_rows": 1, "max_waiting": 1, "max_context": 1,
+    "threads": 1, "overlap_depth": 1, "block_size": 1, "max_rows": 1, "max_waiting": 1, "max_context": 32,
     "max_step_tokens": 2, "prefill_chunk": 1, "lone_prefill_chunk": 1, "link_slots": 1, "link_slot_bytes": 1,
 }  # fmt: skip
-"""The smallest values of `HostSettings`. A step holds a token of an answer and one of a prompt, so that neither waits
+"""The smallest values of `HostSettings`. A context holds a short question, what the chat template puts around it, and
+some words of an answer. A step holds a token of an answer and one of a prompt, so that neither waits
 for ever."""
+
+MOST = {"threads": 1024, "overlap_depth": 64, "max_rows": 4096}
+"""The largest values of those by which a host makes threads or objects before it looks at its memory."""
 
 DETAILS: Mapping[str, Mapping[str, str]] = {
     "shm": {}, "tcp": {}, "mooncake": {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"},
@@ -239,16 +253,20 @@ class EngineConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        check_finite(self)
         least, most = self.replica_range
         if not 1 <= least <= most <= MOST_REPLICAS:
             raise Invalid(
                 f"replicas must be from 1 to {MOST_REPLICAS}, or from:to such as 1:8, the smaller number first, got "
                 + (f"{least}:{most}" if isinstance(self.replicas, tuple) else f"{least}"), "replicas",
             )  # fmt: skip
-        if self.max_requests < 1 or self.stall_s <= 0:
-            raise Invalid("max_requests must be at least 1, stall_s positive", "config")
-        if not (self.start_timeout_s > 0 and self.max_buffered_s > 0 and self.min_pace >= 0):
-            raise Invalid("start_timeout_s and max_buffered_s must be positive, min_pace not negative", "config")
+        if self.max_requests < 1:
+            raise Invalid(f"max_requests must be at least 1, got {self.max_requests}", "config")
+        for name in ("stall_s", "start_timeout_s", "max_buffered_s"):
+            if getattr(self, name) <= 0:
+                raise Invalid(f"{name} must be positive, got {getattr(self, name):g}", name)
+        if self.min_pace < 0:
+            raise Invalid(f"min_pace must not be negative, got {self.min_pace:g}", "min_pace")
         for name, value in self.link_details.items():
             own = DETAILS.get(self.connector)  # a connector of another package checks its own
             if own is not None and not re.fullmatch(own.get(name, r"(?!)"), value):
@@ -299,3 +317,18 @@ def check_model(config: EngineConfig, stages: Sequence[str], max_positions: int,
         raise Invalid(f"max_model_len is {asked}, but the model has only {max_positions} positions", "max_model_len")
     if unknown := sorted(set(config.host.blocks) - set(stages)):
         raise Invalid(f"kv_blocks names {', '.join(unknown)}, but there are {', '.join(stages)}", "kv_blocks")
+    check_rows(config)
+
+
+def check_rows(config: EngineConfig) -> None:
+    """Refuse batches beyond the largest captured step: step by step they are launched kernel by kernel, and all their
+    streams fall behind. On a CPU nothing is captured."""
+    hosts = config.placement if isinstance(config.placement, tuple) else ()
+    named = [config.host.device, *config.devices, *(host.device or "" for host in hosts)]
+    on_gpu = any(device.startswith("cuda") for name in named for device in name.split("|"))
+    if on_gpu and config.host.graphs and config.host.max_rows > MOST_ROWS:
+        raise Invalid(
+            f"max_rows is {config.host.max_rows}, but on a GPU steps are captured for at most {MOST_ROWS} rows, and "
+            f"larger ones are slow: --max-rows {MOST_ROWS} fits; more requests may wait for a row (--max-concurrent), "
+            "and --replicas uses more cards", "max_rows",
+        )  # fmt: skip

@@ -8,6 +8,10 @@ from typing import Any
 from stretto.errors import CheckpointError
 from stretto.layers.config import DecoderConfig, MoeConfig
 
+MAX_SIZE = 1 << 24  # of a dimension: one hundred times the largest vocabulary
+MAX_NUMBER = 1e15
+MAX_PARTS = 1024  # layers, experts, codebooks: each is an object before anything is known of their memory
+
 
 class Section:
     """One JSON object with typed access; errors name the file and the dotted path of the field."""
@@ -29,13 +33,19 @@ class Section:
             raise self.fail(key, "is missing")
         return self.raw[key]
 
-    def integer(self, key: str, low: int = 1) -> int:
+    def integer(self, key: str, low: int = 1, high: int = MAX_SIZE) -> int:
         v = self.get(key)
         if isinstance(v, bool) or not isinstance(v, int):
             raise self.fail(key, f"must be an integer, got {v!r}")
         if v < low:
             raise self.fail(key, f"must be at least {low}, got {v}")
+        if v > high:
+            raise self.fail(key, f"must be at most {high:,}")
         return v
+
+    def count(self, key: str, low: int = 1) -> int:
+        """Of parts that are made one by one, such as layers."""
+        return self.integer(key, low, MAX_PARTS)
 
     def id(self, key: str, vocab: int) -> int:
         v = self.integer(key, 0)
@@ -47,6 +57,8 @@ class Section:
         v = self.get(key)
         if isinstance(v, bool) or not isinstance(v, int | float):
             raise self.fail(key, f"must be a number, got {v!r}")
+        if not abs(v) <= MAX_NUMBER:  # nan and infinity too, which Python's JSON has
+            raise self.fail(key, f"must be at most {MAX_NUMBER:g}")
         return float(v)
 
     def flag(self, key: str) -> bool:
@@ -59,6 +71,8 @@ class Section:
         v = self.get(key)
         if not isinstance(v, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in v):
             raise self.fail(key, f"must be a list of integers, got {v!r}")
+        if len(v) > MAX_PARTS or max(v, default=0) > MAX_SIZE:
+            raise self.fail(key, f"must be at most {MAX_PARTS:,} numbers, each at most {MAX_SIZE:,}")
         return tuple(v)
 
     def rope(self) -> Section:
@@ -87,7 +101,7 @@ def decoder_config(s: Section, *, mrope: bool, moe: bool, shared: bool) -> Decod
     experts = None
     if moe:
         experts = MoeConfig(
-            num_experts=s.integer("num_experts" if "num_experts" in s.raw else "num_local_experts"),
+            num_experts=s.count("num_experts" if "num_experts" in s.raw else "num_local_experts"),
             top_k=s.integer("num_experts_per_tok"),
             expert_size=s.integer("moe_intermediate_size"),
             norm_topk=s.flag("norm_topk_prob"),
@@ -100,7 +114,7 @@ def decoder_config(s: Section, *, mrope: bool, moe: bool, shared: bool) -> Decod
     return DecoderConfig(
         vocab_size=s.integer("vocab_size"),
         hidden_size=s.integer("hidden_size"),
-        num_layers=s.integer("num_hidden_layers"),
+        num_layers=s.count("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=head_dim,

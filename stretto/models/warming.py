@@ -26,7 +26,7 @@ from stretto.kernels.fast.warm import Marker, Workers, directory, python, surrou
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder
 from stretto.stage.runner import prefill_graphs
-from stretto.stage.runner.graphs import SIZES, DecodeGraphs
+from stretto.stage.runner.graphs import DecodeGraphs, sizes_for
 from stretto.stage.runner.lane import Lane, decode_step
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
@@ -164,7 +164,7 @@ def start(
     was done before, or if there is too little room."""
     if not wanted or not s.warm or not s.graphs:
         return None
-    decode = [n for n in SIZES if n <= s.max_rows]
+    decode = sizes_for(s.max_rows)
     tasks = [t for stage in wanted for t in tasks_of(stage, decode, prefill_graphs.SIZES)]
     about = {
         **surroundings(torch.device(s.device)),

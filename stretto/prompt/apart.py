@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.child import die_with_parent
+from stretto.observe import logs
 from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
 from stretto.prompt.spool import Spool
 
@@ -160,6 +161,7 @@ class Children:
                 self._do(decode_job(data), *fds)
             code = 0
         finally:
+            logs.drain()
             os._exit(code)  # nothing of the worker's is to be run here
 
     def _do(self, job: Job, answer: int, *files: int) -> None:

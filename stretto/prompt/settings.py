@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.errors import Invalid
-from stretto.setting import setting
+from stretto.setting import check_finite, setting
+
+MOST = {"workers": 1024, "cpu_s": 86_400, "memory_mb": 1 << 20}
+"""The largest values; the least is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,10 @@ class PoolSettings:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in ("workers", "cpu_s", "memory_mb"):
-            if getattr(self, name) < 1:
-                raise Invalid(f"prompt {name} must be at least 1, got {getattr(self, name)}", f"prompt_{name}")
+        check_finite(self)
+        for name, most in MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise Invalid(f"prompt_{name} must be from 1 to {most}, got {getattr(self, name)}", f"prompt_{name}")
         if not self.start_timeout_s > 0:
             raise Invalid(
                 f"prompt start_timeout_s must be positive, got {self.start_timeout_s}", "prompt_start_timeout_s"

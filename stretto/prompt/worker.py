@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ import numpy as np
 from stretto.child import die_with_parent
 from stretto.errors import Invalid, StrettoError
 from stretto.named import load
+from stretto.observe import logs
 from stretto.prompt import work
 from stretto.prompt.apart import Children, WorkerLimits
 from stretto.prompt.cuts import do_cut, do_outline
@@ -151,6 +153,7 @@ def main() -> None:
     args = p.parse_args()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the server's to handle
+    logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     control = socket.socket(fileno=args.fd)
     try:
         builder: Builder = load(args.builder)(args.model)

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from stretto import __version__
+from stretto.observe import logs
 from stretto.orchestrator.api import Engine
 from stretto.server.answer import GeneratingRoute
 from stretto.server.body import ON_THE_LOOP
@@ -28,6 +29,7 @@ from stretto.server.chat import answer_chat, read_chat
 from stretto.server.config import ServerConfig
 from stretto.server.door import Door
 from stretto.server.failures import Refused, respond
+from stretto.server.keys import Keys
 from stretto.server.livespeech import PATH as LIVE_SPEECH
 from stretto.server.livespeech import LiveSpeech
 from stretto.server.metrics import CONTENT_TYPE
@@ -78,6 +80,31 @@ def make_app(config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> 
     return app
 
 
+def make_metrics_app(service: Service) -> Starlette:
+    """The numbers of a server and nothing else, for a port of their own. Its life is that of the server's app."""
+    numbers = Numbers(service)
+    return Starlette(
+        routes=[Route("/metrics", _counted("metrics", numbers.metrics), methods=["GET"])],
+        exception_handlers={HTTPException: numbers.http_error, Refused: _tell, Exception: _tell},
+        middleware=[Middleware(Door, service=service)],
+    )
+
+
+class Numbers:
+    """/metrics, to whoever may read it."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.keys = service, Keys.of(service.config.metrics_key)
+
+    async def metrics(self, request: Request) -> Response:
+        self.keys.owner(request.headers)
+        return Response(metrics_of(self.service), headers={"content-type": CONTENT_TYPE})
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """On a port of its own."""
+        return respond(Refused(404, "on this port there is only GET /metrics", code="not_found"))
+
+
 class Routes:
     def __init__(self, service: Service, pages: Pages) -> None:
         self.service, self.pages = service, pages
@@ -102,8 +129,8 @@ class Routes:
             ("/version", "version", self.version),
             ("/openapi.json", "openapi", self.openapi),
         ]
-        if self.service.config.metrics:
-            named.append(("/metrics", "metrics", self.metrics))
+        if self.service.config.metrics and self.service.config.metrics_port is None:
+            named.append(("/metrics", "metrics", Numbers(self.service).metrics))
         self.paths = {**dict.fromkeys(POSTS, "POST"), **{path: "GET" for path, *_ in named if "{" not in path}}
         realtime: ASGIApp = Realtime(self.service)
         live: ASGIApp = LiveSpeech(self.service)
@@ -168,9 +195,6 @@ class Routes:
     async def openapi(self, request: Request) -> Response:
         return Response(_document(), media_type="application/json")
 
-    async def metrics(self, request: Request) -> Response:
-        return Response(metrics_of(self.service), headers={"content-type": CONTENT_TYPE})
-
     async def page(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if path in POSTS:
@@ -214,6 +238,7 @@ def metrics_of(service: Service) -> bytes:
     """All numbers of a server, as Prometheus reads them."""
     engine = service.maybe_engine
     numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+    numbers["stretto_log_lines_dropped_total"] = logs.dropped()
     return service.metrics.render(service.admission.running, numbers)
 
 

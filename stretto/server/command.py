@@ -34,6 +34,7 @@ from stretto.server.engine import RECORDS as ENGINE_RECORDS
 from stretto.server.engine import TITLES as ENGINE_TITLES
 from stretto.server.engine import fit_card, serving_config
 from stretto.server.settings import PREFIX, add_flags, read, read_yaml, table, unknown_variables
+from stretto.signals import end_on_signals
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.control.settings import EngineConfig
@@ -102,6 +103,7 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
     if args.settings_table:
         sys.stdout.write(settings_table())
         return 0
+    end_on_signals()
     from stretto.server.logs import set_up
     from stretto.server.origins import warning
 
@@ -252,7 +254,7 @@ def greeting(config: ServerConfig, service: Service) -> str:
     return (
         f"\nStretto {__version__} serves {name}{voices}\n"
         f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens each\n"
-        f"  page     {base}/\n  API      {base}/v1\n  metrics  {base}/metrics\n\n"
+        f"  page     {base}/\n  API      {base}/v1\n  metrics  {config.metrics_url or f'{base}/metrics'}\n\n"
         f"Try it:\n  {paste} {then}\n"
     )
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from stretto.control.request import ChunkSizes
 from stretto.errors import Invalid
-from stretto.setting import setting
+from stretto.setting import check_finite, setting
 
 # A Host header and an Origin header, in small letters. Browsers write both in this form and no other.
 _NAME = r"(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])"
@@ -24,6 +24,10 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 WHOLE = 8192
 """Frames in a packet that holds a whole answer: more than ten minutes, and still one chunk of a link."""
+
+
+def _is_key(word: str) -> bool:
+    return bool(word) and word.isascii() and word.strip() == word
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +112,16 @@ class ServerConfig:
     log_format: LogFormat = setting("text", "logging", "one line a request, as text or as JSON")  # noqa: RUF009
     log_level: LogLevel = setting("info", "logging", "how much to log")  # noqa: RUF009
     metrics: bool = setting(True, "logging", "serve Prometheus metrics at /metrics")
+    metrics_port: int | None = setting(
+        None, "logging", "serve them at this port of --host, and not where requests are taken; 0 picks a free one", "N"
+    )
+    metrics_key: tuple[str, ...] = setting((), "logging", "keys that open /metrics (default: open to all)", "KEY")
 
     def __post_init__(self) -> None:
+        check_finite(self)
         checks = {
             "port": 0 <= self.port <= 65535,
+            "metrics_port": self.metrics_port is None or 0 <= self.metrics_port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,
             "max_queue": self.max_queue >= 0,
             "queue_timeout": self.queue_timeout > 0,
@@ -136,7 +146,8 @@ class ServerConfig:
             "realtime_idle": self.realtime_idle > 0,
             "realtime_held_mb": self.realtime_held_mb >= 1,
             "realtime_lead": self.realtime_lead > 0,
-            "api_key": all(k.isascii() and k.strip() == k and k for k in self.api_key),
+            "api_key": all(map(_is_key, self.api_key)),
+            "metrics_key": all(map(_is_key, self.metrics_key)),
             "allowed_origins": all(o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins),
             "allowed_hosts": all(h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts),
             "served_model_name": all(self.served_model_name),
@@ -161,7 +172,7 @@ class ServerConfig:
         return bool(self.api_key or self.api_key_file)
 
     def _shown(self, name: str) -> str:
-        return "(not shown)" if name == "api_key" else repr(getattr(self, name))
+        return "(not shown)" if name in ("api_key", "metrics_key") else repr(getattr(self, name))
 
     @property
     def max_body_bytes(self) -> int:
@@ -174,7 +185,13 @@ class ServerConfig:
     @property
     def url(self) -> str:
         """How a client on this machine reaches the server."""
-        if self.uds:
-            return f"unix:{self.uds}"
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http{'s' if self.ssl_certfile else ''}://{host}:{self.port}"
+        return f"unix:{self.uds}" if self.uds else self._url(self.port)
+
+    @property
+    def metrics_url(self) -> str | None:
+        """And its metrics, if they have a port of their own."""
+        return None if self.metrics_port is None or not self.metrics else f"{self._url(self.metrics_port)}/metrics"
+
+    def _url(self, port: int) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http{'s' if self.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
@@ -184,5 +185,5 @@ def facts(scope: Scope, visit: Visit) -> dict[str, str | int | float]:
 
 
 def _shown(path: str) -> str:
-    """A path is a client's text: no line breaks, nothing endless."""
-    return path[:200].encode("unicode_escape").decode()
+    """A path is a client's text: as in a URL, so that no line break or space of it looks like ours; nothing endless."""
+    return quote(path[:200], errors="replace")

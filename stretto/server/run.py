@@ -7,13 +7,12 @@ balancer sees `draining` rather than a refused connection."""
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from stretto.errors import StrettoError
-from stretto.server.app import make_app
+from stretto.server.app import make_app, make_metrics_app
 from stretto.server.config import ServerConfig
 from stretto.server.floods import Floods
+from stretto.server.listener import BACKLOG, Listener, listen, listen_for_metrics
 from stretto.server.pages import WEB
 from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
@@ -35,8 +35,9 @@ log = logging.getLogger("stretto.server")
 
 LAST_WORDS = 2.0  # seconds for connections to close once everything is answered
 WS_MAX_BYTES = 21 << 20  # of a message: 15 MiB of sound in base64, and some
-BACKLOG, AT_ONCE = 2048, 16  # connections that wait to be taken; those taken before others have their turn
+AT_ONCE = 16  # connections that are taken before others have their turn
 OTHER_FILES = 1024  # links, hosts, the listener: generous
+FEWEST_FILES = 256  # with which a server can work at all
 POLL_SECONDS = 0.1
 
 
@@ -44,27 +45,25 @@ class _Uvicorn(uvicorn.Server):
     """Leaves signals to us: uvicorn would close the port first and end with the signal's own status. And makes our
     kind of connections, with a limit to the time that TLS may take before one of them is there."""
 
-    def __init__(self, config: uvicorn.Config, front: Front) -> None:
+    def __init__(self, config: uvicorn.Config, front: Front, others: Sequence[uvicorn.Config] = ()) -> None:
+        """`others`: what is served on further sockets, in their order."""
         super().__init__(config)
-        self.front = front
+        self.front, self.others = front, others
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise StrettoError("the server's own start failed; the log says why")
-        loop, config = asyncio.get_running_loop(), self.config
-
-        def connect() -> Connection:
-            return Connection(self.front, config, self.server_state, self.lifespan.state, loop)
-
-        limit = self.front.header_timeout if config.ssl else None
-        self.servers = [
-            await loop.create_server(
-                connect, sock=s, ssl=config.ssl, backlog=AT_ONCE, ssl_handshake_timeout=limit
-            )
-            for s in sockets or ()
-        ]  # fmt: skip
-        for s in sockets or ():
+        loop = asyncio.get_running_loop()
+        limit = self.front.header_timeout if self.config.ssl else None
+        self.servers = []
+        for s, config in zip(sockets or (), (self.config, *self.others), strict=True):
+            connect = partial(Connection, self.front, config, self.server_state, self.lifespan.state, loop)
+            self.servers.append(
+                await loop.create_server(
+                    connect, sock=s, ssl=config.ssl, backlog=AT_ONCE, ssl_handshake_timeout=limit
+                )
+            )  # fmt: skip
             s.listen(BACKLOG)  # asyncio takes as many at once as it lets wait
         self.started = True
 
@@ -75,27 +74,36 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(slots=True)
 class Server:
-    """A server on a bound socket; `config` holds the port that was found."""
+    """A server on bound sockets; `config` holds the ports that were found."""
 
     config: ServerConfig
     app: Starlette
-    sockets: list[socket.socket]
+    listeners: list[Listener]
     _uvicorn: _Uvicorn
     _stopping: asyncio.Task[None] | None = None
     _urgent: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def bind(cls, config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> Server:
-        """Takes the address, so that whoever asked knows the port before anything is loaded."""
-        listener = listen(config)
-        if not config.uds:
-            config = replace(config, port=listener.getsockname()[1])
-        app = make_app(config, open_engine, web)
-        metrics = app.state.service.metrics
-        front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
-        server = _Uvicorn(_with_tls(_settings(config, app, front.floods)), front)
-        metrics.connections.set_function(lambda: len(server.server_state.connections))
-        return cls(config, app, [listener], server)
+        """Takes the addresses, so that whoever asked knows the ports before anything is loaded."""
+        with ExitStack() as taken:
+            listeners = [listen(config)]
+            taken.callback(listeners[0].close)
+            if not config.uds:
+                config = replace(config, port=listeners[0].port)
+            if (for_metrics := listen_for_metrics(config)) is not None:
+                listeners.append(for_metrics)
+                taken.callback(for_metrics.close)
+                config = replace(config, metrics_port=for_metrics.port)
+            app = make_app(config, open_engine, web)
+            metrics = app.state.service.metrics
+            front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
+            apps = [app, *([make_metrics_app(app.state.service)] if for_metrics else [])]
+            first, *others = (_with_tls(_settings(config, a, front.floods)) for a in apps)
+            server = _Uvicorn(first, front, others)
+            metrics.connections.set_function(lambda: len(server.server_state.connections))
+            taken.pop_all()
+            return cls(config, app, listeners, server)
 
     @property
     def service(self) -> Service:
@@ -105,11 +113,13 @@ class Server:
 
     async def serve(self) -> int:
         """Until it is told to stop. The process's exit status: 1 if the engine never came up."""
-        await self._uvicorn.serve(self.sockets)
-        if self._stopping is not None:
-            await self._stopping
-        if self.config.uds:
-            Path(self.config.uds).unlink(missing_ok=True)
+        try:
+            await self._uvicorn.serve([x.socket for x in self.listeners])
+            if self._stopping is not None:
+                await self._stopping
+        finally:
+            for listener in self.listeners:
+                listener.close()
         return 1 if self.service.failure is not None else 0
 
     def catch_signals(self) -> None:
@@ -148,40 +158,25 @@ class Server:
             return
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """The server's own socket; a sentence if it cannot be had."""
-    where = f"--uds {config.uds}" if config.uds else f"{config.host}:{config.port}"
-    try:
-        return _listen(config)
-    except (OSError, UnicodeError) as e:  # a host's name may be no name at all
-        why = getattr(e, "strerror", None) or str(e)
-        taken = "; --port N takes another, --port 0 any free one" if getattr(e, "errno", 0) == errno.EADDRINUSE else ""
-        raise StrettoError(f"cannot listen on {where}: {why}{taken}") from None
-
-
-def _listen(config: ServerConfig) -> socket.socket:
-    if config.uds:
-        Path(config.uds).unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(config.uds)
-        return listener
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # Only to a socket that says TCP does asyncio apply TCP_NODELAY; without it a packet waits for the last one's ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((config.host, config.port))
-    listener.listen(BACKLOG)  # from now on clients wait rather than being refused
-    return listener
-
-
-def _raise_file_limit(connections: int) -> None:
-    """Let the process open a file for each connection and some for itself; many systems begin with 1024 in all."""
+def raise_file_limit(connections: int) -> int:
+    """Let the process open a file for each connection and some for itself; many systems begin with 1024 in all. How
+    many connections it can take: fewer than wished where the system allows fewer files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
+    most = resource.RLIM_INFINITY if hard == resource.RLIM_INFINITY else hard
+    wanted = connections + OTHER_FILES if most == resource.RLIM_INFINITY else min(connections + OTHER_FILES, most)
+    if wanted < FEWEST_FILES:
+        raise StrettoError(f"this process may open {most} files, and a server needs {FEWEST_FILES}: raise `ulimit -n`")
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted == connections + OTHER_FILES:
+        return connections
+    fewer = min(connections, wanted // 2)
+    if fewer < connections:
+        log.warning(
+            "this process may open %d files: it takes %d connections, not %d; `ulimit -n %d` would do",
+            wanted, fewer, connections, connections + OTHER_FILES,
+        )  # fmt: skip
+    return fewer
 
 
 def _settings(config: ServerConfig, app: Starlette, floods: Floods) -> uvicorn.Config:
@@ -217,7 +212,7 @@ async def run(
     config: ServerConfig, open_engine: OpenEngine, announce: Callable[[Server], Awaitable[None]] | None = None
 ) -> int:
     """Serve until a signal, or until the engine turns out never to come. `announce` accompanies the start."""
-    _raise_file_limit(config.max_connections)
+    config = replace(config, max_connections=raise_file_limit(config.max_connections))
     server = Server.bind(config, open_engine)
     server.catch_signals()
 

@@ -3,6 +3,8 @@ missing. Names end in their unit: `_seconds`, `_bytes`, `_total` for counters; o
 
 HELP = {
     "stretto_body_bytes": "Bytes of requests that are being read or prepared",
+    "stretto_log_lines_dropped_total": "Lines of the server's log that were dropped because nobody read its stderr",
+    "stretto_host_log_lines_dropped_total": "Lines of a host's log that were dropped because nobody read its stderr",
     "stretto_engine_requests_total": "Requests that the engine took",
     "stretto_engine_finished_total": "Requests that were answered to the end",
     "stretto_engine_failed_total": "Requests that ended with an error",

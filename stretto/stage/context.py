@@ -22,7 +22,7 @@ from stretto.stage.mediarows import PayloadStore
 from stretto.stage.node import Node
 from stretto.stage.plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.report import Report
-from stretto.stage.runner.graphs import SIZES, DecodeGraphs
+from stretto.stage.runner.graphs import SIZES, DecodeGraphs, sizes_for
 from stretto.stage.runner.lane import Lane
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.waiter import Waiter
@@ -101,7 +101,7 @@ class StageContext:
         shares: lower goes first. `mixed`: captured steps may hold prompts and answers together. `capture` is for what
         else is captured, behind the decode steps."""
         s = self.settings
-        graphs = DecodeGraphs(lane, [n for n in SIZES if n <= s.max_rows]) if self.graphs else None
+        graphs = DecodeGraphs(lane, sizes_for(s.max_rows)) if self.graphs else None
         runner = Runner(lane, graphs, priority)
         if graphs is not None and runner.stream is not None:
             self.progress(name, "capturing graphs")

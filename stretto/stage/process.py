@@ -101,6 +101,7 @@ def main() -> None:
     sock = socket.socket(fileno=args.fd)
     code = serve(sock)
     sys.stdout.flush()
+    logs.drain()
     os._exit(code)  # threads in driver calls must not hold us up
 
 

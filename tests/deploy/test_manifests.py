@@ -58,7 +58,7 @@ class Variable(Known):
 class Mount(Known):
     name: str
     mount_path: str
-    read_only: bool
+    read_only: bool = False
 
 
 class Resources(Known):
@@ -66,9 +66,23 @@ class Resources(Known):
     limits: dict[str, str]
 
 
+class Capabilities(Known):
+    drop: list[str]
+    add: list[str] = []
+
+
+class Rights(Known):
+    """Of a container."""
+
+    allow_privilege_escalation: bool
+    capabilities: Capabilities
+    read_only_root_filesystem: bool = False
+
+
 class Container(Known):
     name: str
     image: str
+    security_context: Rights
     resources: Resources
     ports: list[Port]
     env: list[Variable]
@@ -90,16 +104,29 @@ class SecretVolume(Known):
     items: list[Item]
 
 
+class EmptyDir(Known):
+    medium: Literal["", "Memory"] = ""
+    size_limit: str = ""
+
+
 class Volume(Known):
     name: str
     persistent_volume_claim: Claim | None = None
     secret: SecretVolume | None = None
+    empty_dir: EmptyDir | None = None
+
+
+class Seccomp(Known):
+    type: Literal["RuntimeDefault", "Unconfined", "Localhost"]
 
 
 class Security(Known):
-    run_as_non_root: Literal[True]
+    """Of a pod."""
+
+    run_as_non_root: bool
     run_as_user: int
     fs_group: int
+    seccomp_profile: Seccomp
 
 
 class PodSpec(Known):
@@ -107,6 +134,7 @@ class PodSpec(Known):
     containers: list[Container]
     volumes: list[Volume]
     termination_grace_period_seconds: int = 30
+    automount_service_account_token: bool = True
 
 
 class Template(Known):
@@ -135,10 +163,15 @@ class Auth(Known):
     mode: Literal["token"]
 
 
+class Autoscaler(Known):
+    security_context: Rights
+
+
 class ClusterSpec(Known):
     ray_version: str
     auth_options: Auth
     enable_in_tree_autoscaling: bool
+    autoscaler_options: Autoscaler
     head_group_spec: Head
     worker_group_specs: list[Workers]
 
@@ -164,6 +197,7 @@ class Selector(Known):
 
 class Block(Known):
     cidr: str
+    except_: list[str] = msgspec.field(name="except", default=[])
 
 
 class Peer(Known):
@@ -190,8 +224,8 @@ class Outward(Known):
 class PolicySpec(Known):
     pod_selector: Selector
     policy_types: list[Literal["Ingress", "Egress"]]
-    ingress: list[Inward]
-    egress: list[Outward]
+    ingress: list[Inward] = []
+    egress: list[Outward] = []
 
 
 class NetworkPolicy(Known):
@@ -228,6 +262,13 @@ class PodMonitor(Known):
 
 def read(name: str, kind: type[Any]) -> Any:
     return msgspec.convert(yaml.safe_load((DEPLOY / name).read_text()), kind)
+
+
+def policies() -> tuple[NetworkPolicy, NetworkPolicy]:
+    """For all pods, and what the head may do besides."""
+    told = yaml.safe_load_all((DEPLOY / "kubernetes/networkpolicy.yaml").read_text())
+    everyone, head = (msgspec.convert(one, NetworkPolicy) for one in told)
+    return everyone, head
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +315,7 @@ def test_ray_accepts_the_application(service: RayService) -> None:
 
 
 def test_only_the_right_ones_reach_the_pods(service: RayService) -> None:
-    policy = read("kubernetes/networkpolicy.yaml", NetworkPolicy)
+    policy, _ = policies()
     cluster = service.spec.ray_cluster_config
     for template in (cluster.head_group_spec.template, cluster.worker_group_specs[0].template):
         assert policy.spec.pod_selector.match_labels.items() <= template.metadata.labels.items()
@@ -286,6 +327,51 @@ def test_only_the_right_ones_reach_the_pods(service: RayService) -> None:
         assert all(p.pod_selector or (p.namespace_selector and p.namespace_selector.match_labels) for p in rule.from_)
     outside = {p.port for rule in policy.spec.ingress for p in rule.ports}
     assert outside == {8000, 8080, 8265}
+
+
+def test_pods_reach_each_other_and_names_and_the_head_kubernetes(service: RayService) -> None:
+    everyone, head = policies()
+    own, names = everyone.spec.egress
+    assert [p.pod_selector and p.pod_selector.match_labels for p in own.to] == [{"app": "stretto"}]
+    [resolver] = names.to
+    assert resolver.namespace_selector is not None
+    assert resolver.pod_selector is not None, "not all of kube-system"
+    assert resolver.pod_selector.match_labels == {"k8s-app": "kube-dns"}
+    assert {p.port for p in names.ports} == {53}
+    assert head.spec.policy_types == ["Egress"]
+    # KubeRay gives the head's pod this label; workers have another.
+    assert head.spec.pod_selector.match_labels == {"app": "stretto", "ray.io/node-type": "head"}
+    [api] = head.spec.egress
+    assert {p.port for p in api.ports} == {443, 6443}
+    assert all(p.ip_block is not None and "169.254.0.0/16" in p.ip_block.except_ for p in api.to), "no credentials"
+
+
+def test_pods_have_no_rights_that_they_do_not_need(service: RayService) -> None:
+    cluster = service.spec.ray_cluster_config
+    [workers] = cluster.worker_group_specs
+    pods = cluster.head_group_spec.template.spec, workers.template.spec
+    assert not pods[1].automount_service_account_token
+    user = re.search(r"^USER (\d+)$", (DEPLOY / "Containerfile").read_text(), re.M)
+    assert user is not None
+    for pod in pods:
+        assert pod.security_context.run_as_non_root
+        assert pod.security_context.run_as_user == pod.security_context.fs_group == int(user[1])
+        assert pod.security_context.seccomp_profile.type == "RuntimeDefault"
+        volumes = {v.name: v for v in pod.volumes}
+        for container in pod.containers:
+            assert container.security_context.read_only_root_filesystem
+            writable = {m.mount_path for m in container.volume_mounts if not m.read_only}
+            assert writable == {"/tmp", "/home/stretto", "/dev/shm"}
+            for mount in container.volume_mounts:
+                kind = volumes[mount.name].empty_dir
+                assert (kind is not None) == (mount.mount_path in writable)
+                assert kind is None or kind.size_limit
+                assert kind is None or (kind.medium == "Memory") == (mount.mount_path == "/dev/shm")
+    rights = [c.security_context for pod in pods for c in pod.containers]
+    for one in (*rights, cluster.autoscaler_options.security_context):
+        assert not one.allow_privilege_escalation
+        assert one.capabilities.drop == ["ALL"]
+        assert not one.capabilities.add
 
 
 def test_numbers_get_the_names_that_the_dashboard_knows(service: RayService) -> None:
@@ -320,12 +406,16 @@ def test_the_compose_file_serves_as_the_command_does() -> None:
         assert service["image"] == f"${{STRETTO_IMAGE:-stretto:{__version__}}}"
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
         assert all(p.startswith("127.0.0.1:") for p in service["ports"]), "TLS comes before it"
         words = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", w) for w in service["command"]]
         from stretto.cli import parser
 
         args = parser().parse_args(words)
         assert (args.model, args.host, args.replicas) == ("/model", "0.0.0.0", "1")
+    for service in told["services"].values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
     grafana = next(v["source"] for v in told["services"]["grafana"]["volumes"])
     assert (DEPLOY / grafana).resolve() == ROOT / "docs" / "grafana.json"
     mounted = {v["target"]: DEPLOY / v["source"] for v in told["services"]["grafana"]["volumes"]}
@@ -350,6 +440,11 @@ def test_the_container_installs_extras_that_there_are() -> None:
         assert needed in copied, "the wheel is not built without it"
         assert needed in kept, "it is left out of what is sent to the builder"
     assert re.search(r"^USER \d+$", text, re.M), "not as root"
+    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE}"}, "one base, which may have a digest"
+    for words in re.findall(r"pip install (.*)$", text, re.M):
+        assert "--constraint deploy/constraints.txt" in words or words.endswith('"${TORCH}"'), words
+    assert "deploy/constraints.txt" in copied
+    assert "deploy/constraints.txt" in kept
     assert re.search(r"apt-get install .*\bwget\b", text), "without it KubeRay calls no pod of a service ready"
     assert re.search(r"apt-get install .*\bgcc\b", text), "without it Triton starts no kernel"
     assert re.search(r"&& test -f .*/Python\.h", text), "nor without Python's headers, which another base may lack"
@@ -368,5 +463,5 @@ def test_the_page_names_what_is_there() -> None:
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", page))
     from tests.server.test_settings import options
 
-    others = {"--head", "--address", "--from-literal", "--profile"}
+    others = {"--head", "--address", "--from-literal", "--profile", "--check", "--resolver"}
     assert flags - others <= options("serve") | options("bench")

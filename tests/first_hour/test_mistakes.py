@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -67,7 +68,10 @@ def test_a_device_that_is_none(name: str, says: str) -> None:
     [
         (("--max-rows", "-3"), "max_rows must be at least 1"),
         (("--max-rows", "0"), "max_rows must be at least 1"),
-        (("--max-model-len", "0"), "max_model_len must be at least 1"),
+        (("--max-model-len", "0"), "max_model_len must be at least 32"),
+        (("--max-model-len", "1"), "max_model_len must be at least 32"),
+        (("--stall-s", "nan"), "stall_s must be a finite number, got nan"),
+        (("--queue-timeout", "inf"), "queue_timeout must be a finite number, got inf"),
         (("--max-model-len", "9999999"), "the model has only 8192 positions"),
         (("--host", "no.such.host.invalid", "--port", "0"), "cannot listen on no.such.host.invalid"),
         (("--port", "TAKEN"), "--port 0 any free one"),
@@ -81,6 +85,14 @@ def test_serve_refuses_at_once(words: tuple[str, ...], says: str, tiny_dir: Path
         done = typed("serve", tiny_dir, *(port if w == "TAKEN" else w for w in words), "--device", "cpu")
     check_told(done, says)
     assert "starting" not in done.stderr  # no process was started for this
+
+
+def test_serve_with_too_few_files(tiny_dir: Path) -> None:
+    words = shlex.join([*STRETTO, "serve", str(tiny_dir), "--device", "cpu", "--port", "0"])
+    command = ["bash", "-c", f"ulimit -n 100; exec {words}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    check_told(done, "this process may open 100 files, and a server needs 256: raise `ulimit -n`", 1)
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_serve_without_the_model_it_names(tmp_path: Path) -> None:
@@ -163,6 +175,50 @@ def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
     assert "Traceback" not in said
     assert "died" not in said
     assert process.pid not in groups  # or the children would have been interrupted in their imports
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
+def test_sigterm_while_it_loads(tiny_dir: Path) -> None:
+    """As a supervisor sends it: to the server alone."""
+    command = [*STRETTO, "serve", str(tiny_dir), "--port", "0", "--device", "cpu", "--placement", "two"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not has_begun(begun := [int(pid) for pid in children.read_text().split()]):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.stderr is not None
+        said = process.stderr.read()  # until the last of its processes has ended
+        assert process.wait(60) == 0
+    assert "Traceback" not in said
+    assert "died" not in said
+    assert "cannot be served" not in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in begun)
+
+
+EARLY = """
+import os, sys
+when, number = sys.argv[1], int(sys.argv[2])
+sys.argv = ["stretto", *sys.argv[3:]]
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == when:
+            os.kill(os.getpid(), number)
+
+sys.meta_path.insert(0, Finder())
+from stretto.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["stretto.cli", "stretto.server.logs", "stretto.registry", "stretto.server.run"])
+def test_a_signal_before_the_server_listens_to_any(when: str, number: int, tiny_dir: Path) -> None:
+    words = ["serve", str(tiny_dir), "--device", "cpu", "--port", "0"]
+    command = [sys.executable, "-c", EARLY, when, str(int(number)), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def has_begun(children: list[int]) -> bool:

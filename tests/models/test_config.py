@@ -170,3 +170,34 @@ def test_audio_token_counts() -> None:
     assert [audio_tokens(n) for n in range(1, 5001)] == [_get_feat_extract_output_lengths(n) for n in range(1, 5001)]
     assert audio_tokens(0) == 0
     assert conv_length(128) == 16
+
+
+@pytest.mark.parametrize("huge", [10**30, float("nan"), float("inf")])
+def test_sizes_beyond_all_bounds_are_refused(huge: float) -> None:
+    """Every number, one at a time: refused, or nothing depends on it. Nothing is built from such a size."""
+    raw, refused = released_config(), 0
+    plain = parse(raw)
+    for path in leaves(raw):
+        value = raw
+        for key in path.split("."):
+            value = value[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        result, error = attempt(changed(path, huge))
+        assert error is not None or result == plain, path
+        refused += error is not None
+    assert refused >= 90
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "thinker_config.text_config.num_hidden_layers", "thinker_config.text_config.num_experts",
+        "thinker_config.audio_config.encoder_layers", "thinker_config.vision_config.depth",
+        "talker_config.text_config.num_hidden_layers", "talker_config.code_predictor_config.num_hidden_layers",
+        "talker_config.num_code_groups", "code2wav_config.num_hidden_layers",
+    ],
+)  # fmt: skip
+def test_a_million_layers_are_refused_before_one_is_made(path: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{path} must be at most 1,024"):
+        parse(changed(path, 10**6), "here/config.json")

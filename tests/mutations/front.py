@@ -138,7 +138,8 @@ MUTATIONS = [
     ("a WebSocket takes over an answer", PROTOCOL, "if self.busy:  # the answer that is being", "if False:  # ",
      connections("nobody_holds_the_engine_by_asking_ahead")),
     # ---- packets
-    ("Nagle's algorithm", RUN, "socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)", "socket.socket(family)",
+    ("Nagle's algorithm", "stretto/server/listener.py",
+     "socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)", "socket.socket(family)",
      connections("small_packets_do_not_wait")),
     # ---- pieces
     ("pieces have no turns", PROTOCOL, "while at < len(data) and self.pieces - before < TURN_PIECES:",

@@ -21,6 +21,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from stretto.errors import StrettoError
 from stretto.server.config import ServerConfig
 from stretto.server.floods import REST_S
 from stretto.server.protocol import (
@@ -32,7 +33,7 @@ from stretto.server.protocol import (
     Connection,
     Front,
 )
-from stretto.server.run import AT_ONCE, _raise_file_limit, resource
+from stretto.server.run import AT_ONCE, FEWEST_FILES, OTHER_FILES, raise_file_limit, resource
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT
@@ -829,12 +830,28 @@ def test_files_for_all_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
-        _raise_file_limit(1 << 40)
+        raise_file_limit(1 << 40)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-        _raise_file_limit(1)  # never less than there was
+        assert raise_file_limit(1) == 1  # never less than there was
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_fewer_files_are_fewer_connections(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Else the last of them would have no file, and neither would the answers of others."""
+    limits, most = [], [2048]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, most[0]))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    assert raise_file_limit(1024) == 1024
+    assert not caplog.records
+    most[0] = 1024 + OTHER_FILES - 1
+    assert raise_file_limit(1024) == (1024 + OTHER_FILES - 1) // 2
+    assert "takes 1023 connections, not 1024; `ulimit -n 2048` would do" in caplog.text
+    assert limits == [(2048, 2048), (2047, 2047)]
+    most[0] = FEWEST_FILES - 1
+    with pytest.raises(StrettoError, match="may open 255 files, and a server needs 256: raise `ulimit -n`"):
+        raise_file_limit(1024)
 
 
 def test_many_that_come_at_once_leave_others_their_turn(solo_server: Running) -> None:

@@ -430,9 +430,14 @@ def test_pages(tmp_path: Path) -> None:
         assert body
         assert headers["content-type"].startswith(kind)
         assert headers["x-content-type-options"] == "nosniff"
-        policy = headers["content-security-policy"]
-        assert "default-src 'self'" in policy
-        assert "unsafe" not in policy
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cross-origin-opener-policy"] == "same-origin"
+        policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == "'self'"
+        assert policy["frame-ancestors"] == "'none'", "no page may lay itself over this one"
+        assert policy["form-action"] == "'self'"
+        assert policy["base-uri"] == policy["object-src"] == "'none'"
+        assert "unsafe" not in headers["content-security-policy"]
     for path in (
         "/notes.txt",
         "/.hidden.js",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import http.client
 import json
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -124,6 +129,97 @@ def health(port: int) -> str:
             return str(json.load(answer)["status"])
     except urllib.error.HTTPError as e:
         return str(json.load(e)["status"])
+
+
+def test_a_log_that_nobody_reads_stops_nobody() -> None:
+    """As many lines as would fill the pipe, and the queue before it, ten times over."""
+    with started("json") as process:
+        assert process.stderr is not None
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
+        connection = http.client.HTTPConnection("127.0.0.1", int(ready.split()[1].rstrip("/").rpartition(":")[2]))
+        path = "/v1/models/" + "x" * 200
+        with contextlib.closing(connection):
+            for _ in range(5000):
+                connection.request("GET", path, headers={"Authorization": "Bearer k", "X-Request-Id": "y" * 128})
+                answer = connection.getresponse()
+                answer.read()
+                assert answer.status == 404
+            connection.request("GET", "/metrics")
+            metrics = connection.getresponse().read().decode()
+        [dropped] = re.findall(r"^stretto_log_lines_dropped_total (\S+)$", metrics, re.M)
+        assert float(dropped) > 0
+        process.terminate()
+        said = process.stderr.read()
+        assert process.wait(120) == 0
+    messages = [json.loads(line).get("message", "") for line in said.splitlines()]
+    assert sum(int(m.split()[0]) for m in messages if "lines were dropped" in m) >= float(dropped)
+
+
+def test_a_log_whose_reader_is_gone_stops_nobody() -> None:
+    with started("json") as process:
+        assert process.stderr is not None
+        ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
+        process.stderr.close()
+        port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
+        for _ in range(5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=120) as answer:
+                assert answer.status == 200
+        process.terminate()
+        assert process.wait(120) == 0
+
+
+FORGED = "2026-01-01 00:00:00 INFO    stretto.access: id=req-0 method=GET path=/ status=200 key=admin"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_path_forges_nothing_in_the_log(log_format: str) -> None:
+    """Neither a line nor a field of one: line breaks as HTTP and Unicode have them, spaces, a quotation mark."""
+    breaks = ("\n", "\r\n", "\x0b", "\x1c", "\x85", "\u2028", "\u2029", " ", '","status":200,"x":"')
+    with started(log_format) as process:
+        assert process.stderr is not None
+        begun = lines_until(process, "ready: " if log_format == "json" else "page ")
+        port = int(re.findall(r"127\.0\.0\.1:(\d+)", begun[-1])[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        with contextlib.closing(connection):
+            for sign in breaks:
+                connection.request("GET", "/v1/models/a" + quote(f"{sign}{FORGED}", safe=""))
+                answer = connection.getresponse()
+                answer.read()
+                assert answer.status == 401
+        process.terminate()
+        said = process.stderr.read()
+        assert process.wait(120) == 0
+    lines = [line for line in said.splitlines() if "req-0" in line]
+    assert len(lines) == len(breaks)
+    for line in lines:
+        if log_format == "json":
+            assert json.loads(line)["status"] == 401
+        else:
+            assert re.findall(r" status=(\S+)", line) == ["401"]
+            assert " key=" not in line
+
+
+def test_a_second_signal_ends_the_server_at_once() -> None:
+    """A request that would never end, and a drain timeout of half a minute."""
+    with started("json") as process:
+        ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
+        port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
+            head = f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nContent-Length: {len(body)}\r\n\r\n"
+            s.sendall(head.encode() + body)
+            got = read_until(s, b"One")
+            process.send_signal(signal.SIGTERM)
+            lines_until(process, "draining: 1 running")
+            process.send_signal(signal.SIGTERM)
+            lines_until(process, "ending with 1 requests unfinished")
+            while part := s.recv(65536):
+                got += part
+        assert b"[DONE]" not in got
+        assert process.stdin is not None
+        process.stdin.close()  # the thread that holds the answer back
+        assert process.wait(120) == 0
 
 
 def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEngine) -> None:

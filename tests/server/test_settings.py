@@ -202,10 +202,43 @@ def test_packets_of_the_server() -> None:
             ServerConfig(**wrong)
 
 
+FLOATS = [(record, f) for record, f in every() if float in (get_type_hints(record)[f.name], *get_args(f.type))]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize(("record", "f"), FLOATS, ids=lambda x: name_of(x) if isinstance(x, Field) else "")
+def test_every_number_is_finite(record: type[Any], f: Field[Any], value: str, tmp_path: Path) -> None:
+    """Wherever it is stated: an infinite time would never end, and what is no number passes comparisons."""
+    name = name_of(f)
+    words = re.escape(f"{name} must be a finite number")
+    with pytest.raises(Invalid, match=words):
+        settle_all(vars(command("serve", f"{flag_of(name)}={value}")), {})
+    with pytest.raises(Invalid, match=words):
+        settle_all({}, {f"STRETTO_{name.upper()}": value})
+    (tmp_path / "serve.yaml").write_text(f"{name}: {value}\n")
+    with pytest.raises(Invalid, match=words):
+        settle_all({"config": tmp_path / "serve.yaml"}, {})
+
+
+def test_there_are_numbers_to_check() -> None:
+    assert {"stall_s", "queue_timeout", "launch_lead_ms", "prompt_start_timeout_s", "host_gpus"} <= {
+        name_of(f) for _, f in FLOATS
+    }
+
+
 @pytest.mark.parametrize("wrong", [{"max_rows": 0}, {"prefill_chunk": 0}, {"max_step_tokens": 1}, {"link_slots": 0}])
 def test_sizes_are_checked_before_anything_starts(wrong: dict[str, int]) -> None:
     with pytest.raises(Invalid, match=f"{next(iter(wrong))} must be at least"):
         HostSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["threads", "overlap_depth", "max_rows", "prompt_workers", "prompt_cpu_s", "prompt_memory_mb"]
+)
+def test_numbers_beyond_all_bounds_are_refused(name: str) -> None:
+    """Before threads or processes are made, or a limit is set that no system takes."""
+    with pytest.raises(Invalid, match=rf"{name} must be (at most|from 1 to) \d+, got {10**20}"):
+        settle_all(vars(command("serve", flag_of(name), str(10**20))), {})
 
 
 @pytest.mark.parametrize("stages", [STAGES, *((stage,) for stage in STAGES)], ids="+".join)

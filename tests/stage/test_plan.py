@@ -1,6 +1,7 @@
 """The memory plan: its sizes are those of the stages that are then built, and what does not fit is refused readably."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.life import Configure, Loading
-from stretto.control.settings import HostSettings
-from stretto.errors import StageDead
+from stretto.control.settings import EngineConfig, HostPlace, HostSettings, check_model
+from stretto.errors import Invalid, StageDead
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.plan import POOLS, plan, shared
@@ -28,6 +29,7 @@ from stretto.stage.plan import (
     needed,
     size,
 )
+from stretto.stage.runner.graphs import SIZES, sizes_for
 from tests.pipeline import STAGES, configure
 
 PLANS = [
@@ -189,3 +191,35 @@ def test_pools_share_what_is_left(tiny_config: OmniConfig) -> None:
 def test_free_memory_of_a_container() -> None:
     assert free_memory(torch.device("cpu")) > 0
     assert group_free(100, "90\n", "anon 50\nactive_file 10\ninactive_file 20\nother 5\n") == 40
+
+
+# ---- rows of a step
+
+
+@pytest.mark.parametrize(
+    "devices", [{"devices": ("cpu", "cuda:1"), "replicas": 2}, {"host": "cuda"}, {"place": "cuda:0"}]
+)
+def test_more_rows_than_the_largest_captured_step_are_refused(devices: dict[str, Any]) -> None:
+    """Such a step would be launched kernel by kernel, and all of its streams would fall behind."""
+
+    def config(rows: int, graphs: bool = True) -> EngineConfig:
+        host = HostSettings(max_rows=rows, graphs=graphs, device=devices.get("host", "cpu"))
+        named = {k: v for k, v in devices.items() if k in ("devices", "replicas")}
+        placement = (HostPlace(("a",), devices["place"]), HostPlace(("b",))) if "place" in devices else "one"
+        return EngineConfig(placement=placement, host=host, **named)
+
+    check_model(config(SIZES[-1]), ("a", "b"), 1 << 20)
+    check_model(config(SIZES[-1] + 1, graphs=False), ("a", "b"), 1 << 20)
+    with pytest.raises(Invalid, match=r"max_rows is 129, but .* at most 128 rows.*: --max-rows 128 fits"):
+        check_model(config(SIZES[-1] + 1), ("a", "b"), 1 << 20)
+
+
+def test_on_a_cpu_steps_have_any_number_of_rows() -> None:
+    check_model(EngineConfig(host=HostSettings(max_rows=512)), ("a",), 1 << 20)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32, 100, 127, 128])
+def test_every_batch_fits_into_a_captured_step(rows: int) -> None:
+    sizes = sizes_for(rows)
+    assert sizes[-1] == rows
+    assert set(sizes) <= {*SIZES, rows}

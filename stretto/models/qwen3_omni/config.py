@@ -171,9 +171,9 @@ def audio_tokens(mel_frames: int, chunk_frames: int = 100) -> int:
 
 def _audio(s: Section) -> AudioConfig:
     c = AudioConfig(
-        num_mel_bins=s.integer("num_mel_bins"),
+        num_mel_bins=s.count("num_mel_bins"),
         hidden_size=s.integer("d_model"),
-        num_layers=s.integer("encoder_layers"),
+        num_layers=s.count("encoder_layers"),
         num_heads=s.integer("encoder_attention_heads"),
         ffn_size=s.integer("encoder_ffn_dim"),
         conv_channels=s.integer("downsample_hidden_size"),
@@ -189,7 +189,7 @@ def _audio(s: Section) -> AudioConfig:
 def _vision(s: Section) -> VisionConfig:
     c = VisionConfig(
         hidden_size=s.integer("hidden_size"),
-        num_layers=s.integer("depth"),
+        num_layers=s.count("depth"),
         num_heads=s.integer("num_heads"),
         ffn_size=s.integer("intermediate_size"),
         patch_size=s.integer("patch_size"),
@@ -209,7 +209,7 @@ def _vision(s: Section) -> VisionConfig:
 
 def _code2wav(s: Section) -> VocoderConfig:
     heads = s.integer("num_attention_heads")
-    return vocoder_config(s, heads, s.integer("hidden_size") // heads, s.integer("num_quantizers"))
+    return vocoder_config(s, heads, s.integer("hidden_size") // heads, s.count("num_quantizers"))
 
 
 def parse(raw: object, where: str = "config.json") -> OmniConfig:
@@ -245,7 +245,7 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
     talker = TalkerConfig(
         text=speech,
         predictor=predictor,
-        num_code_groups=ta.integer("num_code_groups", 2),
+        num_code_groups=ta.count("num_code_groups", 2),
         accept_layer=ta.integer("accept_hidden_layer", 0),
         thinker_hidden_size=ta.integer("thinker_hidden_size"),
         projection_size=ta.section("text_config").integer("intermediate_size"),

@@ -212,7 +212,7 @@ def _talker(s: Section, kind: Kind) -> TalkerConfig:
     return TalkerConfig(
         decoder,
         predictor,
-        s.integer("num_code_groups", 2),
+        s.count("num_code_groups", 2),
         s.integer("text_vocab_size"),
         s.integer("text_hidden_size"),
         codec,
@@ -234,7 +234,7 @@ def _vocoder(s: Section) -> VocoderConfig:
         s,
         s.integer("num_attention_heads"),
         s.integer("head_dim"),
-        s.integer("num_quantizers", 2),
+        s.count("num_quantizers", 2),
         latent_size=s.integer("latent_dim"),
         table_size=s.integer("codebook_dim"),
         drops_first=False,
@@ -258,7 +258,7 @@ def _encoder(s: Section, used: int) -> EncoderConfig:
     return EncoderConfig(
         filters=s.integer("num_filters"),
         hidden_size=hidden,
-        num_layers=s.integer("num_hidden_layers"),
+        num_layers=s.count("num_hidden_layers"),
         num_heads=heads,
         ffn_size=s.integer("intermediate_size"),
         norm_eps=s.number("norm_eps"),
@@ -271,7 +271,7 @@ def _encoder(s: Section, used: int) -> EncoderConfig:
         codebook_size=s.integer("codebook_size"),
         codebook_dim=s.integer("codebook_dim"),
         inner_size=s.integer("vector_quantization_hidden_dimension"),
-        num_quantizers=s.integer("num_quantizers", used),
+        num_quantizers=s.count("num_quantizers", used),
         used=used,
     )
 
@@ -283,7 +283,7 @@ def _speaker(s: Section) -> SpeakerConfig:
     for name, key in (("mel_bins", "mel_dim"), ("attention_channels", "enc_attention_channels"),
                       ("scale", "enc_res2net_scale"), ("squeeze_channels", "enc_se_channels")):  # fmt: skip
         if key in s.raw:
-            given[name] = s.integer(key)
+            given[name] = s.count(key)
     for name, key in (("channels", "enc_channels"), ("kernels", "enc_kernel_sizes"), ("dilations", "enc_dilations")):
         if key in s.raw:
             given[name] = s.ints(key)

@@ -68,7 +68,7 @@ def vocoder_config(s: Section, heads: int, head_dim: int, num_quantizers: int, *
         codebook_size=s.integer("codebook_size"),
         num_quantizers=num_quantizers,
         hidden_size=s.integer("hidden_size"),
-        num_layers=s.integer("num_hidden_layers"),
+        num_layers=s.count("num_hidden_layers"),
         num_heads=heads,
         head_dim=head_dim,
         ffn_size=s.integer("intermediate_size"),

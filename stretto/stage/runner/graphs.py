@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from stretto.control.settings import MOST_ROWS
 from stretto.layers.capture import Captured, capture_graphs
 from stretto.stage.runner.lane import Lane, Picked, decode_step
 from stretto.stage.runner.rows import How
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, MOST_ROWS)
 STAGED = 8
+
+
+def sizes_for(max_rows: int) -> list[int]:
+    """Rows of the steps that are captured for batches of up to `max_rows`: the largest batch has one, too."""
+    return sorted({min(size, max_rows) for size in SIZES})
 
 
 class DecodeGraphs:

@@ -159,3 +159,23 @@ def talker_params(model: Any, params: Params) -> Any:
 
 def drawn(s: Any) -> tuple[float, int, float, float]:
     return s.temperature, s.top_k, s.top_p, s.repetition_penalty
+
+
+def test_a_million_layers_are_refused_before_one_is_made() -> None:
+    raw, codec = released_config("base", "1b7"), released_codec()
+    for where, path in (
+        (raw, "talker_config.num_hidden_layers"),
+        (raw, "talker_config.code_predictor_config.num_hidden_layers"),
+        (raw, "talker_config.num_code_groups"),
+        (codec, "decoder_config.num_hidden_layers"),
+        (codec, "decoder_config.num_quantizers"),
+        (codec, "encoder_config.num_hidden_layers"),
+    ):
+        *parents, key = path.split(".")
+        wrong = copy.deepcopy(where)
+        section = wrong
+        for parent in parents:
+            section = section[parent]
+        section[key] = 10**6
+        with pytest.raises(CheckpointError, match=f"{path} must be at most 1,024"):
+            parse(wrong if where is raw else raw, wrong if where is codec else codec)
