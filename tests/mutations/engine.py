@@ -86,15 +86,15 @@ MUTATIONS = [
     (
         "who is starved takes a share of the step",
         SCHEDULER,
-        "            if request.state is not running:\n                continue\n",
-        "",
+        "            if request.state is not running:\n                continue\n            start, known",
+        "            start, known",
         [f"{STARVED}has_no_credit_takes_no_share_of_a_step"],
     ),
     (
         "who is starved holds up those behind",
         SCHEDULER,
-        "            if request.state is not running:\n                continue\n",
-        "            if request.state is not running:\n                break\n",
+        "            if request.state is not running:\n                continue\n            start, known",
+        "            if request.state is not running:\n                break\n            start, known",
         [f"{STARVED}waits_for_text_holds_nobody_up"],
     ),
     (

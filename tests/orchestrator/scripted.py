@@ -15,7 +15,9 @@ class ScriptedHost(Host):
     started = False
     killed = False
 
-    def __init__(self, name: str, on_message: OnMessage, on_death: OnDeath, device: str, fail: OSError | None) -> None:
+    def __init__(
+        self, name: str, on_message: OnMessage, on_death: OnDeath, device: str, fail: Exception | None
+    ) -> None:
         super().__init__(name, on_message, on_death, device)
         self.sent = bytearray()
         self.answered = 0  # messages of those that it was sent
@@ -76,7 +78,7 @@ class ScriptedLauncher:
     """`failures` befall the starts of hosts, the first ones first."""
 
     hosts: list[ScriptedHost] = field(default_factory=list)
-    failures: list[OSError] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
 
     def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
         fail = self.failures.pop(0) if self.failures else None

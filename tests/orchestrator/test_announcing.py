@@ -20,6 +20,7 @@ from tests.orchestrator.scripted import ScriptedLauncher
 from tests.pipeline import PROCESSES, STAGES
 
 PARAMS = Params(max_text_tokens=4, max_frames=8)
+SPOKEN = ["text", "audio"]
 
 
 @asynccontextmanager
@@ -78,7 +79,7 @@ def test_a_death_ends_only_what_needed_the_dead(tiny_dir: Path) -> None:
         async with serving(tiny_dir, placement=PROCESSES, replicas=2) as (engine, launcher):
             asked = {
                 name: asyncio.create_task(collect(engine.generate(CHATS["text"], modalities=kinds, params=PARAMS)))
-                for name, kinds in (("a", ["text", "audio"]), ("b", ["text", "audio"]), ("c", ["text"]), ("d", ["text"]))
+                for name, kinds in (("a", SPOKEN), ("b", SPOKEN), ("c", ["text"]), ("d", ["text"]))
             }
             await until(lambda: sum(map(len, admitted(launcher))) == 8)
             talkers = [h for h in launcher.hosts if h.name.endswith(".1")]
@@ -104,4 +105,3 @@ def test_a_death_ends_only_what_needed_the_dead(tiny_dir: Path) -> None:
             await asyncio.gather(*rest, return_exceptions=True)
 
     run(work())
-

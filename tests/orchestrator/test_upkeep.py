@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from itertools import pairwise
+from typing import NoReturn
 
 import pytest
 
@@ -10,7 +13,9 @@ from stretto.control.life import Ready, Stats
 from stretto.control.settings import EngineConfig
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.orchestrator import process
 from stretto.orchestrator.pipeline import Pipeline
+from stretto.orchestrator.process import HostProcess
 from tests.orchestrator.scripted import ScriptedHost, ScriptedLauncher
 from tests.pipeline import STAGES
 from tests.virtual import Virtual, run_virtual
@@ -54,7 +59,7 @@ def test_a_host_that_dies_again_and_again_waits_longer_each_time() -> None:
         waits = [await dies(count) for count in range(1, 8)]
         assert waits[0] < 0.1, "at once: most deaths are a single one"
         assert waits == sorted(waits)
-        assert all(longer > 2 * shorter for shorter, longer in zip(waits[1:4], waits[2:5]))
+        assert all(longer > 2 * shorter for shorter, longer in pairwise(waits[1:5]))
         assert 10 < waits[-1] < 60, "but it is tried for ever"
         assert pipeline.upkeep.trouble is not None
         assert "it died young" in pipeline.upkeep.trouble
@@ -81,3 +86,34 @@ def test_a_host_that_never_comes_up_is_given_up() -> None:
         await pipeline.close()
 
     run_virtual(work)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+def test_a_host_that_cannot_be_started_now_is_started_later(error: Exception) -> None:
+    async def work(clock: Virtual) -> None:
+        launcher = ScriptedLauncher(failures=[error])
+        pipeline = pipeline_of(launcher)
+        start = asyncio.create_task(pipeline.start())
+        await up(await started(launcher, 2))
+        await start
+        assert pipeline.ready(STAGES)
+        await pipeline.close()
+
+    run_virtual(work)
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*words: object, **options: object) -> NoReturn:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(process, "start_apart", refuse)
+
+    async def work() -> None:
+        host = HostProcess("h", lambda h, m, b: None, lambda h: None)
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(BlockingIOError) as refused:
+            await host.start()
+        assert set(os.listdir("/proc/self/fd")) == before, "while the error is being told"
+        del refused
+
+    asyncio.run(work())

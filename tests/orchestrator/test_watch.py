@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,16 +30,15 @@ class Watched:
 
     def __init__(self, model: Path) -> None:
         config, launcher = EngineConfig(stall_s=STALL_S), ScriptedLauncher()
-        self.pipeline = Pipeline(
-            "p", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, launcher=launcher
-        )
+        self.pipeline = Pipeline("p", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, launcher=launcher)
         self.pipeline.upkeep.hosts = [self.pipeline.upkeep.make_host(0)]
         [self.host] = launcher.hosts
         assert isinstance(self.host, ScriptedHost)
         self.host.started, self.host.state = True, "ready"
+        nothing: Any = None
         self.ticket = Ticket(
-            RequestId("r"), None, self.pipeline, open_model(model), STAGES, None, Params(), 0, None, 0.0  # type: ignore[arg-type]
-        )
+            RequestId("r"), None, self.pipeline, open_model(model), STAGES, nothing, Params(), 0, nothing, 0.0
+        )  # fmt: skip
         self.ticket.samples = 100
         self.watch = Watch({self.ticket.id: self.ticket}, [self.pipeline], config)
 

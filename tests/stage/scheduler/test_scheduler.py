@@ -484,7 +484,7 @@ def test_a_paced_decode_waits_for_its_text_and_runs_free_after_the_end() -> None
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
-    """However urgent it is: it has not sounded yet, or has the nearest deadline, and goes before the others in order."""
+    """However urgent it is: here it goes before the others in order."""
     driver = Driver(config(overlap_depth=depth))
     driver.submit("first", [1, 2, 3], max_new=12, stop_ids=NEVER, paced=True, cache_output=False, priority=-1)
     for id in ("second", "third"):
