@@ -45,12 +45,9 @@ def want(tiny_dir: Path, models: Models) -> Answer:
     return expected(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)), CHATS["text"], PARAMS)
 
 
-async def until(fulfilled, turns: int = 6000) -> None:
-    for _ in range(turns):
-        if fulfilled():
-            return
+async def until(fulfilled) -> None:
+    while not fulfilled():
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to that")
 
 
 async def speaking(engine: PipelineEngine, count: int = 2, params: Params = LONG) -> list[asyncio.Task[Answer]]:
