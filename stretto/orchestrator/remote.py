@@ -189,9 +189,10 @@ class _Wire:
     def __init__(self, host: RemoteHost, nonce: str, secret: bytes, address: str) -> None:
         self._host, self._secret = host, secret
         try:
-            self._socket = s = zmq.Context.instance().socket(zmq.ROUTER)
+            s: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         except zmq.ZMQError as e:
             raise OSError(e.errno, f"no socket for {host.name}: {e}") from e
+        self._socket = s
         try:
             self._monitor = self._listen(s, nonce, address)
         except zmq.ZMQError as e:
