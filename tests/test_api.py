@@ -90,7 +90,7 @@ def test_the_same_with_an_event_loop(engine: Engine, tiny_dir: Path) -> None:
             return [await other.chat("Hello!", **SHORT), aloud]
 
     here = [engine.chat("Hello!", **SHORT), engine.read_aloud("Good day.", **SHORT)]
-    for ours, theirs in zip(here, asyncio.run(asyncio.wait_for(work(), 60)), strict=True):
+    for ours, theirs in zip(here, asyncio.run(work()), strict=True):
         assert ours.text == theirs.text
         np.testing.assert_allclose(ours.audio, theirs.audio, atol=1e-5)
 
@@ -125,7 +125,7 @@ def test_all_names_are_there() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples(example: Path, tiny_dir: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, example, tiny_dir], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, example, tiny_dir], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

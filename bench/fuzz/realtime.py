@@ -163,16 +163,25 @@ Judge = Callable[[dict[str, Any]], None]
 """Is shown the events of a session in their order; raises at one that should not be."""
 
 
-async def session(url: str, fuzz: Fuzz, count: int, seen: Counter[str], judge: Judge | None = None) -> list[str]:
-    """Send `count` events and check everything that comes back; a list of problems."""
+async def session(
+    url: str,
+    fuzz: Fuzz,
+    count: int,
+    seen: Counter[str],
+    judge: Judge | None = None,
+    patience_s: float | None = PATIENCE_S,
+) -> list[str]:
+    """Send `count` events and check everything that comes back; a list of problems. `patience_s`: for the session to
+    begin, and for its last answer, which come late on a busy machine; None: however long that takes."""
     problems: list[str] = []
-    async with connect(url, max_size=1 << 20, compression=None) as socket:
+    options = {"open_timeout": patience_s, "ping_interval": None}  # an answer to the last event is a sign of life
+    async with connect(url, max_size=1 << 20, compression=None, **options) as socket:
         reader = asyncio.create_task(_read(socket, fuzz, seen, problems, judge))
         for _ in range(count):
             await socket.send(fuzz.message())
             await asyncio.sleep(0)
         await socket.send(json.dumps({"type": "conversation.item.retrieve", "event_id": "last", "item_id": "-"}))
-        await asyncio.wait_for(reader, PATIENCE_S)
+        await asyncio.wait_for(reader, patience_s)
     return problems
 
 
@@ -211,7 +220,11 @@ async def _read(
 
 
 async def fuzz_sessions(
-    url: str, events: int, seed: int, new_judge: Callable[[], Judge | None] = lambda: None
+    url: str,
+    events: int,
+    seed: int,
+    new_judge: Callable[[], Judge | None] = lambda: None,
+    patience_s: float | None = PATIENCE_S,
 ) -> tuple[Counter[str], list[str]]:
     """So many events in all, in sessions of `EVENTS_A_SESSION`, some at once; each has a judge of its own."""
     seen: Counter[str] = Counter()
@@ -221,7 +234,8 @@ async def fuzz_sessions(
     async def one() -> None:
         for number in seeds:
             try:
-                problems.extend(await session(url, Fuzz(number), EVENTS_A_SESSION, seen, new_judge()))
+                fuzz = Fuzz(number)
+                problems.extend(await session(url, fuzz, EVENTS_A_SESSION, seen, new_judge(), patience_s))
             except (OSError, TimeoutError, websockets.WebSocketException) as e:
                 problems.append(f"session of seed {number}: {type(e).__name__}: {e}")
 

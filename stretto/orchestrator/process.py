@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from stretto.child import HOST_ENVIRONMENT, end_of, seen_end, start_apart
 from stretto.control.devices import shown
@@ -42,7 +42,9 @@ class HostProcess(Host):
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ExitStack() as ends:
+            ends.enter_context(theirs)
+            ends.enter_context(ours)
             self._process = await start_apart(
                 sys.executable,
                 "-m",
@@ -53,8 +55,10 @@ class HostProcess(Host):
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**HOST_ENVIRONMENT, **os.environ, **self._environment},
             )
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)
+            theirs.close()
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)
+            ends.pop_all()  # the transport has it now
 
     async def stop(self, timeout: float = 5.0) -> None:
         if self.state == "starting":

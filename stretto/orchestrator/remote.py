@@ -188,26 +188,16 @@ class _Wire:
 
     def __init__(self, host: RemoteHost, nonce: str, secret: bytes, address: str) -> None:
         self._host, self._secret = host, secret
-        s: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket = s
-        s.setsockopt(zmq.LINGER, 0)
-        s.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-        s.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send without room is refused, not lost
-        s.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        s.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-        s.set_hwm(QUEUED)
-        s.ipv6 = ":" in address
-        purpose = Invitation("", nonce, "").purpose
-        encrypt(s, key_of(secret, purpose), listens=True)
         try:
-            s.bind(f"tcp://{reachable(address, 0).removesuffix('0')}*")
+            s: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         except zmq.ZMQError as e:
-            s.close()
+            raise OSError(e.errno, f"no socket for {host.name}: {e}") from e
+        self._socket = s
+        try:
+            self._monitor = self._listen(s, nonce, address)
+        except zmq.ZMQError as e:
+            s.close(0)
             raise OSError(e.errno, f"cannot listen at {address}: {e}") from e
-        port = int(s.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self.invitation = Invitation(reachable(address, port), nonce, host.name)
-        # Not those of failed handshakes: they tell an error's number, no descriptor. The connection's end follows.
-        self._monitor = s.get_monitor_socket(_GONE | zmq.EVENT_ACCEPTED)
         self._pending = PendingConnections()
         self._peer, self._peer_fd = b"", -1
         self._out: deque[bytes | memoryview] = deque()
@@ -218,6 +208,23 @@ class _Wire:
         for fd in self._fds:
             self._loop.add_reader(fd, self._turn)
         self._turn()
+
+    def _listen(self, s: zmq.Socket[bytes], nonce: str, address: str) -> zmq.Socket[bytes]:
+        """Of the connection's events."""
+        s.setsockopt(zmq.LINGER, 0)
+        s.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        s.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send without room is refused, not lost
+        s.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        s.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+        s.set_hwm(QUEUED)
+        s.ipv6 = ":" in address
+        purpose = Invitation("", nonce, "").purpose
+        encrypt(s, key_of(self._secret, purpose), listens=True)
+        s.bind(f"tcp://{reachable(address, 0).removesuffix('0')}*")
+        port = int(s.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.invitation = Invitation(reachable(address, port), nonce, self._host.name)
+        # Not those of failed handshakes: they tell an error's number, no descriptor. The connection's end follows.
+        return s.get_monitor_socket(_GONE | zmq.EVENT_ACCEPTED)
 
     def write(self, data: Bytes) -> None:
         view = memoryview(data).cast("B")

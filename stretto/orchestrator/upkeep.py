@@ -143,7 +143,7 @@ class Upkeep:
                 return
             try:
                 await self._configure(host, index, beside)
-            except (Unusable, OSError) as e:
+            except (Unusable, OSError, RuntimeError) as e:  # the last: no thread to wait for the process with
                 if isinstance(e, Unusable) and not self.started:
                     self.broken = str(e)
                     self.notify()

@@ -71,7 +71,7 @@ def test_a_listener_notes_every_piece_and_every_failure() -> None:
         async with server:
             return await run(Job(port, "", "", streams=2, warmup=1), bodies, time.monotonic())
 
-    heard = {h.sample.index: h for h in asyncio.run(asyncio.wait_for(work(), 120))}
+    heard = {h.sample.index: h for h in asyncio.run(work())}
     assert [heard[i].counts for i in range(4)] == [False, True, True, True]
     assert [len(heard[i].sample.packets) for i in range(4)] == [1, 3, 0, 0]
     assert heard[1].sample.audio_seconds == pytest.approx(0.24)
@@ -102,7 +102,7 @@ def test_requests_are_sent_at_their_own_times_whatever_becomes_of_the_others() -
             job = Job(port, "", "", streams=1, arrivals=[0.0, 0.01, 0.02], lead=0.0)
             return await run(job, bodies, time.monotonic())
 
-    heard = asyncio.run(asyncio.wait_for(work(), 120))
+    heard = asyncio.run(work())
     assert sorted(h.sample.index for h in heard) == [0, 1, 2]
     assert all(h.sample.error is None for h in heard)
     for h in heard:

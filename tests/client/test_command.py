@@ -115,7 +115,7 @@ def test_interrupted_bench_prints_what_it_has(server: FakeServer, tmp_path: Path
     try:
         server.wait_for_requests(20)
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130

@@ -142,7 +142,7 @@ def test_two_nodes_answer_as_one_and_outlive_deaths(
         while actors():
             await asyncio.sleep(0.1)
 
-    run(work(), 300)
+    run(work())
 
 
 @pytest.mark.parametrize("wrong", ["model", "secret"])
@@ -164,7 +164,7 @@ def test_a_node_that_lacks_something_is_one_clear_error(
         while actors():
             await asyncio.sleep(0.1)
 
-    run(work(), 120)
+    run(work())
 
 
 def test_an_open_cluster_is_refused_and_bundles_that_fit_nowhere(
@@ -264,7 +264,7 @@ def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(
         while actors():
             await asyncio.sleep(0.1)
 
-    run(work(), 120)
+    run(work())
 
 
 def test_haproxy_takes_what_the_page_says_of_sessions(tmp_path: Path) -> None:

@@ -52,4 +52,4 @@ def test_sums_stay_sums(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.Monk
             again = await ask(engine, questions[-1])
             assert again.usage.cached_tokens > 0, "its beginning was in the prefix cache"
 
-    asyncio.run(asyncio.wait_for(work(), 120))
+    asyncio.run(work())

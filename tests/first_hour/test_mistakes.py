@@ -25,7 +25,7 @@ SMALL = ["--max-text-tokens", "4", "--max-frames", "4", "--device", "cpu"]
 
 
 def typed(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*STRETTO, *map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*STRETTO, *map(str, words)], capture_output=True, text=True, check=False)
 
 
 def check_told(done: subprocess.CompletedProcess[str], says: str, code: int | None = None) -> None:
@@ -153,7 +153,7 @@ def test_generate_into_head(tiny_dir: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
-        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.wait() == 128 + signal.SIGPIPE
     assert "Traceback" not in said
     assert "BrokenPipe" not in said
 
@@ -171,7 +171,7 @@ def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.stderr is not None
         said = process.stderr.read()
-        assert process.wait(60) in (0, 130)
+        assert process.wait() in (0, 130)
     assert "Traceback" not in said
     assert "died" not in said
     assert process.pid not in groups  # or the children would have been interrupted in their imports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stretto.control.life import Configure, Connect, Linked, Listen, Listening, Ping, Ready, Stats
 from stretto.control.messages import PREFIX as PREFIX
 from stretto.control.messages import FromHost, ToHost, decode_to_host, encode, lengths
 from stretto.orchestrator.hosts import Host, OnDeath, OnMessage
@@ -14,9 +15,12 @@ class ScriptedHost(Host):
     started = False
     killed = False
 
-    def __init__(self, name: str, on_message: OnMessage, on_death: OnDeath, device: str, fail: OSError | None) -> None:
+    def __init__(
+        self, name: str, on_message: OnMessage, on_death: OnDeath, device: str, fail: Exception | None
+    ) -> None:
         super().__init__(name, on_message, on_death, device)
         self.sent = bytearray()
+        self.answered = 0  # messages of those that it was sent
         self.fail = fail
 
     @property
@@ -44,6 +48,21 @@ class ScriptedHost(Host):
     def say(self, message: FromHost) -> None:
         self.take(encode(message))
 
+    def live(self) -> None:
+        """Answer what it has been sent of its own life since the last time: it loads, is linked, and gives signs."""
+        heard = self.heard()
+        for message in heard[self.answered :]:
+            match message:
+                case Configure(stages=stages):
+                    self.say(Ready(stages, 0.0))
+                case Listen(link=link, generation=generation):
+                    self.say(Listening(link, generation, b"somewhere"))
+                case Connect(link=link, generation=generation):
+                    self.say(Linked(link, generation))
+                case Ping(number=number):
+                    self.say(Stats(number, {"numbers": 1.0}))
+        self.answered = len(heard)
+
     def heard(self) -> list[ToHost]:
         """All that it was sent, in order."""
         found, rest = [], bytes(self.sent)
@@ -59,7 +78,7 @@ class ScriptedLauncher:
     """`failures` befall the starts of hosts, the first ones first."""
 
     hosts: list[ScriptedHost] = field(default_factory=list)
-    failures: list[OSError] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
 
     def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
         fail = self.failures.pop(0) if self.failures else None

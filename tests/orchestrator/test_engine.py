@@ -237,34 +237,37 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
     """Eight requests in flight, one host killed: every caller gets an error or its exact output, text-only requests go
     on if the thinker lives, and after the restart all is as before."""
     params = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=100, max_frames=100)
+    endless = replace(PARAMS, max_text_tokens=8000, ignore_eos=True)
     want = expected(models, builder, CHATS["text"], PARAMS)
 
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES, host=HostSettings(max_rows=16))
         async with PipelineEngine.open(tiny_dir, config) as engine:
+            silent = [engine.generate(CHATS["text"], modalities=["text"], params=endless) for _ in range(2)]
+            for events in silent:
+                await anext(events)
+            tickets = list(engine._tickets.values())
             speaking = [asyncio.create_task(collect(engine.generate(CHATS["text"], params=params))) for _ in range(6)]
-            silent = [
-                asyncio.create_task(collect(engine.generate(CHATS["text"], modalities=["text"], params=params)))
-                for _ in range(2)
-            ]
             while not any(t.frames for t in engine._tickets.values()):
                 await asyncio.sleep(0.005)
             pid = engine.pids[victim]
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            done, late = await asyncio.wait(speaking, timeout=120.0)
-            assert not late
+            done, _ = await asyncio.wait(speaking)
             for task in done:
                 error = task.exception()
                 assert error is None or isinstance(error, StageDead), error
             assert any(task.exception() for task in done)
-            for task in silent:
-                result = (await asyncio.gather(task, return_exceptions=True))[0]
-                if victim:
-                    assert not isinstance(result, BaseException), result
-                    assert len(result.ids) == 24
-                else:
-                    assert isinstance(result, StageDead) or len(result.ids) == 24
+            # Those that need no more than the thinker have seen it all, and are far from their end.
+            for events, ticket in zip(silent, tickets):
+                if not victim:
+                    with pytest.raises(StageDead):
+                        await collect(events)
+                    continue
+                before = ticket.ids
+                while ticket.ids < before + 40:  # tokens that are made now
+                    assert isinstance(await anext(events), TextDelta)
+                await events.aclose()  # type: ignore[attr-defined]
             assert engine.metrics()["stretto_engine_running"] == 0
             while not engine._pipelines[0].ready(STAGES):
                 await asyncio.sleep(0.05)

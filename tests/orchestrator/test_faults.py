@@ -3,6 +3,7 @@ Each is a typed error at the caller, leaves nothing behind, and the engine works
 
 import asyncio
 import os
+import re
 import signal
 import struct
 import sys
@@ -44,12 +45,9 @@ def want(tiny_dir: Path, models: Models) -> Answer:
     return expected(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)), CHATS["text"], PARAMS)
 
 
-async def until(fulfilled, turns: int = 6000) -> None:
-    for _ in range(turns):
-        if fulfilled():
-            return
+async def until(fulfilled) -> None:
+    while not fulfilled():
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to that")
 
 
 async def speaking(engine: PipelineEngine, count: int = 2, params: Params = LONG) -> list[asyncio.Task[Answer]]:
@@ -167,24 +165,27 @@ GOOD = encode(Loading("thinker", "loading"))
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "words"),
     [
-        struct.pack("<II", 0xFFFFFFFF, 0),
-        struct.pack("<II", 4, 0xFFFFFFFF),
-        struct.pack("<II", 4, 0) + b"\xc1\xff\x00\x01",
-        struct.pack("<II", 1, 0) + b"\x80",
-        GOOD[:-3],
-        b"",
+        (struct.pack("<II", 0xFFFFFFFF, 0), r"a control frame of 4294967295 \+ 0 bytes"),
+        (struct.pack("<II", 4, 0xFFFFFFFF), r"a control frame of 4 \+ 4294967295 bytes"),
+        (struct.pack("<II", 4, 0) + b"\xc1\xff\x00\x01", "not a control message"),
+        (struct.pack("<II", 1, 0) + b"\x80", "not a control message"),
+        (GOOD[:-3], None),
+        (b"", None),
     ],
     ids=["huge header", "huge blob", "no message", "no kind", "cut off", "gone"],
 )
-def test_a_host_that_talks_nonsense_is_a_dead_one(data: bytes) -> None:
+def test_a_host_that_talks_nonsense_is_a_dead_one(data: bytes, words: str | None) -> None:
+    """At once: nobody collects the gigabytes that it announces. (`words` is None for what may yet go on.)"""
     heard, deaths = [], []
 
     async def work() -> None:
         host = HostProcess("h", lambda h, m, b: heard.append(m), deaths.append)
         for i in range(0, len(GOOD + data), 5):  # in pieces that fit no frame
             host.take((GOOD + data)[i : i + 5])
+        assert host.state == ("starting" if words is None else "dead")
+        assert words is None or re.search(words, str(host.death()))
         host.lost()
         assert host.state == "dead"
         assert deaths == [host]

@@ -84,7 +84,7 @@ class Running:
         self.runner.run(self.engine.start())
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        self.runner.run(asyncio.wait_for(work, 240))
+        self.runner.run(work)
 
     def close(self) -> None:
         self.runner.run(self.engine.close())

@@ -81,10 +81,10 @@ def play(work: Callable[[Play], Coroutine[Any, Any, None]]) -> None:
         p = Play()
         joining = asyncio.create_task(p.pipeline.upkeep.links.join())
         await work(p)
-        await asyncio.wait_for(joining, 10)
+        await joining
         await p.pipeline.close()
 
-    run(whole(), 60.0)
+    run(whole())
 
 
 @pytest.fixture(autouse=True)

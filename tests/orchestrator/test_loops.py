@@ -48,7 +48,7 @@ def test_hosts_and_prompt_workers_start_on_it(make: Callable[[], asyncio.Abstrac
             assert len(answer.samples)
 
     with asyncio.Runner(loop_factory=make) as runner:
-        runner.run(asyncio.wait_for(work(), 240))
+        runner.run(work())
 
 
 def test_children_are_in_groups_of_the_servers_session_and_prompts_come_last(tiny_dir: Path) -> None:
@@ -64,7 +64,7 @@ def test_children_are_in_groups_of_the_servers_session_and_prompts_come_last(tin
             assert os.getpriority(os.PRIO_PROCESS, worker) == min(19, ours.pop() + workerprocess.NICENESS)
             assert not ours
 
-    run(work(), 240)
+    run(work())
 
 
 def test_a_prompt_worker_that_cannot_be_started_is_told_at_once(
@@ -80,4 +80,4 @@ def test_a_prompt_worker_that_cannot_be_started_is_told_at_once(
             await it.start()
         await it.close()
 
-    run(work(), 60)
+    run(work())

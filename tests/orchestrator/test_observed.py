@@ -14,7 +14,7 @@ from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, Placement
 from stretto.orchestrator.api import Finished
 from stretto.orchestrator.engine import PipelineEngine
-from tests.orchestrator.common import CHATS, collect
+from tests.orchestrator.common import CHATS, collect, run
 from tests.pipeline import LINKS, STAGES
 
 PARAMS = Params(max_text_tokens=6, ignore_eos=True, max_frames=9, min_frames=9, greedy_speech=True)
@@ -101,4 +101,4 @@ def test_numbers_after_real_requests(tiny_dir: Path, tmp_path: Path, placement: 
         for stage in STAGES:
             assert loop.count(f"launch {stage}") == loop.count(f"retire {stage}") == len(names[stage])
 
-    asyncio.run(asyncio.wait_for(work(), 120))
+    run(work())

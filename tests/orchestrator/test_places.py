@@ -29,7 +29,7 @@ class Engine(PipelineEngine):
 
     def run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
         async def wait() -> BuiltPrompt:
-            await asyncio.wait_for(self.go.wait(), 10)
+            await self.go.wait()
             return await build()
 
         return super().run(wait, ask)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -348,5 +349,33 @@ def test_nothing_goes_before_its_agent_has_said_hello() -> None:
         host.send(Ping(3))
         assert wire._out
         wire.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("lacks", ["socket", "monitor"])
+def test_a_machine_without_sockets_is_tried_again_later(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`OSError`, as of anything that may be had later; and what there was by then is closed."""
+    made: list[zmq.Socket[bytes]] = []
+    context = zmq.Context.instance()
+
+    def socket(kind: int) -> zmq.Socket[bytes]:
+        if lacks == "socket":
+            raise zmq.ZMQError(24)
+        made.append(zmq.Socket(context, kind))
+        return made[-1]
+
+    def refuse(*given: object) -> None:
+        raise zmq.ZMQError(24)
+
+    monkeypatch.setattr(zmq.Context, "instance", lambda: SimpleNamespace(socket=socket))
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", refuse)
+
+    async def work() -> None:
+        host = RemoteHost("p.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL)
+        with pytest.raises(OSError, match="Too many open files"):
+            await host.start()
+        await host.stop()
+        assert [s.closed for s in made] == [True] * len(made)
 
     run(work())

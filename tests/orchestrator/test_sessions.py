@@ -55,7 +55,7 @@ class Stand:
         self.sync, self.engine, self.models, self.builder = sync, sync.engine, models, builder
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.sync._begin(asyncio.wait_for(work, 240)).result()
+        return self.sync._begin(work).result()
 
     def want(self, messages: list[dict[str, Any]]) -> Answer:
         return expected(self.models, self.builder, messages, PARAMS)

@@ -28,7 +28,7 @@ from stretto.server.run import Server
 from tests.server.solo_engine import SoloEngine
 
 T = TypeVar("T")
-PATIENCE_S = 120.0  # only what hangs takes this long
+PATIENCE_S = None  # what hangs is ended by pytest: how long anything may take depends on the machine
 HEAD = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # of a request sent by hand
 
 

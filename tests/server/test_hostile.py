@@ -53,7 +53,7 @@ def running(tiny_dir: Path) -> Iterator[Running]:
             while pool.lane.running:  # clients have left a moment ago, and their jobs are on their way out
                 await asyncio.sleep(0.001)
 
-        running.do(asyncio.wait_for(idle(), 30))
+        running.do(idle())
         assert not engine.ledger.running
         assert engine.ledger.opened == engine.ledger.closed
 

@@ -77,7 +77,7 @@ def test_a_foreign_page_is_refused_before_anything_is_read(
 
 
 def test_a_refusal_does_not_wait_for_the_body(running: Running) -> None:
-    with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+    with socket.create_connection(("127.0.0.1", running.port)) as s:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {EVIL}\r\nContent-Length: 100\r\n\r\n"
         s.sendall(head.encode())
         assert read_until(s, b"origin_not_allowed").startswith(b"HTTP/1.1 403 ")
@@ -209,7 +209,7 @@ def test_other_names(settings: dict[str, Any], answers: bool) -> None:
 
 
 def by_hand(running: Running, lines: bytes) -> Reply:
-    with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+    with socket.create_connection(("127.0.0.1", running.port)) as s:
         s.sendall(b"GET /health HTTP/1.1\r\n" + lines + b"Connection: close\r\n\r\n")
         got = b""
         while part := s.recv(65536):
@@ -267,7 +267,7 @@ def test_a_body_must_be_called_json(kind: str, running: Running, engine: Scripte
 
 
 def test_a_body_without_a_type(running: Running) -> None:
-    with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+    with socket.create_connection(("127.0.0.1", running.port)) as s:
         s.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}".encode())
         assert read_until(s, b"unsupported_media_type").startswith(b"HTTP/1.1 415 ")
 
@@ -293,7 +293,7 @@ def test_a_stock_client(running: Running) -> None:
 @pytest.mark.parametrize("path", ["/", "/v1/realtime/calls", CHAT])
 def test_a_websocket_is_denied_in_http(path: str, running: Running) -> None:
     key = base64.b64encode(os.urandom(16)).decode()
-    with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+    with socket.create_connection(("127.0.0.1", running.port)) as s:
         s.sendall(
             f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n".encode()
@@ -364,5 +364,5 @@ def test_who_is_warned(settings: dict[str, Any], warned: bool) -> None:
 def test_the_command_warns_in_one_line() -> None:
     command = [sys.executable, "-m", "stretto", "serve", "/nonexistent-checkpoint"]
     for more, lines in ((["--host", "0.0.0.0"], 1), ([], 0)):
-        ended = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
         assert sum("without an API key" in line for line in ended.stderr.splitlines()) == lines

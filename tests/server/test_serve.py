@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def test_serve_answers_cancels_and_ends(tiny_dir: Path) -> None:
             asyncio.run(check_together(url, tiny_dir.name))
             process.send_signal(signal.SIGTERM)
             process.stderr.read()
-            assert process.wait(60) == 0
+            assert process.wait() == 0
         finally:
             process.kill()
 
@@ -76,15 +75,13 @@ def check(url: str, model: str) -> None:
 
     body = {"messages": question, "stream": True, "ignore_eos": True, "max_tokens": 3000, "max_audio_frames": 3000}
     data = json.dumps({**body, "min_audio_frames": 3000, **aloud}).encode()
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as s:
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as s:
         s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         read_until(s, b'"data"')
-    deadline = time.monotonic() + 30
     while True:  # the cancel is on its way through the stages
-        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
+        metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
         if number(metrics, "stretto_engine_running") == 0 and number(metrics, "stretto_num_requests_running") == 0:
             break
-        assert time.monotonic() < deadline
     assert number(metrics, "stretto_engine_cancelled_total") == 1
 
 
@@ -116,7 +113,7 @@ def test_serve_says_why_it_cannot(tmp_path: Path) -> None:
     empty.mkdir()
     ended = subprocess.run(
         [*STRETTO, str(empty), "--port", "0", "--device", "cpu"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
     assert "config.json" in ended.stderr
@@ -128,7 +125,7 @@ def test_serve_says_why_it_cannot(tmp_path: Path) -> None:
     [["--port", "99999"], ["--placement", "nowhere"], ["--kv-blocks", "nowhere=3"], ["/nonexistent-checkpoint"]],
 )
 def test_bad_flags(words: list[str]) -> None:
-    ended = subprocess.run([*STRETTO, *words], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([*STRETTO, *words], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith("stretto: ")
     assert "Traceback" not in ended.stderr

@@ -1,6 +1,6 @@
 """The vocoder's stage: whatever streams share its steps, each gets the samples of one decode of its own frames."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import replace
 
 import numpy as np
@@ -38,9 +38,48 @@ class Ears:
         return np.concatenate([np.zeros(0, np.float32), *self.parts[id]])
 
 
+class Device:
+    """One that takes time: a step is back when it is finished here, the oldest first."""
+
+    class Event:
+        def __init__(self, copied: torch.cuda.Event | None) -> None:
+            self.copied, self.fired = copied, False
+
+        def query(self) -> bool:
+            return self.fired
+
+        def synchronize(self) -> None:
+            if self.copied is not None:
+                self.copied.synchronize()
+            self.fired = True
+
+    def __init__(self, stage: CodecStage) -> None:
+        self.running: deque[Device.Event] = deque()
+        self._run = stage.run
+        stage.run = self.run  # type: ignore[method-assign]
+
+    def run(self, streams: int, size: int) -> tuple[torch.Tensor, Event]:
+        wav, copied = self._run(streams, size)
+        self.running.append(self.Event(copied))
+        return wav, self.running[-1]
+
+    def finish(self) -> None:
+        self.running.popleft().synchronize()
+
+    def rest(self, stage: CodecStage) -> None:
+        """Until nothing is in flight."""
+        while stage.turn() or self.running:
+            if self.running:
+                self.finish()
+
+
 def codes(models: Models, n: int, seed: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     return torch.randint(0, models.config.code2wav.codebook_size, (n, 16), generator=g)
+
+
+def decoded(models: Models, frames: torch.Tensor) -> np.ndarray:
+    return models.code2wav.decode(frames.to(next(models.code2wav.parameters()).device)).cpu().numpy()
 
 
 def run(stage: CodecStage) -> None:
@@ -265,3 +304,128 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
     for id, given in frames.items():
         want = models.code2wav.decode(given.to(stage.device)).cpu().numpy()
         np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)
+
+
+def test_an_end_that_comes_alone_comes_behind_the_steps_in_flight(models: Models) -> None:
+    """Two steps of a stream are on the device when its sender says that there are no more frames: their samples still
+    leave, and the end with the last of them."""
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, SMALL)
+    device = Device(stage)
+    r, frames = RequestId("r"), codes(models, 6, 0)
+    stage.open(r)
+    for at in (0, 2, 4):
+        stage.push(r, frames[at : at + 2])
+        stage.turn()
+        if at == 0:
+            device.finish()
+            assert stage.turn()
+    assert in_flight(stage) == 2
+    stage.push(r, frames[:0], Reason.STOP)
+    assert not stage.turn()
+    for left in (1, 0):
+        assert not ears.ended
+        device.finish()
+        assert stage.turn()
+        assert in_flight(stage) == left
+    assert ears.ended == {"r": Reason.STOP}
+    np.testing.assert_allclose(ears.heard("r"), decoded(models, frames), atol=1e-5)
+    assert idle(stage)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: Models) -> None:
+    """Streams that come, grow, end and are cancelled while steps of theirs are in flight: those that end are whole,
+    nothing of the others comes after their end, and no slot is lost. Never more steps than there may be."""
+    rng = np.random.default_rng(seed)
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, replace(SMALL, slots=2, overlap_depth=depth))
+    device = Device(stage)
+    most, fed = 0, dict.fromkeys((str(i) for i in range(12)), 0)
+    frames = {id: codes(models, int(rng.integers(1, 9)), int(id)) for id in fed}
+    left, live, leaving = list(fed), list[str](), set[str]()
+    while left or live:
+        if left and len(live) < 5:
+            live.append(left.pop(0))
+            stage.open(RequestId(live[-1]))
+        for id in list(live):
+            if rng.random() < 0.05:
+                leaving.add(id)
+                heard = len(ears.parts[id])
+                assert stage.cancel(RequestId(id))
+                ears.parts[id] = ears.parts[id][:heard]
+                live.remove(id)
+            elif rng.random() < 0.5:
+                n = min(len(frames[id]) - fed[id], int(rng.integers(0, 4)))
+                whole = fed[id] + n == len(frames[id]) and rng.random() < 0.5
+                stage.push(RequestId(id), frames[id][fed[id] : fed[id] + n], Reason.STOP if whole else None)
+                fed[id] += n
+                if whole:
+                    live.remove(id)
+        stage.turn()
+        most = max(most, in_flight(stage))
+        if device.running and rng.random() < 0.4:
+            device.finish()
+    device.rest(stage)
+    assert most == depth
+    assert set(ears.ended) == set(frames) - leaving
+    assert len(leaving) < 8
+    for id in ears.ended:
+        np.testing.assert_allclose(ears.heard(id), decoded(models, frames[id]), atol=1e-5)
+    assert idle(stage)
+
+
+def test_a_slot_is_free_when_the_last_step_that_writes_to_it_is_back(models: Models) -> None:
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, replace(SMALL, slots=1))
+    device = Device(stage)
+    for id in ("gone", "next"):
+        stage.open(RequestId(id))
+        stage.push(RequestId(id), codes(models, 2, 0))
+    stage.turn()
+    stage.push(RequestId("gone"), codes(models, 2, 1))
+    stage.turn()
+    assert in_flight(stage) == 2
+    assert stage.cancel(RequestId("gone"))
+    device.finish()
+    stage.turn()
+    assert in_flight(stage) == 1, "the next stream has no slot yet"
+    device.finish()
+    stage.turn()
+    assert in_flight(stage) == 1, "now it has"
+    stage.push(RequestId("next"), codes(models, 0, 0), Reason.STOP)
+    device.rest(stage)
+    np.testing.assert_allclose(ears.heard("next"), decoded(models, codes(models, 2, 0)), atol=1e-5)
+    assert not ears.parts["gone"]
+    assert idle(stage)
+
+
+def test_a_step_that_fails_between_others_of_its_stream_fails_it_once(models: Models) -> None:
+    ears = Ears()
+    stage = CodecStage(models.code2wav, ears, replace(SMALL, slots=1, overlap_depth=3))
+    device = Device(stage)
+    works = stage.run
+
+    def broken(*args):
+        raise RuntimeError("injected")
+
+    for id in ("a", "b"):
+        stage.open(RequestId(id))
+    for at, run_step in enumerate((works, broken, works)):
+        stage.push(RequestId("a"), codes(models, 2, at))
+        stage.run = run_step
+        stage.turn()
+    assert in_flight(stage) == 3
+    device.finish()
+    stage.turn()
+    assert isinstance(ears.errors["a"], StageDead)
+    heard = ears.heard("a")
+    np.testing.assert_allclose(heard, decoded(models, codes(models, 2, 0)), atol=1e-5)
+    stage.push(RequestId("b"), codes(models, 2, 1), Reason.STOP)
+    stage.turn()
+    assert in_flight(stage) == 1, "the slot is still being written to"
+    device.rest(stage)
+    assert len(ears.heard("a")) == len(heard)
+    np.testing.assert_allclose(ears.heard("b"), decoded(models, codes(models, 2, 1)), atol=1e-5)
+    assert idle(stage)

@@ -143,3 +143,40 @@ def test_thinker_rows(connector: str, switches: OverlapSwitches, slot_bytes: int
     assert positions == [p for run in media for p in range(run.start, run.stop)]
     assert torch.equal(torch.cat([part.hidden for part in got if part.media]), hidden)
     link.close()
+
+
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
+def test_a_request_that_ends_while_its_link_is_full_loses_nothing(connector: str) -> None:
+    """Its node is done with it and says so; its last frames, and its end, leave when there is room."""
+    codes = torch.arange(100 * CODEBOOKS, dtype=torch.int32).view(100, CODEBOOKS)
+    link = Link(connector, OverlapSwitches(), CodecFrames)
+    full, other = REQUESTS[:2]
+    for request in (full, other):
+        link.outlet.open(request)
+        link.inlet.open(request)
+    assert link.outlet.send(other, CodecFrames(Span(0, 1), codes[:1]), Mark.REQUEST_END)
+    link.outlet.close(other, purge=False)
+    assert len(link.outlet) == 1, "one that has left is forgotten"
+    for at in range(100):  # nobody takes any
+        frame = CodecFrames(Span(at, at + 1), codes[at : at + 1])
+        sent = link.outlet.send(full, frame, Mark.REQUEST_END if at == 99 else Mark.MORE)
+    assert not sent
+    link.outlet.close(full, purge=False)
+    assert len(link.outlet) == 1, "it still has something to send"
+    link.run([full, other])
+    assert torch.equal(torch.cat([frame.codes for frame in link.got[full]]), codes)
+    link.close()
+
+
+def test_a_request_that_is_cancelled_while_its_link_is_full_leaves_nothing() -> None:
+    link = Link("shm", OverlapSwitches(), CodecFrames)
+    full = REQUESTS[0]
+    link.outlet.open(full)
+    for at in range(100):
+        sent = link.outlet.send(full, CodecFrames(Span(at, at + 1), torch.zeros(1, CODEBOOKS, dtype=torch.int32)))
+    assert not sent
+    link.outlet.close(full, purge=True)
+    assert not len(link.outlet)
+    assert not link.outlet.blocked(full)
+    link.out.close(drain=False)
+    link.into.close()

@@ -25,7 +25,6 @@ CLIENTS = {
     "pipecat_bot.py": ("pipecat", "ws://127.0.0.1:{port}/v1/realtime"),
 }
 DRIVERS = {"agents_sdk.py": "agents", "livekit_plugin.py": "livekit.plugins.openai", "pipecat_pipeline.py": "pipecat"}
-PATIENCE_S = 120
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 
 
@@ -54,7 +53,7 @@ def test_an_example_hears_and_is_heard(name: str, running: Running, engine: Talk
         file.setframerate(24_000)
         file.writeframes(pcm(silence(0.2), speech(0.6)))
     command = [python, str(EXAMPLES / name), str(question), str(answer), "--url", url.format(port=running.port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     with wave.open(str(answer)) as file:
         assert abs(file.getnframes() / 24_000 - 1.0) < 0.1, done.stdout + done.stderr
@@ -80,7 +79,7 @@ def test_a_framework_in_a_whole_conversation(name: str, running: Running, engine
     sound = tmp_path / "turn.pcm"
     sound.write_bytes(pcm(silence(0.2), speech(0.6), silence(1.2)))
     command = [python, str(Path(__file__).parent / "drivers" / name), f"{running.url}/v1", str(sound)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fine" in done.stdout
     last = [a for a in engine.asks if "Write down" not in a.texts[0]][-1]

@@ -110,9 +110,7 @@ def test_a_key_is_never_logged(guarded: Running, caplog: pytest.LogCaptureFixtur
     with caplog.at_level("INFO"):
         with talk(guarded, f"/v1/realtime?api-key={KEY}"):
             pass
-        deadline = time.monotonic() + 60
         while not any("/v1/realtime" in line and "status=101" in line for line in ours()):
-            assert time.monotonic() < deadline
             time.sleep(0.01)
     assert KEY not in "".join(ours())
 

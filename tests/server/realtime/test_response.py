@@ -46,7 +46,7 @@ def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]])
             await asyncio.wait([response.task])
         assert not engine.ledger.running
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(main())
 
 
 def test_nobody_hears_of_it_before_it_is_released() -> None:

@@ -183,13 +183,13 @@ def test_with_the_real_engine(real: Served) -> None:
             assert (await until(connection, "response.done")).response.status == "cancelled"
 
     run(talk())
-    real.do(asyncio.wait_for(real.running.server.service.sessions.idle.wait(), 60))
+    real.do(real.running.server.service.sessions.idle.wait())
 
     async def quiet() -> None:
         while real.engine.metrics()["stretto_engine_running"]:
             await asyncio.sleep(0.01)
 
-    real.do(asyncio.wait_for(quiet(), 60))
+    real.do(quiet())
 
 
 def test_an_early_answer_is_the_same_on_the_real_engine(real: Served) -> None:

@@ -482,6 +482,47 @@ def test_a_paced_decode_waits_for_its_text_and_runs_free_after_the_end() -> None
     assert with_other == driver.batches[: len(with_other)], "its batch never waited"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
+    """However urgent it is: here it goes before the others in order."""
+    driver = Driver(config(overlap_depth=depth))
+    driver.submit("first", [1, 2, 3], max_new=12, stop_ids=NEVER, paced=True, cache_output=False, priority=-1)
+    for id in ("second", "third"):
+        driver.submit(id, [4, 5], max_new=12, stop_ids=NEVER, paced=True, cache_output=False)
+        driver.scheduler.end_text(RequestId(id))
+    while len(driver.live) > 1:
+        batch = driver.launch()
+        assert batch is not None or driver.flying, "a batch waited"
+        if batch is not None and len(driver.live) == 3:
+            assert {"second", "third"} <= set(spans(batch))
+        if len(driver.flying) == depth or batch is None:
+            driver.retire()
+    assert driver.live["first"].state is State.STARVED
+    driver.text("first", 6)
+    driver.scheduler.end_text(RequestId("first"))
+    driver.drain()
+    driver.check_idle()
+
+
+def test_who_has_no_credit_takes_no_share_of_a_step() -> None:
+    """Neither of the rows of a prompt beside it, nor by making that one go in small pieces, as beside an answer."""
+    driver = Driver(config(overlap_depth=1, prefill_chunk=8, lone_prefill_chunk=16))
+    driver.submit("a", list(range(1, 13)), max_new=9, stop_ids=NEVER)
+    driver.submit("b", list(range(2, 122)), max_new=2, stop_ids=NEVER)
+    assert spans(turn(driver)) == {"a": (0, 8), "b": (0, 8)}
+    driver.scheduler.set_blocked(RequestId("a"), True)
+    assert spans(turn(driver)) == {"b": (8, 24)}
+    driver.scheduler.set_blocked(RequestId("a"), False)
+    while driver.live["a"].cursor.known == 12:
+        turn(driver)
+    driver.scheduler.set_blocked(RequestId("a"), True)
+    start = driver.live["b"].cursor.filled
+    assert spans(turn(driver)) == {"b": (start, start + 16)}
+    driver.scheduler.set_blocked(RequestId("a"), False)
+    driver.drain()
+    driver.check_idle()
+
+
 def test_no_credit_downstream_stops_one_request_at_a_known_row() -> None:
     driver = Driver(config(overlap_depth=2))
     a = driver.submit("a", [1], max_new=30, stop_ids=NEVER)
