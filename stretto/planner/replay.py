@@ -20,8 +20,8 @@ from stretto.planner.heard import Asked, Heard
 from stretto.planner.lanes import Call, Stage, Step, Vocoder, Voice
 from stretto.planner.loop import HostLoop
 from stretto.planner.table import BINS, Table, at
-from stretto.stage.giveway import GiveWay
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
+from stretto.stage.prefill_priority import DecodeHold
 from stretto.stage.request import RequestSpec
 from stretto.stage.scheduler.batch import Outcome
 from stretto.types import RequestId
@@ -47,7 +47,9 @@ class Card:
         self._lanes: dict[Lane, Stage | Vocoder] = {"text": self.text, "frames": self.frames, "vocoder": self.vocoder}
         self._rhythm = Rhythm(table.frame_s, table.opening_s)
         self._voices: dict[RequestId, Voice] = {}
-        self.frames.gives_way = GiveWay(self.text, self._voices.values(), self._rhythm, lambda: self.now, self._clock)
+        self.frames.gives_way = DecodeHold(
+            self.text, self._voices.values(), self._rhythm, lambda: self.now, self._clock
+        )
         self._came, self._looked = False, 0.0  # frames, since the pace of packets was looked at
         self._server = 0.0  # until when the server's thread is busy
         self._messages: deque[Heard] = deque()  # requests that the host was told of

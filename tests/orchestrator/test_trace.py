@@ -15,7 +15,7 @@ from stretto.models.qwen3_omni.config import OPENING_S, OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.speech.talker_node import FRAME_S
+from stretto.models.speech.talker_stage import FRAME_S
 from stretto.observe.trace import TraceEvents
 from stretto.orchestrator.api import TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine

@@ -42,8 +42,8 @@ from stretto.planner.table import (
     read_table,
 )
 from stretto.stage.codec.config import CodecConfig
-from stretto.stage.giveway import SPARE_S
 from stretto.stage.pace import Pace, Rhythm
+from stretto.stage.prefill_priority import SPARE_S
 from stretto.stage.request import RequestSpec
 from stretto.stage.runner import graphs, prefill_graphs
 from stretto.stage.turns import Fresh, PushReports, in_order

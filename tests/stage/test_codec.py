@@ -9,10 +9,10 @@ import torch
 
 from stretto.errors import Busy, Gone, StageDead
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.codec import AudioOutput, CodecConfig, CodecStage
+from stretto.stage.codec import AudioOutput, CodecConfig, VocoderCore
 from stretto.stage.request import Reason
 from stretto.types import RequestId
-from tests.stage.stepping import idle, in_flight, wait
+from tests.stage.stepping import idle, in_flight, turn, wait
 
 SMALL = CodecConfig(slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4))
 
@@ -43,8 +43,8 @@ def codes(models: Models, n: int, seed: int) -> torch.Tensor:
     return torch.randint(0, models.config.code2wav.codebook_size, (n, 16), generator=g)
 
 
-def run(stage: CodecStage) -> None:
-    while stage.turn() or in_flight(stage):
+def run(stage: VocoderCore, ears: Ears) -> None:
+    while turn(stage, ears) or in_flight(stage):
         wait(stage)
 
 
@@ -53,7 +53,7 @@ def run(stage: CodecStage) -> None:
 def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Models) -> None:
     rng = np.random.default_rng(seed)
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, replace(SMALL, overlap_depth=depth))
+    stage = VocoderCore(models.code2wav, replace(SMALL, overlap_depth=depth))
     lengths = {str(i): int(rng.integers(1, 14)) for i in range(7)}  # more streams than slots
     frames = {id: codes(models, n, int(id)) for id, n in lengths.items()}
     fed = dict.fromkeys(frames, 0)
@@ -67,10 +67,10 @@ def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Model
                 stage.push(RequestId(id), frames[id][fed[id] : fed[id] + n].to(stage.device), last)
                 fed[id] += n
                 if fed[id] == lengths[id] and last is None:  # the end comes alone, later
-                    stage.turn()
+                    turn(stage, ears)
                     stage.push(RequestId(id), frames[id][:0], Reason.LENGTH)
-        stage.turn()
-    run(stage)
+        turn(stage, ears)
+    run(stage, ears)
     for id in frames:
         want = models.code2wav.decode(frames[id].to(stage.device)).cpu().numpy()
         np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)
@@ -80,20 +80,20 @@ def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Model
 
 def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     for round in range(5):
         for i in range(6):
             stage.open(RequestId(f"{round}.{i}"))
             stage.push(RequestId(f"{round}.{i}"), codes(models, 5, i).to(stage.device))
         for _ in range(round):
-            stage.turn()
+            turn(stage, ears)
         heard = {k: len(v) for k, v in ears.parts.items()}
         for i in (0, 2, 5):
             assert stage.cancel(RequestId(f"{round}.{i}"))
             assert not stage.cancel(RequestId(f"{round}.{i}"))
         for i in (1, 3, 4):
             stage.push(RequestId(f"{round}.{i}"), codes(models, 0, 0), Reason.STOP)
-        run(stage)
+        run(stage, ears)
         for i in (0, 2, 5):
             assert len(ears.parts[f"{round}.{i}"]) == heard.get(f"{round}.{i}", 0)
         for i in (1, 3, 4):
@@ -107,12 +107,12 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
 def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models) -> None:
     """Else it would wait for the steps of all other stages in this process."""
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     if stage.device.type != "cpu":
         pytest.skip("a device computes beside the host")
     stage.open(RequestId("r"))
     stage.push(RequestId("r"), codes(models, 2, 0))
-    assert stage.turn()
+    assert turn(stage, ears)
     assert len(ears.heard("r"))
     assert in_flight(stage) == 0
 
@@ -121,7 +121,7 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     """A stream that has not sounded yet decides the size of the step; the others give what fits."""
     sizes: list[int] = []
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL, clock=lambda: 0.0)
+    stage = VocoderCore(models.code2wav, SMALL, clock=lambda: 0.0)
     step = models.code2wav.step
 
     def watched(state, codes, lengths, slots):
@@ -134,13 +134,14 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     stage.set_deadline(RequestId("old"), 5.0)
     stage.open(RequestId("new"))
     stage.push(RequestId("new"), codes(models, 1, 1).to(stage.device))
-    stage.turn()
+    turn(stage, ears)
     assert sizes[0] == 1
     stage.set_deadline(RequestId("new"), 6.0)
-    run(stage)
+    run(stage, ears)
     assert sizes[1] == 4
     for id in ("old", "new"):
         stage.push(RequestId(id), codes(models, 0, 0), Reason.STOP)
+    turn(stage, ears)
     assert set(ears.ended) == {"old", "new"}
 
 
@@ -149,7 +150,7 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
     taken: list[dict[str, int]] = []
     now = 10.0
     config = replace(SMALL, max_cells=8)
-    stage = CodecStage(models.code2wav, Ears(), config, clock=lambda: now)
+    stage = VocoderCore(models.code2wav, config, clock=lambda: now)
     launch = stage._launch
 
     def watched(parts):
@@ -161,7 +162,7 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
         stage.open(RequestId(id))
         stage.push(RequestId(id), codes(models, frames, 0), Reason.STOP)
         stage.set_deadline(RequestId(id), deadline)
-    run(stage)
+    run(stage, Ears())
     # First the new one, which sets the size; then who runs dry; then the rest, alone, so it gets four frames at a time.
     assert taken == [{"near": 1, "also near": 1, "new": 1}, {"near": 1}, {"far": 4}, {"far": 3}]
     assert idle(stage)
@@ -170,13 +171,13 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
         stage.open(RequestId(str(i)))
         stage.push(RequestId(str(i)), codes(models, 4, i), Reason.STOP)
         stage.set_deadline(RequestId(str(i)), 99.0)
-    run(stage)
+    run(stage, Ears())
     assert taken == [dict.fromkeys("0123", 2)] * 2
     assert idle(stage)
 
 
 def test_limits_are_errors_not_losses(models: Models) -> None:
-    stage = CodecStage(models.code2wav, Ears(), SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     for i in range(8):
         stage.open(RequestId(str(i)))
     with pytest.raises(Busy):
@@ -189,9 +190,10 @@ def test_limits_are_errors_not_losses(models: Models) -> None:
 
 def test_an_empty_stream_ends(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     stage.open(RequestId("e"))
     stage.push(RequestId("e"), codes(models, 0, 0), Reason.STOP)
+    turn(stage, ears)
     assert ears.ended == {"e": Reason.STOP}
     assert len(ears.heard("e")) == 0
     assert idle(stage)
@@ -199,7 +201,7 @@ def test_an_empty_stream_ends(models: Models) -> None:
 
 def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     run_step = stage.run
 
     def broken(*args):
@@ -208,12 +210,12 @@ def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Mode
     stage.run = broken
     stage.open(RequestId("a"))
     stage.push(RequestId("a"), codes(models, 3, 0))
-    run(stage)
+    run(stage, ears)
     assert isinstance(ears.errors["a"], StageDead)
     stage.run = run_step
     stage.open(RequestId("b"))
     stage.push(RequestId("b"), codes(models, 3, 1).to(stage.device), Reason.STOP)
-    run(stage)
+    run(stage, ears)
     np.testing.assert_allclose(
         ears.heard("b"), models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(), atol=1e-5
     )
@@ -242,7 +244,7 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
     rng = np.random.default_rng(spare)
     config = replace(SMALL, spare_cells=spare, max_cells=12)
     ears, seen = Ears(), set()
-    stage = CodecStage(models.code2wav, ears, config)
+    stage = VocoderCore(models.code2wav, config)
     real = stage.run
 
     def watched(streams, size):
@@ -253,13 +255,13 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
     frames = {str(i): codes(models, int(rng.integers(1, 9)), i) for i in range(10)}
     for id, given in frames.items():
         while len(stage) > 6:
-            stage.turn()
+            turn(stage, ears)
         stage.open(RequestId(id))
         cut = int(rng.integers(0, len(given)))
         stage.push(RequestId(id), given[:cut])
-        stage.turn()
+        turn(stage, ears)
         stage.push(RequestId(id), given[cut:], Reason.STOP)
-    run(stage)
+    run(stage, ears)
     assert seen <= set(config.shapes())
     assert len(seen) >= 3
     for id, given in frames.items():
