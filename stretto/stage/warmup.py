@@ -128,7 +128,8 @@ def _perform(
     told = {name: params for name, params in asked.told.items() if name in host.stages}
     prompt = pack(asked.prompt)
     raw = {name: msgspec.Raw(msgspec.msgpack.encode(params)) for name, params in told.items()}
-    host.handle(Admit(id, prompt.meta, raw), bytes(prompt.features))
+    elsewhere = tuple(name for name in asked.told if name not in host.stages)
+    host.handle(Admit(id, prompt.meta, raw, elsewhere=elsewhere), bytes(prompt.features))
     for link, payloads in asked.arriving.items():
         if link in host.links.inlets and link not in host.links.outlets:
             for payload in payloads:

@@ -111,8 +111,8 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings())
-    driven.host.nodes["thinker"].clock = lambda: 1000.0
-    assert driven.host.nodes["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
+    driven.host.stages["thinker"].clock = lambda: 1000.0
+    assert driven.host.stages["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
     try:
         driven.answer(
             announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20), packed.features
@@ -144,7 +144,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
         sum(1 for _ in models.thinker.visual.encoding([v.values for v in seen.videos], [v.grid for v in seen.videos])),
     )
     assert parts > 4
-    host.nodes["thinker"].encoders.clock = count().__next__  # a part takes one tick
+    host.stages["thinker"].encoders.clock = count().__next__  # a part takes one tick
     try:
         for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
             packed = pack(prompt)
@@ -156,7 +156,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
             assert "text" in ended or worked.count("video") < parts / 2, "most of the time is the other request's"
             host.loop.round()
         assert ended == ["text", "video"]
-        assert not host.nodes["thinker"].encoders.requests
+        assert not host.stages["thinker"].encoders.requests
         host.handle(Ping(1), b"")
         told = driven.reports[-1][0]
         assert isinstance(told, Stats)

@@ -101,7 +101,7 @@ class Desk:
 
     def __init__(self, tiny_dir: Path) -> None:
         self.driven, self.asked = HandDriven(tiny_dir, HostSettings()), 0
-        self.node = self.driven.host.nodes["thinker"]
+        self.node = self.driven.host.stages["thinker"]
 
     def announce(self, packed: Packed, root: bytes = b"") -> RequestId:
         self.asked += 1
