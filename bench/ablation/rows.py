@@ -33,7 +33,7 @@ def nothing(host: OneHost) -> AbstractContextManager[Any]:
 def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
     """The talker begins when the last text of the round is there, the vocoder when the last frame is. Their inputs
     wait in their inboxes meanwhile; kernels and graphs are the same."""
-    scheduler, codec = host.host.nodes["talker"].stage.scheduler, host.codec()  # type: ignore[union-attr]
+    scheduler, codec = host.host.stages["talker"].core.scheduler, host.codec()  # type: ignore[union-attr]
     schedule, frames = scheduler.schedule, codec.schedule
     return swapped(
         [
@@ -44,13 +44,13 @@ def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
 
 
 def depth_one(host: OneHost) -> AbstractContextManager[Any]:
-    owners = [host.codec(), *(host.host.nodes[s].stage.scheduler for s in ("thinker", "talker"))]  # type: ignore[union-attr]
+    owners = [host.codec(), *(host.host.stages[s].core.scheduler for s in ("thinker", "talker"))]  # type: ignore[union-attr]
     return swapped([(o, "config", replace(o.config, overlap_depth=1)) for o in owners])
 
 
 def at_once(host: OneHost) -> AbstractContextManager[Any]:
     """A step is launched as soon as the one before it runs."""
-    return swapped([(host.host.nodes[s].stage.ahead, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
+    return swapped([(host.host.stages[s].core.ahead, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
 
 
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:

@@ -44,10 +44,11 @@ from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
-from stretto.stage.links import Arrival, Inlet, Outlet
+from stretto.stage.links import Inlet, Outlet
 from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
+from stretto.stage.stage import Arrival, ToLink
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 HIDDEN = 2048
@@ -79,28 +80,32 @@ class Taker:
         self.woken = threading.Semaphore(0)
         uploader = HostToDevice(device, switches, ThinkerRows.HOST)
         self.incoming = Incoming(receiver, "bench", self.woken.release, uploader=uploader)
-        self.inlet = Inlet("bench", ThinkerRows, self._read, self._fail)
+        self.inlet = Inlet("bench", ThinkerRows)
         self.inlet.away.attach(self.incoming)
         self.incoming.start()
         self.last = torch.zeros(max(SENT.values()), dtype=torch.bfloat16, device=device)
         self.got, self.over = 0, False
 
-    def _read(self, id: RequestId, arrival: Arrival[ThinkerRows]) -> None:
+    def _read(self, arrival: Arrival) -> None:
         self.over = arrival.mark is Mark.REQUEST_END
         if arrival.payload is not None:
             arrival.adopt()
             self.last[self.got : self.got + 1].copy_(arrival.payload.hidden.view(-1)[-1:])
             self.got += 1
 
-    def _fail(self, id: RequestId, error: StrettoError) -> None:
-        raise error
-
     def take(self, id: RequestId) -> float:
         """All chunks of a request; the sum of what was kept."""
         self.got, self.over = 0, False
         self.inlet.open(id)
         while not self.over:
-            self.inlet.turn() or self.woken.acquire(timeout=1.0)
+            arrived = False
+            for _, came in self.inlet.receive():
+                if isinstance(came, StrettoError):
+                    raise came
+                self._read(came)
+                arrived = True
+            if not arrived:
+                self.woken.acquire(timeout=1.0)
         return float(self.last[: self.got].double().sum())
 
 
@@ -140,22 +145,24 @@ class Link:
     def begin(self) -> None:
         self.id = RequestId(f"r{next(self.numbers)}")
         self.outlet.open(self.id)
+        self.sent = 0  # rows
         self.pipe.send(self.id)
         assert self.pipe.recv() == "open"
 
     def send(self, rows: torch.Tensor, event: torch.cuda.Event | None) -> None:
         """Waits only where the link has no room."""
-        start = self.outlet.sent(self.id)
+        start = self.sent
         span = Span(start, start + len(rows))
         ids = torch.zeros(len(rows), dtype=torch.int32)
-        sent = self.outlet.send(self.id, ThinkerRows(span, ids, (span,), rows), event=event)
+        self.sent = span.stop
+        sent = self.outlet.send(ToLink("bench", self.id, ThinkerRows(span, ids, (span,), rows), event=event))
         while not sent:
             self.woken.acquire(timeout=0.01)
             sent = bool(self.outlet.flush())
 
     def end(self) -> float:
         """Wait until the other side has all of it; what it says it got."""
-        if not self.outlet.send(self.id, None, Mark.REQUEST_END):
+        if not self.outlet.send(ToLink("bench", self.id, None, Mark.REQUEST_END)):
             while not self.outlet.flush():
                 self.woken.acquire(timeout=0.01)
         while not self.pipe.poll(1.0):

@@ -118,10 +118,10 @@ class OneHost:
         return set(self.heard) <= self.ended[stage]
 
     def runners(self) -> list[Any]:
-        return [node.stage.runner for name, node in self.host.nodes.items() if name != VOCODER]  # type: ignore[attr-defined]
+        return [node.core.runner for name, node in self.host.stages.items() if name != VOCODER]  # type: ignore[attr-defined]
 
     def codec(self) -> Any:
-        return self.host.nodes[VOCODER].stage  # type: ignore[attr-defined]
+        return self.host.stages[VOCODER].core  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self.channel.flush()

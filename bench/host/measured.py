@@ -123,30 +123,28 @@ class MeasuredHost(OneHost):
         super()._report(message, blob)
 
     def _watch_device(self) -> None:
-        for name, node in self.host.nodes.items():
+        for name, node in self.host.stages.items():
             if name == VOCODER:
                 codec = self.codec()
                 codec.run = self.device.watch(name, codec.stream, codec.run)
             else:
-                runner: Any = node.stage.runner  # type: ignore[attr-defined]
+                runner: Any = node.core.runner  # type: ignore[attr-defined]
                 runner.launch = self.device.watch(name, runner.stream, runner.launch)
 
     def _watch_phases(self) -> None:
         wrap = self.watch.wrap
         self.channel.post = wrap("report", self.channel.post)  # type: ignore[method-assign]
         self.channel.push = wrap("report: push", self.channel.push)  # type: ignore[method-assign]
-        for name, node in self.host.nodes.items():
-            stage: Any = node.stage  # type: ignore[attr-defined]
+        for name, node in self.host.stages.items():
+            stage: Any = node.core  # type: ignore[attr-defined]
             if name != VOCODER:
                 stage.runner.launch = wrap(f"{name}: launch", stage.runner.launch)
                 stage.scheduler.schedule = wrap(f"{name}: schedule", stage.scheduler.schedule)
-            for inlet in node.inlets:
-                inlet.hand = wrap(f"{name}: link in", inlet.hand)  # type: ignore[method-assign]
-            for outlet in node.outlets:
-                outlet.send = wrap(f"{name}: link out", outlet.send)  # type: ignore[method-assign]
-            stage.emit = wrap(f"{name}: emit", stage.emit)
-            stage.turn = wrap(f"{name}: stage", stage.turn)
-            node.turn = wrap(f"{name}: node", node.turn)  # type: ignore[method-assign]
+            stage.poll = wrap(f"{name}: core poll", stage.poll)
+            stage.launch = wrap(f"{name}: core launch", stage.launch)
+            node.accept = wrap(f"{name}: accept", node.accept)  # type: ignore[method-assign]
+            node.poll = wrap(f"{name}: poll", node.poll)  # type: ignore[method-assign]
+            node.launch = wrap(f"{name}: launch stage", node.launch)  # type: ignore[method-assign]
 
     def run(self, admits: list[Question], profile: bool = False) -> dict[str, Any]:
         """All requests from admission to their end; measured is the time in which all of them have sound."""
@@ -194,7 +192,7 @@ class MeasuredHost(OneHost):
         return result
 
     def _counts(self) -> Counts:
-        stats = {name: node.stage.stats for name, node in self.host.nodes.items()}  # type: ignore[attr-defined]
+        stats = {name: node.core.stats for name, node in self.host.stages.items()}  # type: ignore[attr-defined]
         ahead = {name: s for name, s in stats.items() if isinstance(s, StageStats)}
         return {
             "steps": {name: s.steps for name, s in stats.items()},

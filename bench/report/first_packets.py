@@ -16,7 +16,7 @@ from typing import Any
 from bench.harness.results import read
 from stretto.client.player import Packet, play
 from stretto.models.qwen3_omni.config import OPENING_S
-from stretto.models.speech.talker_node import FRAME_S
+from stretto.models.speech.talker_stage import FRAME_S
 from stretto.stage.pace import Rhythm
 
 

@@ -34,9 +34,10 @@ class Admit(Wire, frozen=True, tag="admit"):
 
     request: RequestId
     prompt: PromptMeta
-    stages: dict[str, msgspec.Raw]  # those on its way, and what each is told: its node knows the type
+    stages: dict[str, msgspec.Raw]  # those of this host on its way, with their parameters: each stage knows its type
     priority: int = 0
     cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
+    elsewhere: tuple[str, ...] = ()  # stages of other hosts on its way
 
 
 class Features(Wire, frozen=True, tag="features"):

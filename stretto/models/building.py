@@ -15,7 +15,7 @@ import torch
 from stretto.kernels import fast
 from stretto.models.warming import Warming
 from stretto.stage.context import StageContext
-from stretto.stage.node import Node
+from stretto.stage.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Building(Generic[S]):
     warming: Warming | None = field(init=False, default=None)  # while kernels are being compiled
 
     @abstractmethod
-    def _node(self, name: str, source: S) -> Node: ...
+    def _stage(self, name: str, source: S) -> Stage: ...
 
     def _plan(
         self, source: Any, order: Sequence[str], pool_sizes: Callable[..., dict[str, int]],
@@ -50,16 +50,16 @@ class Building(Generic[S]):
             weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
             self.warming = begin(c.model, source.config, order, s, self.blocks, source.dtype, free, weights)
 
-    def _nodes(self, source: S, order: Sequence[str]) -> dict[str, Node]:
+    def _stages(self, source: S, order: Sequence[str]) -> dict[str, Stage]:
         """Of all stages, built in this order."""
         try:
-            nodes = {name: self._node(name, source) for name in order}
+            stages = {name: self._stage(name, source) for name in order}
         finally:
             if self.warming is not None:
                 self.warming.close()
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
-        return {name: nodes[name] for name in self.stages}
+        return {name: stages[name] for name in self.stages}
 
     def finish_warming(self, stage: str) -> None:
         """Wait until kernels are compiled, and the memory of those who did it is back."""

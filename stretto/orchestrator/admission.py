@@ -113,7 +113,8 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
         encodes = any(stage in host for stage in encoding)
         here = {stage: params for stage, params in told.items() if stage in host}
         prompt = t.prompt.meta if encodes else bare.meta
-        message = Admit(t.id, prompt, here, t.params.priority, root)
+        elsewhere = tuple(stage for stage in t.stages if stage not in here)
+        message = Admit(t.id, prompt, here, t.params.priority, root, elsewhere)
         t.pipeline.send(host[:1], message, blob if encodes else b"")
     t.prompt = bare  # nobody needs the features any more
 

@@ -4,7 +4,7 @@ come in order. Used by `links.py`, on the loop thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -69,16 +69,11 @@ class Departures:
 
 
 class Arrivals:
-    """`read` is given each chunk in order, `fail` what went wrong with a request, `ended` those whose last chunk was
-    read."""
+    """What has come, in order. `ended` is called with requests whose last chunk was received."""
 
-    def __init__(
-        self,
-        read: Callable[[RequestId, Chunk], None],
-        fail: Callable[[RequestId, StrettoError], None],
-        ended: Callable[[RequestId], None],
-    ) -> None:
-        self._read, self._fail, self._ended = read, fail, ended
+    def __init__(self, ended: Callable[[RequestId], None]) -> None:
+        self._ended = ended
+        self._announced: list[RequestId] = []  # since the last `receive`: chunks of theirs may have come early
         self._courier: Incoming | None = None
         self._boxes = Inboxes()
 
@@ -94,35 +89,37 @@ class Arrivals:
         self._courier = None
 
     def open(self, id: RequestId) -> None:
-        """Announce a request, and take what came for it early."""
+        """Announce a request. What came for it early is received next."""
         self._boxes.announce(id)
-        self._take(id)
+        self._announced.append(id)
 
     def close(self, id: RequestId, purge: bool) -> None:
         self._boxes.forget(id)
         if purge and self._courier is not None:
             self._courier.purge(id)
 
-    def turn(self) -> bool:
-        """Take what has arrived. True: something had."""
-        did = False
+    def receive(self) -> Iterator[tuple[RequestId, Chunk | StrettoError]]:
+        """What has arrived: chunks, which are released when the next one is asked for, and what went wrong with a
+        request."""
+        announced, self._announced = self._announced, []
+        for id in announced:
+            yield from self._take(id)
         while self._courier is not None and (chunk := self._courier.poll()) is not None:
-            did = True
             id = chunk.header.request
             try:
                 self._boxes.push(chunk)
-                self._take(id)
             except StrettoError as e:
-                self._fail(id, e)
-        return did
+                yield id, e
+            else:
+                yield from self._take(id)
 
-    def _take(self, id: RequestId) -> None:
+    def _take(self, id: RequestId) -> Iterator[tuple[RequestId, Chunk]]:
         if id not in self._boxes:
             return
         inbox = self._boxes[id]
         while (chunk := inbox.pop()) is not None:
             try:
-                self._read(id, chunk)
+                yield id, chunk
             finally:
                 chunk.release()
             if inbox.ended and not len(inbox):

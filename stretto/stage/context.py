@@ -17,9 +17,9 @@ from stretto.control.settings import HostSettings
 from stretto.errors import Bug
 from stretto.observe.recorder import Recorder
 from stretto.stage.ahead import Ahead
-from stretto.stage.codec import AudioEmit, CodecConfig, CodecStage
+from stretto.stage.codec import CodecConfig, VocoderCore
+from stretto.stage.core import StageCore
 from stretto.stage.mediarows import PayloadStore
-from stretto.stage.node import Node
 from stretto.stage.plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.report import Report
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs, sizes_for
@@ -28,7 +28,7 @@ from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
-from stretto.stage.stage import Emit, Stage
+from stretto.stage.stage import Stage
 from stretto.stage.stats import record_codec, record_stage
 from stretto.stage.vocoder import Vocoder
 from stretto.stage.warmup import WarmUp
@@ -91,15 +91,14 @@ class StageContext:
         name: str,
         lane: Lane[Any],
         blocks: int,
-        emit: Emit,
         *,
         priority: int = 0,
         mixed: bool = True,
         capture: Callable[[torch.cuda.Stream], None] | None = None,
-    ) -> Stage:
-        """A stage around one model: scheduler, runner, captured steps. `priority` of its stream on a device that it
-        shares: lower goes first. `mixed`: captured steps may hold prompts and answers together. `capture` is for what
-        else is captured, behind the decode steps."""
+    ) -> StageCore:
+        """The core of a stage around one model: scheduler, runner, captured steps. `priority` of its stream on a device
+        that it shares: lower goes first. `mixed`: captured steps may hold prompts and answers together. `capture` is
+        for what else is captured, behind the decode steps."""
         s = self.settings
         graphs = DecodeGraphs(lane, sizes_for(s.max_rows)) if self.graphs else None
         runner = Runner(lane, graphs, priority)
@@ -131,16 +130,16 @@ class StageContext:
         hold = self.device.type == "cuda" and self.switches.just_in_time
         sizes = graphs.sizes if graphs is not None else SIZES
         ahead = Ahead(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
-        stage = Stage(name, scheduler, runner, emit, store, self.waiter(name), ahead, self.recorder)
-        record_stage(self.recorder, stage)
-        return stage
+        core = StageCore(name, scheduler, runner, store, self.waiter(name), ahead, self.recorder)
+        record_stage(self.recorder, core)
+        return core
 
-    def vocoder(self, name: str, model: Vocoder, emit: AudioEmit) -> CodecStage:
-        """A stage that makes samples of frames: a slot for each stream, captured steps."""
+    def vocoder(self, name: str, model: Vocoder) -> VocoderCore:
+        """The core of a stage that makes samples of frames: a slot for each stream, captured steps."""
         s = self.settings
         config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
         captured = config.captured() if self.graphs else config
-        codec = CodecStage(model, emit, captured, self.waiter(name), recorder=self.recorder, name=name)
+        codec = VocoderCore(model, captured, self.waiter(name), recorder=self.recorder, name=name)
         record_codec(self.recorder, codec)
         if self.graphs:
             self.progress(name, "capturing graphs")
@@ -149,18 +148,18 @@ class StageContext:
         return codec
 
 
-BuildNodes = Callable[[Sequence[str], StageContext], dict[str, Node]]
-"""A family's function that makes the nodes of these stages, in their order."""
+BuildStages = Callable[[Sequence[str], StageContext], dict[str, Stage]]
+"""A family's function that makes these stages, in their order."""
 
 
-def check_built(nodes: Mapping[str, Node], c: Configure) -> None:
-    """Refuse nodes that are not those of the stages that were asked for, or whose ends of links are not those that the
-    pipeline declares: a request would wait for ever for what no node makes or takes."""
-    if list(nodes) != list(c.stages):
-        raise Bug(f"{c.build} made nodes of {list(nodes)}; the stages of this host are {list(c.stages)}")
-    for name, node in nodes.items():
+def check_built(stages: Mapping[str, Stage], c: Configure) -> None:
+    """Refuse stages that are not those that were asked for, or whose links are not those that the pipeline declares: a
+    request would wait for ever for what no stage makes or takes."""
+    if list(stages) != list(c.stages):
+        raise Bug(f"{c.build} made the stages {list(stages)}; the stages of this host are {list(c.stages)}")
+    for name, stage in stages.items():
         into = {f"{a}>{b}" for a, b in c.links if b == name}
         out = {f"{a}>{b}" for a, b in c.links if a == name}
-        for what, ends, declared in (("inlets", node.inlets, into), ("outlets", node.outlets, out)):
-            if (made := {end.link for end in ends}) != declared:
-                raise Bug(f"the node of {name} has {what} {sorted(made)}; the pipeline's links are {sorted(declared)}")
+        for what, links, declared in (("receives", stage.receives, into), ("sends", stage.sends, out)):
+            if set(links) != declared:
+                raise Bug(f"stage {name} {what} by {sorted(links)}; the pipeline's links are {sorted(declared)}")

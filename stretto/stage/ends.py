@@ -1,13 +1,12 @@
 """The ends of links that are in a host: made when the orchestrator says so, checked in each round, removed again.
 
-Couriers do the waiting. Links between stages of one host are none of these: their nodes hand payloads over. Called by
-the host; on the loop thread."""
+Couriers do the waiting. Links between stages of one host are none of these: the host hands their payloads over.
+Called by the host; on the loop thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import torch
@@ -20,10 +19,10 @@ from stretto.control.life import Connect, LinkDown, Linked, Listen, Listening, U
 from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.observe.recorder import Recorder
-from stretto.stage.links import Inlet, Outlet
-from stretto.stage.node import Node
+from stretto.stage.links import Inlet, Links, Outlet
 from stretto.stage.payload.copies import HostToDevice
 from stretto.stage.report import Report
+from stretto.stage.stage import Stage
 from stretto.stage.stats import record_link
 from stretto.types import RequestId
 
@@ -45,8 +44,7 @@ class LinkEnd:
 class LinkEnds:
     """By the name of their link. Has a turn in the loop, to look for faults."""
 
-    inlets: Mapping[str, tuple[Node, Inlet[Any]]]  # by link: those of this host that may be laid
-    outlets: Mapping[str, tuple[Node, Outlet[Any]]]
+    links: Links
     settings: HostSettings
     device: torch.device
     ring: Callable[[], None]  # the loop's bell
@@ -62,9 +60,9 @@ class LinkEnds:
         match m:
             case Unlink(link=name):
                 self.unlink(name)
-            case Listen(link=name, generation=g) if name in self.inlets and g >= 0:
+            case Listen(link=name, generation=g) if self._is_remote(self.links.inlets.get(name)) and g >= 0:
                 self.listen(m, switches)
-            case Connect(link=name, generation=g) if name in self.outlets and g >= 0:
+            case Connect(link=name, generation=g) if self._is_remote(self.links.outlets.get(name)) and g >= 0:
                 self.connect(m, switches)
             case _:
                 raise WireError(f"link {m.link!r}, generation {m.generation}, has no such end here")
@@ -77,8 +75,8 @@ class LinkEnds:
             raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.receiver = receiver
-        node, inlet = self.inlets[m.link]
-        stream = self._stream_for(f"{m.link} in", node, switches)
+        inlet = self.links.inlets[m.link]
+        stream = self._stream_for(f"{m.link} in", self.links.receivers[m.link], switches)
         uploader = HostToDevice(self.device, switches, inlet.kind.HOST, stream)
         end.incoming = incoming = Incoming(
             receiver, m.link, self.ring, uploader=uploader, recorder=self.recorder, copy=uploader.took
@@ -94,8 +92,8 @@ class LinkEnds:
         sender: Sender = connector.connect(endpoint, self._options(switches, m))
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.sender = sender
-        node, outlet = self.outlets[m.link]
-        stream = self._stream_for(f"{m.link} out", node, switches)
+        outlet = self.links.outlets[m.link]
+        stream = self._stream_for(f"{m.link} out", self.links.senders[m.link], switches)
         end.outgoing = outgoing = Outgoing(
             sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h, recorder=self.recorder
         )
@@ -104,13 +102,23 @@ class LinkEnds:
         record_link(self.recorder, m.link, "out", outgoing, sender)
         self.report(Linked(m.link, m.generation), b"")
 
-    def _stream_for(self, end: str, node: Node, switches: OverlapSwitches) -> torch.cuda.Stream | None:
+    @staticmethod
+    def _is_remote(end: Inlet | Outlet | None) -> bool:
+        """Whether the link's other end is in another host."""
+        match end:
+            case Inlet(within=within):
+                return not within
+            case Outlet(inlet=inlet):
+                return inlet is None
+        return False
+
+    def _stream_for(self, end: str, stage: Stage, switches: OverlapSwitches) -> torch.cuda.Stream | None:
         """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands out 32 streams and
         then the same ones again, so that copies would sooner or later queue behind a stage's steps."""
         if self.device.type != "cuda":
             return None
         if not switches.payload_stream:
-            return node.stream
+            return stage.stream
         if end not in self.streams:
             self.streams[end] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self.streams[end]
@@ -132,10 +140,10 @@ class LinkEnds:
             return
         self.recorder.forget(link=name)
         if end.outgoing is not None:
-            self.outlets[name][1].away.detach()
+            self.links.outlets[name].away.detach()
             end.outgoing.close(drain=False)
         if end.incoming is not None:
-            self.inlets[name][1].away.detach()
+            self.links.inlets[name].away.detach()
             end.incoming.close()
 
     def close(self) -> None:

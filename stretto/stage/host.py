@@ -8,28 +8,29 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.life import Configure, Connect, LinkDown, Listen, Ping, Quit, Stats, Unlink
-from stretto.control.messages import Admit, Cancel, Features, Finish, Say, Supply, Throttle, ToHost
+from stretto.control.messages import Admit, Cancel, Ended, Failed, Features, Finish, Say, Supply, Throttle, ToHost
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.named import load
 from stretto.observe.recorder import Recorder
 from stretto.prompt.packed import Bytes, unpack_pieces, unpack_prompt
 from stretto.stage.channel import Channel
-from stretto.stage.context import BuildNodes, StageContext, check_built
+from stretto.stage.context import BuildStages, StageContext, check_built
 from stretto.stage.ends import LinkEnds
+from stretto.stage.links import Links
 from stretto.stage.loop import Bell, Loop
-from stretto.stage.node import Asking, Node, TakesText
 from stretto.stage.report import Report, failed
+from stretto.stage.stage import Arrival, Output, Stage, TakesFeatures, TakesText, ToEngine, ToLink
 from stretto.stage.stats import record_host
-from stretto.stage.turns import Fresh, in_order
-from stretto.types import RequestId
+from stretto.stage.turns import Fresh, Poll, in_order
+from stretto.types import Mark, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -64,28 +65,87 @@ class Host:
             recorder=self.recorder,
             configure=configure,
         )
-        self.nodes: dict[str, Node] = {}
+        self.stages: dict[str, Stage] = {}
 
     def load(self) -> None:
-        """Build the stages and give them turns. On the main thread; the loop does not run yet."""
+        """Build the stages and the loop that polls them. On the main thread; the loop does not run yet."""
         c = self.configure
-        build: BuildNodes = load(c.build)
-        self.nodes = build(c.stages, self.context)
-        check_built(self.nodes, c)
-        nodes = list(self.nodes.values())
-        inlets = {i.link: (node, i) for node in nodes for i in node.inlets}
-        outlets = {o.link: (node, o) for node in nodes for o in node.outlets}
-        for name in inlets.keys() & outlets.keys():
-            outlets.pop(name)[1].join(inlets.pop(name)[1])
+        build: BuildStages = load(c.build)
+        self.stages = build(c.stages, self.context)
+        check_built(self.stages, c)
+        self.links = Links(self.stages)
         s, ring = self.context.settings, self.bell.ring
-        self.links = LinkEnds(inlets, outlets, s, self.device, ring, self.report, self._fail, recorder=self.recorder)
-        self.fresh = Fresh(nodes[0]) if not nodes[0].inlets else None  # it takes prompts
-        self.loop = Loop(in_order(nodes, self.fresh, self.push, self.links), self.bell)
-        record_host(self.recorder, self.loop, nodes)
+        self.ends = LinkEnds(self.links, s, self.device, ring, self.report, self._fail, recorder=self.recorder)
+        polls = [Poll(stage, self.poll) for stage in self.stages.values()]
+        first = next(iter(self.stages.values()))
+        self.fresh = Fresh(polls[0]) if not first.receives else None  # it takes prompts
+        self.loop = Loop(in_order(polls, self.fresh, self.push, self.ends), self.bell)
+        record_host(self.recorder, self.loop, self.stages.values(), self.links)
 
     def num_requests(self) -> int:
         """That any stage here holds something for."""
-        return max((len(node) for node in self.nodes.values()), default=0)
+        return max((len(stage) for stage in self.stages.values()), default=0)
+
+    # -- stages, on the loop thread
+
+    def poll(self, stage: Stage) -> bool:
+        """Give a stage what has arrived for it, take what it made, let it launch more. True: something happened."""
+        for outlet in self.links.outlets_of(stage.name):
+            for id in outlet.flush():
+                self._set_blocked(stage, id)
+        received = False
+        for inlet in self.links.inlets_of(stage.name):
+            for id, came in inlet.receive():
+                received = True
+                if isinstance(came, Arrival):
+                    self._accept(stage, came)
+                else:
+                    self._fail(id, stage.name, came)
+        made = self._move(stage, stage.poll())
+        launched = stage.launch()
+        if launched:  # on a CPU the launch was the work
+            self._move(stage, stage.poll())
+        return received or made or launched
+
+    def _move(self, stage: Stage, outputs: Sequence[Output]) -> bool:
+        """To the stages behind, and to the engine."""
+        for output in outputs:
+            if isinstance(output, ToLink):
+                self._send(stage, output)
+            else:
+                self._report(stage, output)
+        return bool(outputs)
+
+    def _send(self, stage: Stage, sent: ToLink) -> None:
+        outlet = self.links.outlets[sent.link]
+        if sent.request not in outlet:
+            return  # it was cancelled while this waited to be sent
+        if outlet.inlet is not None:
+            outlet.hand(sent)
+            self.receive(sent)
+        elif not outlet.send(sent) and sent.mark is Mark.MORE:
+            self._set_blocked(stage, sent.request)
+
+    def receive(self, sent: ToLink) -> None:
+        """What a stage here is sent, as it is."""
+        arrival = self.links.inlets[sent.link].take(sent) if sent.link in self.links.inlets else None
+        if arrival is not None:
+            self._accept(self.links.receivers[sent.link], arrival)
+
+    def _report(self, stage: Stage, output: ToEngine) -> None:
+        message = output.message
+        if isinstance(message, Ended | Failed):
+            self.links.close(message.request, stage.name, purge=isinstance(message, Failed))
+        self.report(message, output.blob)
+
+    def _accept(self, stage: Stage, arrival: Arrival) -> None:
+        try:
+            stage.accept(arrival)
+        except StrettoError as e:
+            self._fail(arrival.request, stage.name, e)
+
+    def _set_blocked(self, stage: Stage, id: RequestId) -> None:
+        stage.throttle(id, any(outlet.blocked(id) for outlet in self.links.outlets_of(stage.name)))
 
     # -- messages, on the loop thread
 
@@ -100,18 +160,18 @@ class Host:
             case Cancel(request=id):
                 self._cancel(id)
             case Say(request=id, stage=stage, ids=ids, last=last):
-                reader: object = self.nodes.get(stage)
+                reader: object = self.stages.get(stage)
                 if not isinstance(reader, TakesText):
                     raise WireError(f"{stage!r} takes no text here")
                 reader.take_text(id, ids, last)
             case Finish(request=id, stage=stage):
-                if stage in self.nodes:
-                    self.nodes[stage].finish(id)
+                if stage in self.stages:
+                    self.stages[stage].finish(id)
             case Throttle(request=id, on=on):
-                for node in self.nodes.values():
-                    node.throttle(id, on)
+                for other in self.stages.values():
+                    self._throttle(other, id, on)
             case Listen() | Connect() | Unlink():
-                self.links.handle(message, self.switches)
+                self.ends.handle(message, self.switches)
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
                 self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
@@ -121,12 +181,13 @@ class Host:
     def _admit(self, a: Admit, blob: Bytes) -> None:
         """Announce a request to its stages here, the last one first, so that its inputs find it ready. One that cannot
         be taken, for whatever is wrong with it, fails alone."""
-        first = next(iter(self.nodes))
+        first = next(iter(self.stages))
         try:
             prompt = unpack_prompt(a.prompt, blob)
-            for name, node in reversed(self.nodes.items()):
+            for name, stage in reversed(self.stages.items()):
                 if name in a.stages:
-                    node.admit(a, _decoded(a.stages[name], node), prompt)
+                    stage.admit(a, _decoded(a.stages[name], stage), prompt)
+                    self.links.open(a.request, name, {*a.stages, *a.elsewhere})
             if self.fresh is not None:
                 self.fresh.came = True
         except StrettoError as e:
@@ -137,17 +198,23 @@ class Host:
             self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
 
     def _supply(self, m: Supply, blob: Bytes) -> None:
-        node: object = self.nodes.get(m.stage)
+        stage: object = self.stages.get(m.stage)
         try:
-            if not isinstance(node, Asking):
+            if not isinstance(stage, TakesFeatures):
                 raise WireError(f"features for {m.stage!r}, which asks for none")
-            node.supply(m.request, unpack_pieces(m.pieces, blob))
+            stage.supply(m.request, unpack_pieces(m.pieces, blob))
         except StrettoError as e:
             self._fail(m.request, m.stage, e)
 
     def _cancel(self, id: RequestId) -> None:
-        for node in self.nodes.values():
-            node.cancel(id)
+        for name, stage in self.stages.items():
+            stage.cancel(id)
+            self.links.close(id, name, purge=True)
+
+    def _throttle(self, stage: Stage, id: RequestId, on: bool) -> None:
+        for outlet in self.links.outlets_of(stage.name):
+            outlet.throttle(id, on)
+            self._set_blocked(stage, id)
 
     def _fail(self, id: RequestId, where: str, error: StrettoError) -> None:
         """End a request in all stages here, and say why."""
@@ -156,16 +223,16 @@ class Host:
 
     def close(self) -> None:
         self.loop.stop()
-        self.links.close()
+        self.ends.close()
         for waiter in self.context.waiters:
             waiter.close()
 
 
-def _decoded(params: msgspec.Raw, node: Node) -> msgspec.Struct:
+def _decoded(params: msgspec.Raw, stage: Stage) -> msgspec.Struct:
     try:
-        return msgspec.msgpack.decode(params, type=node.params)
+        return msgspec.msgpack.decode(params, type=stage.params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise WireError(f"{node.name}: not what a request tells it: {e}") from None
+        raise WireError(f"{stage.name}: not a request's parameters: {e}") from None
 
 
 def take_messages(host: Host, channel: Channel) -> None:

@@ -1,65 +1,35 @@
-"""The two sides of a link as a node sees them: an outlet that it sends on, an inlet that it receives on. Loop thread.
+"""The links of a host's stages: outlets that stages send on, inlets that they receive on. Made and used by the host; on
+the loop thread.
 
-Between stages of one host a payload is handed over as it is: `send` ends in the receiving node's `read`. Between hosts
-it goes as chunks: `away.py`."""
+Between stages of one host a payload is handed over as it is. Between hosts it goes as chunks: `away.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-import torch
+from collections.abc import Iterator, Mapping, Set
 
 from stretto.connector.contract import Chunk
 from stretto.errors import StrettoError
 from stretto.stage.away import Arrivals, Departures
-from stretto.stage.payload.copies import adopt
 from stretto.stage.payload.schema import Payload, unpack
-from stretto.stage.scheduler.scheduler import Scheduler
+from stretto.stage.stage import Arrival, Stage, ToLink
 from stretto.types import Mark, RequestId
 
-P = TypeVar("P", bound=Payload)
 
+class Inlet:
+    """The receiving side: which requests were announced, and what comes for them from another host."""
 
-@dataclass(slots=True)
-class Arrival(Generic[P]):
-    """What came for a request. The payload is the reader's while it reads; None: nothing but the mark."""
-
-    payload: P | None
-    mark: Mark
-    event: torch.cuda.Event | None = None  # after which device tensors are there
-
-    def adopt(self) -> None:
-        """Make the current stream wait for the payload's device tensors, and keep their memory from being used again
-        under it."""
-        if self.event is not None and self.payload is not None:
-            adopt(self.payload.tensors().values(), self.event)
-
-
-class Inlet(Generic[P]):
-    """The receiving side: payloads of the requests that were announced. `read` is given each in order; `fail` is told
-    what went wrong with a request."""
-
-    def __init__(
-        self,
-        link: str,
-        kind: type[P],
-        read: Callable[[RequestId, Arrival[P]], None],
-        fail: Callable[[RequestId, StrettoError], None],
-    ) -> None:
+    def __init__(self, link: str, kind: type[Payload]) -> None:
         self.link, self.kind = link, kind
         self.within = False  # the sender is in this host
-        self._read, self._fail = read, fail
         self._open: set[RequestId] = set()
-        self.away = Arrivals(self._unpack, fail, self._open.discard)  # of a sender in another host
+        self.away = Arrivals(self._open.discard)  # of a sender in another host
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
         return len(self._open) + self.away.num_early
 
     def open(self, id: RequestId) -> None:
-        """Announce a request, and take what came for it early."""
+        """Announce a request; what came for it early is received next."""
         self._open.add(id)
         if not self.within:
             self.away.open(id)
@@ -70,76 +40,63 @@ class Inlet(Generic[P]):
         if not self.within:
             self.away.close(id, purge)
 
-    def hand(self, id: RequestId, arrival: Arrival[P]) -> None:
-        """From the sender in this host."""
-        if id not in self._open:
-            return  # it was cancelled here
-        if arrival.mark is Mark.REQUEST_END:
-            self._open.discard(id)
-        try:
-            self._read(id, arrival)
-        except StrettoError as e:
-            self._fail(id, e)
+    def take(self, sent: ToLink) -> Arrival | None:
+        """Of the sender in this host. None: the request is over here."""
+        if sent.request not in self._open:
+            return None
+        if sent.mark is Mark.REQUEST_END:
+            self._open.discard(sent.request)
+        return Arrival(self.link, sent.request, sent.payload, sent.mark, sent.event)
 
-    def turn(self) -> bool:
-        """Take what has arrived from another host. True: something had."""
-        return not self.within and self.away.turn()
+    def receive(self) -> Iterator[tuple[RequestId, Arrival | StrettoError]]:
+        """What has arrived from another host since the last call, or what went wrong with it."""
+        for id, came in () if self.within else self.away.receive():
+            if isinstance(came, Chunk):
+                try:
+                    payload = unpack(self.kind, came)
+                except StrettoError as e:
+                    yield id, e
+                else:
+                    yield id, Arrival(self.link, id, payload, came.header.mark, came.event)
+            else:
+                yield id, came
 
-    def _unpack(self, id: RequestId, chunk: Chunk) -> None:
-        self._read(id, Arrival(unpack(self.kind, chunk), chunk.header.mark, chunk.event))
 
+class Outlet:
+    """The sending side: which requests are open, and which must rest."""
 
-class Outlet(Generic[P]):
-    """The sending side: how much of each request was sent, and which requests must rest."""
-
-    def __init__(self, link: str, kind: type[P]) -> None:
+    def __init__(self, link: str, kind: type[Payload]) -> None:
         self.link, self.kind = link, kind
+        self.inlet: Inlet | None = None  # of the receiver, if it is in this host
         self.handed = 0  # payloads, to a receiver in this host
         self.away = Departures()  # to one in another host
-        self._inlet: Inlet[P] | None = None
-        self._open: dict[RequestId, int] = {}  # rows sent
+        self._open: set[RequestId] = set()
         self._slow: set[RequestId] = set()  # whose listener does not keep up
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
         return len(self._open)
 
-    @property
-    def within(self) -> bool:
-        """The receiver is in this host."""
-        return self._inlet is not None
-
-    def join(self, inlet: Inlet[P] | None) -> None:
-        """The receiver is in this host: there is nothing in between. None: it is not."""
-        self._inlet = inlet
-        if inlet is not None:
-            inlet.within = True
+    def __contains__(self, id: RequestId) -> bool:
+        return id in self._open
 
     def open(self, id: RequestId) -> None:
-        self._open[id] = 0
-        if self._inlet is None:
+        self._open.add(id)
+        if self.inlet is None:
             self.away.open(id)
 
-    def sent(self, id: RequestId) -> int:
-        """Rows of a request that were sent so far."""
-        return self._open[id]
+    def hand(self, sent: ToLink) -> None:
+        """It goes to the receiver in this host."""
+        if sent.mark is Mark.REQUEST_END:
+            self._forget(sent.request)
+        self.handed += 1
 
-    def send(
-        self, id: RequestId, payload: P | None, mark: Mark = Mark.MORE, event: torch.cuda.Event | None = None
-    ) -> bool:
-        """The next rows, complete once `event` has fired. False: there is no room for all; `flush` comes back to it."""
-        if payload is not None:
-            self._open[id] = payload.span.stop
-        if self._inlet is not None:
-            if mark is Mark.REQUEST_END:
-                self._forget(id)
-            self.handed += 1
-            self._inlet.hand(id, Arrival(payload, mark, event))
-            return True
-        sent = self.away.send(id, payload, mark, event)
-        if sent and mark is Mark.REQUEST_END:
-            self._forget(id)
-        return sent
+    def send(self, sent: ToLink) -> bool:
+        """To another host. False: there is no room for all; `flush` comes back to it."""
+        left = self.away.send(sent.request, sent.payload, sent.mark, sent.event)
+        if left and sent.mark is Mark.REQUEST_END:
+            self._forget(sent.request)
+        return left
 
     def flush(self) -> list[RequestId]:
         """Send what waited. Returns the requests of which nothing waits any more."""
@@ -159,11 +116,6 @@ class Outlet(Generic[P]):
         """A request rests while its listener is slow or its chunks find no room: each may end before the other."""
         return id in self._slow or id in self.away.full
 
-    def tell(self, id: RequestId, scheduler: Scheduler) -> None:
-        """Tell the scheduler whether the request rests."""
-        if id in scheduler:
-            scheduler.set_blocked(id, self.blocked(id))
-
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         self._slow.discard(id)
@@ -171,6 +123,47 @@ class Outlet(Generic[P]):
             self._forget(id, purge)
 
     def _forget(self, id: RequestId, purge: bool = False) -> None:
-        del self._open[id]
+        self._open.discard(id)
         self._slow.discard(id)
         self.away.forget(id, purge)
+
+
+class Links:
+    """All links that begin or end at these stages."""
+
+    def __init__(self, stages: Mapping[str, Stage]) -> None:
+        self.inlets: dict[str, Inlet] = {}
+        self.outlets: dict[str, Outlet] = {}
+        self.receivers: dict[str, Stage] = {}  # by link
+        self.senders: dict[str, Stage] = {}
+        self._ends: dict[str, list[Inlet | Outlet]] = {name: [] for name in stages}
+        for name, stage in stages.items():
+            for link, kind in stage.receives.items():
+                inlet = self.inlets[link] = Inlet(link, kind)
+                self.receivers[link] = stage
+                self._ends[name].append(inlet)
+            for link, kind in stage.sends.items():
+                outlet = self.outlets[link] = Outlet(link, kind)
+                self.senders[link] = stage
+                self._ends[name].append(outlet)
+        for link in self.inlets.keys() & self.outlets.keys():
+            self.outlets[link].inlet = self.inlets[link]
+            self.inlets[link].within = True
+
+    def inlets_of(self, stage: str) -> list[Inlet]:
+        return [end for end in self._ends[stage] if isinstance(end, Inlet)]
+
+    def outlets_of(self, stage: str) -> list[Outlet]:
+        return [end for end in self._ends[stage] if isinstance(end, Outlet)]
+
+    def open(self, id: RequestId, stage: str, way: Set[str]) -> None:
+        """A stage has admitted a request; `way` holds the names of all its stages, of other hosts too."""
+        for end in self._ends[stage]:
+            sender, _, receiver = end.link.partition(">")
+            if sender in way and receiver in way:
+                end.open(id)
+
+    def close(self, id: RequestId, stage: str, purge: bool) -> None:
+        """It is over there. With `purge`, so is what is on its way."""
+        for end in self._ends[stage]:
+            end.close(id, purge)

@@ -40,7 +40,7 @@ class Rhythm:
     room: float = ROOM
     worst_s: float = 0.0
     at: float = 0.0  # when that was
-    rested: float = 0.0  # prompts went first, all having enough (`giveway.py`): a frame made across that says nothing
+    rested: float = 0.0  # prompts went first, all having enough : a frame made across that says nothing
     _last: float = 0.0
 
     @classmethod

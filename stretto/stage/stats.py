@@ -6,34 +6,35 @@ there (`PipelineEngine.metrics`), and so are the labels that tell several hosts 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from stretto.connector.contract import Receiver, Sender
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.observe import logs
 from stretto.observe.recorder import Recorder
-from stretto.stage.codec import CodecStage
+from stretto.stage.codec import VocoderCore
+from stretto.stage.core import StageCore
+from stretto.stage.links import Links
 from stretto.stage.loop import Loop
-from stretto.stage.node import Node
 from stretto.stage.stage import Stage
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def record_host(recorder: Recorder, loop: Loop, nodes: Sequence[Node]) -> None:
+def record_host(recorder: Recorder, loop: Loop, stages: Iterable[Stage], links: Links) -> None:
     recorder.number("stretto_host_memory_bytes", resident)
     recorder.number("stretto_host_log_lines_dropped_total", logs.dropped)
     recorder.number("stretto_host_idle_seconds_total", lambda: loop.idle_ns / 1e9)
     recorder.number("stretto_host_busy_seconds_total", lambda: loop.age_s - loop.idle_ns / 1e9)
-    for node in nodes:
-        recorder.number("stretto_stage_requests", node.__len__, stage=node.name)
-        outlets, inlets = node.outlets, node.inlets
+    for stage in stages:
+        recorder.number("stretto_stage_requests", stage.__len__, stage=stage.name)
+        outlets, inlets = links.outlets_of(stage.name), links.inlets_of(stage.name)
         if outlets:
-            recorder.number("stretto_stage_outboxes", lambda o=outlets: sum(map(len, o)), stage=node.name)  # type: ignore[misc]
+            recorder.number("stretto_stage_outboxes", lambda o=outlets: sum(map(len, o)), stage=stage.name)  # type: ignore[misc]
         if inlets:
-            recorder.number("stretto_stage_inboxes", lambda i=inlets: sum(map(len, i)), stage=node.name)  # type: ignore[misc]
+            recorder.number("stretto_stage_inboxes", lambda i=inlets: sum(map(len, i)), stage=stage.name)  # type: ignore[misc]
         for outlet in outlets:
-            if outlet.within:
+            if outlet.inlet is not None:
                 recorder.number("stretto_link_handed_total", lambda o=outlet: o.handed, link=outlet.link)  # type: ignore[misc]
 
 
@@ -43,7 +44,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * PAGE
 
 
-def record_stage(recorder: Recorder, stage: Stage) -> None:
+def record_stage(recorder: Recorder, stage: StageCore) -> None:
     """An autoregressive stage."""
     s = stage.stats
     for name, read in {
@@ -67,7 +68,7 @@ def record_stage(recorder: Recorder, stage: Stage) -> None:
         recorder.histogram("stretto_stage_device_seconds", own.device, **labels)
 
 
-def record_codec(recorder: Recorder, stage: CodecStage) -> None:
+def record_codec(recorder: Recorder, stage: VocoderCore) -> None:
     """A stage that makes samples of frames."""
     s = stage.stats
     labels = {"stage": stage.name, "kind": "decode"}

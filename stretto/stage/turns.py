@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from stretto.stage.loop import Turns
-from stretto.stage.node import Node
+from stretto.stage.stage import Stage
 
 
 class PushReports:
@@ -21,32 +21,50 @@ class PushReports:
         return False
 
 
+class Poll:
+    """A turn of a stage."""
+
+    def __init__(self, stage: Stage, poll: Callable[[Stage], bool]) -> None:
+        self.stage, self._poll = stage, poll
+
+    @property
+    def cheap(self) -> bool:
+        return self.stage.cheap
+
+    @property
+    def due_ns(self) -> int | None:
+        return self.stage.due_ns
+
+    def turn(self) -> bool:
+        return self._poll(self.stage)
+
+
 class Fresh:
-    """A turn of the node that takes prompts, in rounds that brought requests."""
+    """A turn of the stage that takes prompts, in rounds that brought requests."""
 
     due_ns: int | None = None
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, first: Turns) -> None:
+        self.first = first
         self.came = False  # requests were admitted in this round
 
     def turn(self) -> bool:
         came, self.came = self.came, False
-        return came and self.node.turn()
+        return came and self.first.turn()
 
 
-def in_order(nodes: Sequence[Node], fresh: Fresh | None, push: Callable[[], None], links: Turns) -> list[Turns]:
+def in_order(stages: Sequence[Poll], fresh: Fresh | None, push: Callable[[], None], ends: Turns) -> list[Turns]:
     """In data-flow order (the loop goes through them from the end): what is ready leaves before anything
     else is done, and a stage goes before the one that feeds it, whose launches may be long. The last one, if its turns
     are short, comes once more behind each stage but the first, so that what these sent is launched behind their own
     steps at once. Only a new prompt goes to the first stage before the others: their part of it can be done while the
     first one's runs."""
     pushing = PushReports(push)
-    last = [nodes[-1]] if len(nodes) > 1 and nodes[-1].cheap else []
-    body = nodes[: len(nodes) - len(last)]
+    last = [stages[-1]] if len(stages) > 1 and stages[-1].cheap else []
+    body = stages[: len(stages) - len(last)]
     order: list[Turns] = [pushing]
-    for i, node in enumerate(body):
-        order += [*last, node] if i or fresh is None else [node, pushing]
-    if fresh is not None and len(nodes) > 1:
+    for i, stage in enumerate(body):
+        order += [*last, stage] if i or fresh is None else [stage, pushing]
+    if fresh is not None and len(stages) > 1:
         order.append(fresh)
-    return [*order, pushing, *last, links]
+    return [*order, pushing, *last, ends]

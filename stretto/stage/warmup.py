@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -22,15 +22,10 @@ from stretto.control.messages import Admit, Cancel, Ended, Failed, FromHost, enc
 from stretto.observe.recorder import MAX_SPANS
 from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
-from stretto.stage.ahead import Ahead
-from stretto.stage.codec import CodecStage
-from stretto.stage.counters import reset
-from stretto.stage.links import Arrival, Inlet
-from stretto.stage.mediarows import PayloadStore
+from stretto.stage.links import Inlet, Links
 from stretto.stage.payload.schema import Payload
 from stretto.stage.report import Report
-from stretto.stage.scheduler.scheduler import Scheduler
-from stretto.stage.stage import Stage
+from stretto.stage.stage import ToLink
 from stretto.types import Mark, RequestId
 
 if TYPE_CHECKING:
@@ -59,8 +54,6 @@ class WarmUp:
     """A family's, for the stages of one host."""
 
     requests: Sequence[WarmUpRequest]
-    forget: Callable[[], None] = lambda: None
-    """Drops what its nodes have learnt and kept; stages are taken care of."""
 
 
 class Reports:
@@ -94,52 +87,54 @@ def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.mono
         return good
     start = clock()
     reports.muted = True
-    with alone(host) as inlets:
+    with alone(host.links):
         for number, asked in enumerate(given.requests):
-            if asked.told.keys() & host.nodes.keys():
-                good += _perform(host, reports, asked, RequestId(f"warm-up-{number}"), inlets, clock)
+            if asked.told.keys() & host.stages.keys():
+                good += _perform(host, reports, asked, RequestId(f"warm-up-{number}"), clock)
         _settle(host)
     reports.muted = False
-    given.forget()
-    _forget(host)
+    for stage in host.stages.values():
+        stage.forget()
+    for outlet in host.links.outlets.values():
+        outlet.handed = 0
+    host.recorder.take_spans(MAX_SPANS)
     host.context.warm_up = None  # and the tensors in it
     log.info("served %d warm-up requests in %.3f s", good, clock() - start)
     return good
 
 
 @contextmanager
-def alone(host: Host) -> Iterator[Mapping[str, Inlet[Any]]]:
-    """Let links end here that lead to other hosts: what is sent is dropped. Gives the inlets that nobody sends to."""
-    nodes = host.nodes.values()
-    outlets = [o for node in nodes for o in node.outlets if not o.within]
-    inlets = {i.link: i for node in nodes for i in node.inlets if not i.within}
+def alone(links: Links) -> Iterator[None]:
+    """Let links end here that lead to other hosts: what is sent is dropped."""
+    outlets = [o for o in links.outlets.values() if o.inlet is None]
+    inlets = [i for i in links.inlets.values() if not i.within]
     for outlet in outlets:
-        outlet.join(Inlet(outlet.link, outlet.kind, lambda id, arrival: None, lambda id, error: None))
-    for inlet in inlets.values():
+        outlet.inlet = Inlet(outlet.link, outlet.kind)
+    for inlet in inlets:
         inlet.within = True
     try:
-        yield inlets
+        yield
     finally:
         for outlet in outlets:
-            outlet.join(None)
-        for inlet in inlets.values():
+            outlet.inlet = None
+        for inlet in inlets:
             inlet.within = False
 
 
 def _perform(
-    host: Host, reports: Reports, asked: WarmUpRequest, id: RequestId, inlets: Mapping[str, Inlet[Any]],
-    clock: Callable[[], float],
+    host: Host, reports: Reports, asked: WarmUpRequest, id: RequestId, clock: Callable[[], float]
 ) -> bool:  # fmt: skip
     reports.clear()
-    told = {name: params for name, params in asked.told.items() if name in host.nodes}
+    told = {name: params for name, params in asked.told.items() if name in host.stages}
     prompt = pack(asked.prompt)
     raw = {name: msgspec.Raw(msgspec.msgpack.encode(params)) for name, params in told.items()}
-    host.handle(Admit(id, prompt.meta, raw), bytes(prompt.features))
+    elsewhere = tuple(name for name in asked.told if name not in host.stages)
+    host.handle(Admit(id, prompt.meta, raw, elsewhere=elsewhere), bytes(prompt.features))
     for link, payloads in asked.arriving.items():
-        if link in inlets:
+        if link in host.links.inlets and link not in host.links.outlets:
             for payload in payloads:
-                inlets[link].hand(id, Arrival(payload, Mark.MORE))
-            inlets[link].hand(id, Arrival(None, Mark.REQUEST_END))
+                host.receive(ToLink(link, id, payload))
+            host.receive(ToLink(link, id, None, Mark.REQUEST_END))
     limit = clock() + LIMIT_S
     while reports.failed is None and (told.keys() - reports.ended or host.num_requests()):
         if clock() > limit:
@@ -164,19 +159,3 @@ def _settle(host: Host) -> None:
         torch.cuda.synchronize(host.device)
         while host.loop.round():
             pass
-
-
-def _forget(host: Host) -> None:
-    for node in host.nodes.values():
-        stage: object = getattr(node, "stage", None)
-        if isinstance(stage, Stage):
-            a, stage.store = stage.ahead, PayloadStore()
-            stage.scheduler = Scheduler(stage.scheduler.config, stage.store.drop)
-            stage.ahead, stage.due_ns = Ahead(a.sizes, a.lead_ns, a.on, a.clock), None
-            reset(stage.stats)
-        elif isinstance(stage, CodecStage):
-            stage.primers.clear()
-            reset(stage.stats)
-        for outlet in node.outlets:
-            outlet.handed = 0
-    host.recorder.take_spans(MAX_SPANS)

@@ -51,7 +51,7 @@ SHORT: Workload = replace(WORKLOADS["small"], text_tokens=12, frames=9)
 
 def state(host: OneHost) -> list[object]:
     """What rows change."""
-    stages = [node.stage for node in host.host.nodes.values()]
+    stages = [stage.core for stage in host.host.stages.values()]
     runners = host.runners()
     kept: list[object] = [host.host.switches, host.codec().config, host.codec().graphs]
     kept += [(s.scheduler.config, s.ahead.on) for s in stages if s is not host.codec()]
@@ -97,7 +97,7 @@ def test_streaming_sounds_before_the_text_is_over(host: Listening, asker: Asker)
 def test_what_was_held_back_is_told_and_on_a_cpu_it_is_nothing(host: Listening) -> None:
     told = host.host.recorder.values()
     for name in ("thinker", "talker"):
-        stage = host.host.nodes[name].stage
+        stage = host.host.stages[name].core
         assert not stage.ahead.on
         for what in ("held", "late"):
             assert told.pop(f'stretto_stage_{what}_total{{stage="{name}"}}') == 0

@@ -24,7 +24,7 @@ def test_phases_add_up_to_the_time_that_the_loop_is_busy(tiny_dir: Path) -> None
     assert found["device"] == {}
     own = sum(phase["ms"] for phase in found["phases"].values())
     assert 0 < own <= found["window_ms"]
-    for name in ("thinker: schedule", "talker: link in", "talker: emit", "code2wav: link in", "report"):
+    for name in ("thinker: schedule", "talker: accept", "talker: poll", "code2wav: accept", "report"):
         assert found["phases"][name]["calls"], name
 
 

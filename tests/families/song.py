@@ -6,7 +6,7 @@ the pass is given; a sample is the sum of all frames so far, kept in the slot of
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,23 @@ import numpy as np
 import torch
 
 from stretto.control.messages import Admit, Pcm, Text
-from stretto.errors import StrettoError
 from stretto.family import LinkSpec, ModelInfo, PipelineSpec, StageSpec
 from stretto.kernels.paged import KVCache, Paging
 from stretto.prompt.prompt import Prompt
 from stretto.stage.codec import AudioOutput
 from stretto.stage.context import StageContext
-from stretto.stage.links import Arrival, Inlet, Outlet
-from stretto.stage.node import Node
+from stretto.stage.core import Certain
+from stretto.stage.payload.schema import Payload
 from stretto.stage.report import Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.lane import HostInput, Picked, SideRows
 from stretto.stage.runner.rows import DeviceRows, How
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.stage.stage import Output
+from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
 from stretto.types import GREEDY, Mark, RequestId, SamplingParams, Span
 from tests.families.toys import Numbers, ToyModel, ToyParams
 
+LINK = "poet>organ"
 VOCAB, WIDTH = 512, 4  # tokens; samples of a frame
 
 
@@ -90,78 +90,84 @@ class SumLane:
         raise NotImplementedError
 
 
-class PoetNode:
+@dataclass(slots=True, eq=False)
+class Poem:
+    """One request."""
+
+    passes_on: bool
+    journal: Journal
+    sent: int = 0  # tokens, to the organ
+
+
+class PoetStage:
     """Prompts in, text out as reports, and as numbers to the organ."""
 
     name, params, cheap = "poet", ToyParams, False
+    receives: Mapping[str, type[Payload]] = {}
+    sends: Mapping[str, type[Payload]] = {LINK: Numbers}
 
     def __init__(self, c: StageContext) -> None:
-        self.report = c.report
-        self.outlet: Outlet[Numbers] = Outlet("poet>organ", Numbers)
-        self.inlets: tuple[()] = ()
-        self.outlets = (self.outlet,)
-        self.journals: dict[RequestId, Journal] = {}
+        self.requests: dict[RequestId, Poem] = {}
         blocks = c.settings.blocks["poet"]
-        self.stage = c.autoregressive("poet", SumLane(c, blocks), blocks, self._emit)
+        self.core = c.autoregressive("poet", SumLane(c, blocks), blocks)
 
     def __len__(self) -> int:
-        return len(self.stage)
+        return len(self.core)
 
     @property
     def due_ns(self) -> int | None:
-        return self.stage.due_ns
+        return self.core.due_ns
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        return self.stage.runner.stream
+        return self.core.runner.stream
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
-        self.stage.submit(RequestSpec(a.request, params.count, cache_root=a.cache_root), params, prompt.ids)
-        self.journals[a.request] = Journal(time.monotonic())
-        if params.passes_on:
-            self.outlet.open(a.request)
+        self.core.submit(RequestSpec(a.request, params.count, cache_root=a.cache_root), params, prompt.ids)
+        self.requests[a.request] = Poem(params.passes_on, Journal(time.monotonic()))
+
+    def accept(self, arrival: Arrival) -> None:
+        raise NotImplementedError
 
     def cancel(self, id: RequestId) -> None:
-        self.stage.cancel(id)
-        self.outlet.close(id, purge=True)
-        self.journals.pop(id, None)
+        self.core.cancel(id)
+        self.requests.pop(id, None)
 
     def finish(self, id: RequestId) -> None:
         pass  # the toys have no stop strings
 
     def throttle(self, id: RequestId, on: bool) -> None:
-        self.outlet.throttle(id, on)
-        self.outlet.tell(id, self.stage.scheduler)
+        if id in self.core.scheduler:
+            self.core.scheduler.set_blocked(id, on)
 
-    def turn(self) -> bool:
-        for id in self.outlet.flush():
-            self.outlet.tell(id, self.stage.scheduler)
-        return self.stage.turn()
+    def poll(self) -> Sequence[Output]:
+        return [output for certain in self.core.poll() for output in self._take(certain)]
 
-    def _emit(self, o: Output) -> None:
-        id, journal = o.request.id, self.journals.get(o.request.id)
-        if journal is None:
+    def launch(self) -> bool:
+        return self.core.launch()
+
+    def forget(self) -> None:
+        self.core.forget()
+
+    def _take(self, o: Certain) -> Iterator[Output]:
+        id, poem = o.request.id, self.requests.get(o.request.id)
+        if poem is None:
             return  # cancelled meanwhile
         if o.error is not None:
             self.cancel(id)
-            self.report(failed(id, self.name, o.error), b"")
+            yield ToEngine(failed(id, self.name, o.error))
             return
         if o.token is not None:
-            journal.mark(time.monotonic())
-            self.report(Text(id, (o.token,)), b"")
-            self._pass_on(o, o.token)
+            poem.journal.mark(time.monotonic())
+            yield ToEngine(Text(id, (o.token,)))
+            if poem.passes_on:
+                mark = Mark.MORE if o.reason is None else Mark.REQUEST_END
+                yield ToLink(LINK, id, Numbers(Span(poem.sent, poem.sent + 1), torch.tensor([o.token])), mark)
+                poem.sent += 1
         if o.reason is not None:
-            journal.cached = self.stage.num_cached(id)
-            self.report(journal.ended(id, self.name, o.reason), b"")
-            del self.journals[id]
-
-    def _pass_on(self, o: Output, token: int) -> None:
-        id = o.request.id
-        if len(self.outlet) and self.stage.runner.lane.inputs[id].passes_on:
-            at = self.outlet.sent(id)
-            mark = Mark.MORE if o.reason is None else Mark.REQUEST_END
-            if not self.outlet.send(id, Numbers(Span(at, at + 1), torch.tensor([token])), mark) and o.reason is None:
-                self.outlet.tell(id, self.stage.scheduler)
+            poem.journal.cached = o.cached
+            yield ToEngine(poem.journal.ended(id, self.name, o.reason))
+            del self.requests[id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,31 +206,32 @@ class Organ:
         return WIDTH * frames
 
 
-class OrganNode:
+class OrganStage:
     name, params, cheap, due_ns = "organ", ToyParams, True, None
+    receives: Mapping[str, type[Payload]] = {LINK: Numbers}
+    sends: Mapping[str, type[Payload]] = {}
 
     def __init__(self, c: StageContext) -> None:
-        self.report = c.report
-        self.inlet = Inlet("poet>organ", Numbers, self._read, self._fail)
-        self.inlets, self.outlets = (self.inlet,), ()
         self.journals: dict[RequestId, Journal] = {}
-        self.stage = c.vocoder("organ", Organ(), self._emit)
+        self.core = c.vocoder("organ", Organ())
 
     def __len__(self) -> int:
-        return len(self.stage)
+        return len(self.core)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        return self.stage.stream
+        return self.core.stream
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
-        self.stage.open(a.request)
+        self.core.open(a.request)
         self.journals[a.request] = Journal(time.monotonic())
-        self.inlet.open(a.request)
+
+    def accept(self, arrival: Arrival) -> None:
+        last = Reason.STOP if arrival.mark is Mark.REQUEST_END else None
+        self.core.push(arrival.request, arrival.payload.numbers[:, None], last)
 
     def cancel(self, id: RequestId) -> None:
-        self.stage.cancel(id)
-        self.inlet.close(id, purge=True)
+        self.core.cancel(id)
         self.journals.pop(id, None)
 
     def finish(self, id: RequestId) -> None:
@@ -233,32 +240,27 @@ class OrganNode:
     def throttle(self, id: RequestId, on: bool) -> None:
         pass
 
-    def turn(self) -> bool:
-        did = self.inlet.turn()
-        return self.stage.turn() or did
+    def poll(self) -> Sequence[Output]:
+        return [output for made in self.core.poll() for output in self._take(made)]
 
-    def _read(self, id: RequestId, arrival: Arrival[Numbers]) -> None:
-        assert arrival.payload is not None
-        last = Reason.STOP if arrival.mark is Mark.REQUEST_END else None
-        self.stage.push(id, arrival.payload.numbers[:, None], last)
+    def launch(self) -> bool:
+        return self.core.launch()
 
-    def _fail(self, id: RequestId, error: StrettoError) -> None:
-        self.cancel(id)
-        self.report(failed(id, self.name, error), b"")
+    def forget(self) -> None:
+        self.core.forget()
 
-    def _emit(self, o: AudioOutput) -> None:
+    def _take(self, o: AudioOutput) -> Iterator[Output]:
         journal = self.journals[o.request]
         if len(o.samples):
             journal.mark(time.monotonic())
-            self.report(Pcm(o.request, o.start, o.frames), o.samples.tobytes())
+            yield ToEngine(Pcm(o.request, o.start, o.frames), o.samples.tobytes())
         if o.reason is not None:
-            self.inlet.close(o.request, purge=False)
-            self.report(journal.ended(o.request, self.name, o.reason), b"")
+            yield ToEngine(journal.ended(o.request, self.name, o.reason))
             del self.journals[o.request]
 
 
-def build(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
-    kinds = {"poet": PoetNode, "organ": OrganNode}
+def build(stages: Sequence[str], c: StageContext) -> dict[str, Stage]:
+    kinds = {"poet": PoetStage, "organ": OrganStage}
     return {name: kinds[name](c) for name in stages}
 
 

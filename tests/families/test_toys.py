@@ -83,12 +83,12 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
 @pytest.mark.parametrize(
     ("opener", "message"),
     [
-        ("open_wrong", r"the node of voice has inlets \['writer>horn'\]; the pipeline's links are \['writer>voice'\]"),
-        ("open_too_few", r"build_too_few made nodes of .*; the stages of this host are"),
+        ("open_wrong", r"stage voice receives by \['writer>horn'\]; the pipeline's links are \['writer>voice'\]"),
+        ("open_too_few", r"build_too_few made the stages .*; the stages of this host are"),
     ],
 )
 @pytest.mark.parametrize("toy", ["toy_two"], indirect=True)
-def test_nodes_that_do_not_fit_the_pipeline_are_refused_at_the_start(
+def test_stages_that_do_not_fit_the_pipeline_are_refused_at_the_start(
     toy: Path, opener: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry.FAMILIES, toy.name, f"tests.families.toys:{opener}")

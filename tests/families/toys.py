@@ -16,16 +16,15 @@ import numpy as np
 import torch
 
 from stretto.control.messages import Admit, Pcm, Text
-from stretto.errors import Invalid, StrettoError
+from stretto.errors import Invalid
 from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.template import Tokenizer
 from stretto.stage.context import StageContext
-from stretto.stage.links import Arrival, Inlet, Outlet
-from stretto.stage.node import Node
 from stretto.stage.payload.schema import named, within
-from stretto.stage.report import Journal, failed
+from stretto.stage.report import Journal
 from stretto.stage.request import Reason
+from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
 from stretto.types import Mark, RequestId, Span
 
 SAMPLES = 10  # of each number
@@ -73,60 +72,62 @@ class Work:
     ended: bool = False  # no more will come
 
 
-class ToyNode:
-    """Takes a number a turn, changes it, and passes it on: as text from the first stage, as samples from the last."""
+class ToyStage:
+    """Takes numbers, changes each, and passes it on: as text from the first stage, as samples from the last."""
 
     params, cheap, due_ns, stream = ToyParams, False, None, None
 
-    def __init__(self, name: str, link: str | None, on: str | None, change: Callable[[int], int], c: StageContext):
-        self.name, self.change, self.report = name, change, c.report
-        self.inlets = (Inlet(link, Numbers, self._read, self._fail),) if link else ()
-        self.outlets = (Outlet(on, Numbers),) if on else ()
+    def __init__(self, name: str, link: str | None, on: str | None, change: Callable[[int], int]):
+        self.name, self.change, self.on = name, change, on
+        self.receives = {link: Numbers} if link else {}
+        self.sends = {on: Numbers} if on else {}
         self.work: dict[RequestId, Work] = {}
+        self.blocked: set[RequestId] = set()
+        self.outputs: list[Output] = []
 
     def __len__(self) -> int:
         return len(self.work)
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
         self.work[a.request] = work = Work(params, Journal(0.0))
-        for outlet in self.outlets:
-            if params.passes_on:
-                outlet.open(a.request)
-        for inlet in self.inlets:
-            inlet.open(a.request)
-        if not self.inlets:
+        if not self.receives:
             work.numbers.extend(prompt.ids[: params.count])
             work.ended = True
 
     def cancel(self, id: RequestId) -> None:
         self.work.pop(id, None)
-        for end in (*self.inlets, *self.outlets):
-            end.close(id, purge=True)
+        self.blocked.discard(id)
 
     def finish(self, id: RequestId) -> None:
         if id in self.work:  # it may have ended meanwhile
             self.work[id].numbers.clear()
 
     def throttle(self, id: RequestId, on: bool) -> None:
-        for outlet in self.outlets:
-            outlet.throttle(id, on)
+        if on and id in self.work:
+            self.blocked.add(id)
+        else:
+            self.blocked.discard(id)
 
-    def turn(self) -> bool:
-        did = bool(self.inlets) and self.inlets[0].turn()
-        for outlet in self.outlets:
-            outlet.flush()
+    def poll(self) -> Sequence[Output]:
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def launch(self) -> bool:
+        did = False
         for id, work in list(self.work.items()):
-            if not any(outlet.blocked(id) for outlet in self.outlets):
-                did = self._step(id, work) or did
+            did = (id not in self.blocked and self._step(id, work)) or did
         return did
+
+    def forget(self) -> None:
+        pass
 
     def _step(self, id: RequestId, work: Work) -> bool:
         if work.numbers:
             self._give(id, work, self.change(work.numbers.popleft()))
         elif work.ended:
-            if self.outlets and work.params.passes_on:
-                self.outlets[0].send(id, None, Mark.REQUEST_END)
-            self.report(work.journal.ended(id, self.name, Reason.STOP), b"")
+            if self.on and work.params.passes_on:
+                self.outputs.append(ToLink(self.on, id, None, Mark.REQUEST_END))
+            self.outputs.append(ToEngine(work.journal.ended(id, self.name, Reason.STOP)))
             del self.work[id]
         else:
             return False
@@ -134,24 +135,20 @@ class ToyNode:
 
     def _give(self, id: RequestId, work: Work, number: int) -> None:
         work.journal.mark(float(work.done))
-        if not self.inlets:
-            self.report(Text(id, (number,)), b"")
-        if self.outlets and work.params.passes_on:
-            self.outlets[0].send(id, Numbers(Span(work.done, work.done + 1), torch.tensor([number])))
-        elif not self.outlets:
+        if not self.receives:
+            self.outputs.append(ToEngine(Text(id, (number,))))
+        if self.on and work.params.passes_on:
+            self.outputs.append(ToLink(self.on, id, Numbers(Span(work.done, work.done + 1), torch.tensor([number]))))
+        elif not self.on:
             samples = np.full(SAMPLES, number / 1e4, np.float32)
-            self.report(Pcm(id, SAMPLES * work.done, work.done + 1), samples.tobytes())
+            self.outputs.append(ToEngine(Pcm(id, SAMPLES * work.done, work.done + 1), samples.tobytes()))
         work.done += 1
 
-    def _read(self, id: RequestId, arrival: Arrival[Numbers]) -> None:
-        work = self.work[id]
+    def accept(self, arrival: Arrival) -> None:
+        work = self.work[arrival.request]
         if arrival.payload is not None:
             work.numbers.extend(arrival.payload.numbers.tolist())
         work.ended = arrival.mark is Mark.REQUEST_END
-
-    def _fail(self, id: RequestId, error: StrettoError) -> None:
-        self.cancel(id)
-        self.report(failed(id, self.name, error), b"")
 
 
 # -- families
@@ -162,35 +159,35 @@ CHANGES: dict[str, dict[str, Callable[[int], int]]] = {
 }
 
 
-def build_two(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
+def build_two(stages: Sequence[str], c: StageContext) -> dict[str, Stage]:
     return build("toy_two", stages, c)
 
 
-def build_wrong(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
+def build_wrong(stages: Sequence[str], c: StageContext) -> dict[str, Stage]:
     """As a mistake in a family would: the last stage listens on a link that nobody has declared."""
-    nodes = build("toy_two", stages, c)
-    return nodes | {n: ToyNode(n, "writer>horn", None, int, c) for n in stages if n == "voice"}
+    made = build("toy_two", stages, c)
+    return made | {n: ToyStage(n, "writer>horn", None, int) for n in stages if n == "voice"}
 
 
-def build_too_few(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
+def build_too_few(stages: Sequence[str], c: StageContext) -> dict[str, Stage]:
     return build("toy_two", stages[:-1], c)
 
 
-def build_four(stages: Sequence[str], c: StageContext) -> dict[str, Node]:
+def build_four(stages: Sequence[str], c: StageContext) -> dict[str, Stage]:
     return build("toy_four", stages, c)
 
 
-def build(family: str, stages: Sequence[str], c: StageContext) -> dict[str, Node]:
+def build(family: str, stages: Sequence[str], c: StageContext) -> dict[str, Stage]:
     names = list(CHANGES[family])
 
-    def node(name: str) -> Node:
+    def stage(name: str) -> Stage:
         c.progress(name, "loading")
         i = names.index(name)
         link = f"{names[i - 1]}>{name}" if i else None
         on = f"{name}>{names[i + 1]}" if i + 1 < len(names) else None
-        return ToyNode(name, link, on, CHANGES[family][name], c)
+        return ToyStage(name, link, on, CHANGES[family][name])
 
-    return {name: node(name) for name in stages}
+    return {name: stage(name) for name in stages}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, FromHo
 from stretto.control.settings import HostSettings
 from stretto.kernels.fast import dtypes
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.nodes.encoders import Kept
+from stretto.models.qwen3_omni.stages.encoders import Kept
 from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
 from stretto.stage.host import Host
@@ -75,7 +75,7 @@ class Listener:
         self.hosts = [Host(configure(str(directory), group, {}), settings, self._report) for group in groups]
         for host in self.hosts:
             host.load()
-        self.nodes: dict[str, Any] = {name: node for host in self.hosts for name, node in host.nodes.items()}
+        self.stages: dict[str, Any] = {name: stage for host in self.hosts for name, stage in host.stages.items()}
         self.device = self.hosts[0].device
         if apart:
             self.lay(OverlapSwitches())
@@ -91,14 +91,14 @@ class Listener:
             host.switches = switches
             for link in LINKS:
                 host.handle(Unlink(link), b"")
-        where = {name: host for host in self.hosts for name in host.nodes}
+        where = {name: host for host in self.hosts for name in host.stages}
         for link, (sender, receiver) in reversed(LINKS.items()):
             secret = secrets.token_bytes(SECRET_BYTES)
             where[receiver].handle(Listen(link, "shm", self.generation, secret), b"")
             where[sender].handle(Connect(link, "shm", self.endpoint, self.generation, secret), b"")
 
     def runners(self) -> list[Any]:
-        return [self.nodes[name].stage.runner for name in ("thinker", "talker")]
+        return [self.stages[name].core.runner for name in ("thinker", "talker")]
 
     def handle(self, message: ToHost, blob: bytes = b"") -> None:
         for host in self.hosts:
@@ -150,17 +150,17 @@ class Listener:
 
     def settle(self) -> None:
         """Until steps that ran ahead are back; then nothing may be left of any request."""
-        while self.step() or any(len(n) or in_flight(n.stage) for n in self.nodes.values()):
+        while self.step() or any(len(s) or in_flight(s.core) for s in self.stages.values()):
             pass
         for name in ("thinker", "talker"):
-            check_scheduler(self.nodes[name].stage.scheduler)
-            assert not len(self.nodes[name].outlet)
+            check_scheduler(self.stages[name].core.scheduler)
+        assert not any(len(outlet) for host in self.hosts for outlet in host.links.outlets.values())
 
     def forget(self) -> None:
         """Nothing that was computed so far will be found."""
         for name in ("thinker", "talker"):
-            clear_cache(self.nodes[name].stage.scheduler.pool)
-        self.nodes["thinker"].encoders.kept = Kept()
+            clear_cache(self.stages[name].core.scheduler.pool)
+        self.stages["thinker"].encoders.kept = Kept()
 
 
 @contextmanager

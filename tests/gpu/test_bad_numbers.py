@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.nodes.encoders import Encoders, Encoding, Rows
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import MediaPiece
+from stretto.models.qwen3_omni.stages.encoders import Encoders, Encoding, Rows
 from stretto.prompt.prompt import Prompt
-from stretto.stage.links import Arrival
+from stretto.stage.stage import Arrival
 from stretto.types import RequestId
 from tests.gpu.onehost import SETTINGS, Answer, Listener, about, kernels
 
@@ -95,7 +95,7 @@ def test_rows_that_are_not_of_this_model_fail_their_request_alone(
     """Whatever a link brings: ids are looked up on the device, where one that is not there ends the whole process."""
     host, prompts = case.host, case.prompts
     bad, length = RequestId(f"q{host.asked + 1 + BAD}"), len(prompts[BAD].ids)
-    words = host.nodes["talker"].model.text_table.shape[0]
+    words = host.stages["talker"].model.text_table.shape[0]
 
     def spoiled(rows: ThinkerRows) -> ThinkerRows:
         if what == "too narrow":
@@ -106,15 +106,15 @@ def test_rows_that_are_not_of_this_model_fail_their_request_alone(
         ids[-1] = words if what == "beyond the words" else -1
         return replace(rows, ids=ids)
 
-    inlet = host.nodes["talker"].inlet
-    read = inlet._read
+    talker = host.stages["talker"]
+    accept = talker.accept
 
-    def spoil(id: RequestId, arrival: Arrival[ThinkerRows]) -> None:
-        if id == bad and arrival.payload is not None:
+    def spoil(arrival: Arrival) -> None:
+        if arrival.request == bad and arrival.payload is not None:
             arrival = replace(arrival, payload=spoiled(arrival.payload))
-        read(id, arrival)
+        accept(arrival)
 
-    monkeypatch.setattr(inlet, "_read", spoil)
+    monkeypatch.setattr(talker, "accept", spoil)
     for i, answer in enumerate(case.ask(prompts)):
         if i == BAD:
             assert answer.error is not None

@@ -51,7 +51,7 @@ def test_sounds_of_several_requests_in_one_launch(
         host.forget()
         alone += [a.output for a in host.answer([prompt])]
     host.forget()
-    tower = host.nodes["thinker"].model.audio_tower
+    tower = host.stages["thinker"].model.audio_tower
     monkeypatch.setattr(tower, "encode_windows", launches := Launches(tower))
     assert [a.output for a in host.answer(prompts)] == alone
     assert launches.sizes == [3]
@@ -63,7 +63,7 @@ def test_one_that_cannot_be_encoded_fails_alone(
     host.forget()
     wanted = [a.output for a in host.answer(prompts)]
     host.forget()
-    model = host.nodes["thinker"].model
+    model = host.stages["thinker"].model
     (piece,) = prompts[1].audios[0].pieces
     bad = torch.as_tensor(piece.values).to(model.device, model.dtype)
     monkeypatch.setattr(model.audio_tower, "encode_windows", launches := Launches(model.audio_tower, bad))
@@ -79,7 +79,7 @@ def test_only_a_cpu_rests_between_two_parts(
 ) -> None:
     """For fifteen times as long as a part took, while others are being answered."""
     host.forget()
-    encoders = host.nodes["thinker"].encoders
+    encoders = host.stages["thinker"].encoders
     (first,) = host.admit(prompts[:1])
     while encoders.num_due:
         host.step()

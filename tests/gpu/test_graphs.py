@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.codec import CodecConfig, CodecStage
+from stretto.stage.codec import CodecConfig, VocoderCore
 from stretto.stage.request import Reason
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
 from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
-from tests.stage.stepping import idle, in_flight, wait
+from tests.stage.stepping import idle, in_flight, turn, wait
 from tests.stage.test_codec import Ears, codes
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +90,7 @@ def test_steps_do_not_wait(kind: str, graphs: bool, gpu_models: Models) -> None:
 
     runner.launch = watched
     for _ in range(12):
-        stage.turn()
+        desk.turn()
         wait(stage)
     assert not desk.errors
     assert stage.stats.failed == 0
@@ -102,7 +102,7 @@ def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
     heard = []
     for graphs in (False, True):
         ears = Ears()
-        stage = CodecStage(gpu_models.code2wav, ears, config)
+        stage = VocoderCore(gpu_models.code2wav, config)
         if graphs:
             stage.capture()
         rng = np.random.default_rng(0)
@@ -117,8 +117,8 @@ def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
                 stage.push(RequestId(str(i)), part, None if len(left[i]) else Reason.STOP)
                 if not len(left[i]):
                     del left[i]
-            stage.turn()
-        while stage.turn() or in_flight(stage):
+            turn(stage, ears)
+        while turn(stage, ears) or in_flight(stage):
             wait(stage)
         assert idle(stage)
         heard.append([ears.heard(str(i)) for i in range(6)])

@@ -78,7 +78,7 @@ def alone(together: Listener, prompts: list[Prompt]) -> list[Output]:
 
 
 def pads(host: Listener, prompt: Prompt) -> list[int]:
-    tokens = host.nodes["thinker"].config.tokens
+    tokens = host.stages["thinker"].config.tokens
     return [place for place, id in enumerate(prompt.ids) if id in tokens.media_pads]
 
 

@@ -60,7 +60,7 @@ class Driven:
         told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
         self.host = Host(told, HostSettings(trace=True, **settings), self.outgoing.post)
         self.host.load()
-        for node in self.host.nodes.values():  # no time passes: the sizes of packets tell nothing of this machine
+        for node in self.host.stages.values():  # no time passes: the sizes of packets tell nothing of this machine
             if hasattr(node, "clock"):
                 node.clock = lambda: 0.0
             if hasattr(node, "encoders"):
@@ -176,14 +176,14 @@ def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
     assert not driven.host.recorder.take_spans(1)
     assert driven.host.num_requests() == 0
     assert driven.host.context.warm_up is None
-    nodes: dict[str, Any] = driven.host.nodes
-    others: dict[str, Any] = plain.host.nodes
+    nodes: dict[str, Any] = driven.host.stages
+    others: dict[str, Any] = plain.host.stages
     assert nodes["talker"].rhythm == others["talker"].rhythm
-    assert not nodes["talker"].stage.runner.lane.inputs
-    assert not len(nodes["code2wav"].stage.primers)
+    assert not nodes["talker"].core.runner.lane.inputs
+    assert not len(nodes["code2wav"].core.primers)
     for name in nodes.keys() & {"thinker", "talker"}:
-        stage = nodes[name].stage
-        assert stage.scheduler.pool._free == others[name].stage.scheduler.pool._free
+        stage = nodes[name].core
+        assert stage.scheduler.pool._free == others[name].core.scheduler.pool._free
         assert not len(stage.store)
         assert stage.ahead._launches.high is None
     if kind == "omni":
@@ -208,17 +208,22 @@ def test_stages_warm_up_without_those_of_other_hosts(
     opened: Open, kind: str, stages: tuple[str, ...], requests: int
 ) -> None:
     driven = opened(kind, stages)
-    nodes: dict[str, Any] = driven.host.nodes
+    nodes: dict[str, Any] = driven.host.stages
     steps: list[str] = []
     for name, node in nodes.items():
         if requests:
-            what = node.stage if name == "code2wav" else node.stage.runner
+            what = node.core if name == "code2wav" else node.core.runner
             watch(what, "run" if name == "code2wav" else "launch", lambda name=name: steps.append(name))
-    before, within = driven.values(), [end.within for n in nodes.values() for end in (*n.inlets, *n.outlets)]
+    before, within = driven.values(), remote_ends(driven)
     assert driven.warm_up() == requests
     assert set(steps) == (set(stages) if requests else set())
     assert driven.values() == before
-    assert [end.within for n in nodes.values() for end in (*n.inlets, *n.outlets)] == within
+    assert remote_ends(driven) == within
+
+
+def remote_ends(driven: Driven) -> list[bool]:
+    links = driven.host.links
+    return [i.within for i in links.inlets.values()] + [o.inlet is not None for o in links.outlets.values()]
 
 
 def watch(owner: Any, name: str, note: Callable[[], None]) -> None:

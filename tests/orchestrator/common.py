@@ -236,9 +236,9 @@ class HandDriven:
         told = configure(str(model), STAGES, settings.as_dict())
         self.host = Host(told, settings, lambda message, blob: self.reports.append((message, blob)))
         self.host.load()
-        self.host.nodes["thinker"].encoders.clock = lambda: 0  # no time passes: encoders never rest for others
+        self.host.stages["thinker"].encoders.clock = lambda: 0  # no time passes: encoders never rest for others
         for name in ("thinker", "talker"):
-            self._watch(name, self.host.nodes[name].stage.runner)
+            self._watch(name, self.host.stages[name].core.runner)
 
     def _watch(self, name: str, runner: Any) -> None:
         launch = runner.launch

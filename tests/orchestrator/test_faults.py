@@ -322,7 +322,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
         driven.host.loop.round()
         faults: list[StrettoError] = [PutFailed("injected", link="talker>code2wav", request=RequestId("doomed"))]
         link = SimpleNamespace(faults=lambda: [faults.pop()] if faults else [], ended=False)
-        end = driven.host.links.ends["talker>code2wav"] = LinkEnd(1, outgoing=link)  # type: ignore[arg-type]
+        end = driven.host.ends.ends["talker>code2wav"] = LinkEnd(1, outgoing=link)  # type: ignore[arg-type]
         while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):
             assert driven.host.loop.round(), "nothing to do, but the other answer is not complete"
         failed = [m for m, _ in driven.reports if isinstance(m, Failed)]
@@ -330,8 +330,8 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
         assert failed[0].kind == "PutFailed"
         assert {m.request for m, _ in driven.reports if isinstance(m, Ended)} == {"other"}
         assert not any(isinstance(m, LinkDown) for m, _ in driven.reports)
-        assert all(len(node.stage) == 0 for node in driven.host.nodes.values())
+        assert all(len(node.core) == 0 for node in driven.host.stages.values())
         assert not end.down
     finally:
-        driven.host.links.ends.clear()
+        driven.host.ends.ends.clear()
         driven.host.close()

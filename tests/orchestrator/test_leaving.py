@@ -16,10 +16,10 @@ from stretto.control.messages import Cancel, Ended, Throttle
 from stretto.control.request import Params
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.speech.vocoder_node import VocoderNode
+from stretto.models.qwen3_omni.stages.thinker import ThinkerStage
+from stretto.models.speech.vocoder_stage import VocoderStage
 from stretto.orchestrator.api import AudioChunk, Event, TextDelta
 from stretto.orchestrator.engine import PipelineEngine
 from stretto.orchestrator.ticket import Ticket
@@ -223,10 +223,10 @@ def greedy() -> list[SamplingParams]:
 def kept(driven: HandDriven) -> dict[str, Any]:
     """What a host remembers of requests."""
     left: dict[str, Any] = {}
-    for name, node in driven.host.nodes.items():
-        stage = node.stage
+    for name, node in driven.host.stages.items():
+        stage = node.core
         left[f"{name}: requests"] = len(stage)
-        if isinstance(node, VocoderNode):
+        if isinstance(node, VocoderStage):
             left["slots"] = stage.config.slots - stage.num_free
             left["journals"] = len(node.journals)
         else:
@@ -234,15 +234,15 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left[f"{name}: rows"] = len(stage.scheduler._ledger.holdings.seated)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.lane.inputs)
-            left[f"{name}: out"] = len(node.outlet) + len(node.outlet._slow) + len(node.outlet.away.full)
+            outlets = driven.host.links.outlets_of(name)
+            left[f"{name}: out"] = sum(len(o) + len(o._slow) + len(o.away.full) for o in outlets)
             mine = (
                 (node.tellings, node.encoders.requests)
-                if isinstance(node, ThinkerNode)
+                if isinstance(node, ThinkerStage)
                 else (node.voices, node._waiting)
             )
             left[f"{name}: records"] = sum(map(len, mine))
-        if not isinstance(node, ThinkerNode):
-            left[f"{name}: in"] = len(node.inlet)
+        left[f"{name}: in"] = sum(map(len, driven.host.links.inlets_of(name)))
     return {k: v for k, v in left.items() if v}
 
 
@@ -275,10 +275,10 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
     packed = pack(builder.build(CHATS["text"]))
     tokens, frames, reached = STATES[state]
     driven = HandDriven(tiny_dir, NARROW)
-    id, vocoder = RequestId("r"), driven.host.nodes["code2wav"].stage
-    work = vocoder.turn
+    id, vocoder = RequestId("r"), driven.host.stages["code2wav"].core
+    work = vocoder.launch
     if state == "last packet":
-        vocoder.turn = lambda: False  # type: ignore[method-assign]
+        vocoder.launch = lambda: False  # type: ignore[method-assign]
     try:
         whole = {"min_text_tokens": tokens, "min_frames": frames}
         driven.host.handle(
@@ -292,7 +292,7 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
                 pass
         assert len(vocoder) == 1
         driven.host.handle(Cancel(id), b"")
-        vocoder.turn = work  # type: ignore[method-assign]
+        vocoder.launch = work  # type: ignore[method-assign]
         said, made = len(driven.reports), vocoder.stats.frames
         for _ in range(driven.host.context.settings.overlap_depth):
             driven.host.loop.round()

@@ -23,7 +23,7 @@ SURELY = 1e6  # a logit
 
 def hurry(driven: HandDriven, config: OmniConfig) -> None:
     """Both models want nothing but the end."""
-    thinker, talker = driven.host.nodes["thinker"].model, driven.host.nodes["talker"].model
+    thinker, talker = driven.host.stages["thinker"].model, driven.host.stages["talker"].model
     logits, frame = thinker.logits, talker.frame
 
     def wanting(hidden: torch.Tensor) -> torch.Tensor:

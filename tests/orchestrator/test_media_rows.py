@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
-from stretto.stage.stage import Output
+from stretto.stage.core import Certain
 from stretto.types import GREEDY, RequestId
 from tests.orchestrator.common import HandDriven, picture, say, sound
 from tests.pipeline import STAGES, announcement
@@ -28,19 +28,19 @@ NUMBERS = count()
 
 
 class Asked(HandDriven):
-    """Notes the media rows that leave the thinker's stage."""
+    """Notes the media rows that leave the thinker's core."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(model, HostSettings())
-        stage = self.host.nodes["thinker"].stage
-        self.rows, emit = 0, stage.emit
+        core = self.host.stages["thinker"].core
+        self.rows, poll = 0, core.poll
 
-        def noted(output: Output) -> None:
-            if output.media is not None:
-                self.rows += len(output.media.places)
-            emit(output)
+        def noted() -> list[Certain]:
+            found = poll()
+            self.rows += sum(len(c.media.places) for c in found if c.media is not None)
+            return found
 
-        stage.emit = noted
+        core.poll = noted
 
     def ask(self, prompt: Prompt, speak: bool) -> tuple[int, int]:
         """Media rows of a whole answer, and tokens of its prompt that were found in the thinker's cache."""

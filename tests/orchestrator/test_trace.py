@@ -15,7 +15,7 @@ from stretto.models.qwen3_omni.config import OPENING_S, OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.speech.talker_node import FRAME_S
+from stretto.models.speech.talker_stage import FRAME_S
 from stretto.observe.trace import TraceEvents
 from stretto.orchestrator.api import TimelineSpan
 from stretto.orchestrator.engine import PipelineEngine
@@ -111,9 +111,9 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     packed = pack(prompt)
     driven = HandDriven(tiny_dir, HostSettings())
-    for node in driven.host.nodes.values():
-        node.clock = lambda: 1000.0
-    assert driven.host.nodes["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
+    for stage in driven.host.stages.values():
+        stage.clock = lambda: 1000.0
+    assert driven.host.stages["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
     try:
         driven.answer(
             announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20), packed.features
@@ -145,7 +145,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
         sum(1 for _ in models.thinker.visual.encoding([v.values for v in seen.videos], [v.grid for v in seen.videos])),
     )
     assert parts > 4
-    host.nodes["thinker"].encoders.clock = count().__next__  # a part takes one tick
+    host.stages["thinker"].encoders.clock = count().__next__  # a part takes one tick
     try:
         for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
             packed = pack(prompt)
@@ -157,7 +157,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
             assert "text" in ended or worked.count("video") < parts / 2, "most of the time is the other request's"
             host.loop.round()
         assert ended == ["text", "video"]
-        assert not host.nodes["thinker"].encoders.requests
+        assert not host.stages["thinker"].encoders.requests
         host.handle(Ping(1), b"")
         told = driven.reports[-1][0]
         assert isinstance(told, Stats)

@@ -17,18 +17,18 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.prompt.prompt import Prompt
 from stretto.stage.ahead import Ahead
+from stretto.stage.core import Certain, StageCore
 from stretto.stage.mediarows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
-from stretto.stage.stage import Output, Stage
 from stretto.types import RequestId, Span
 from tests.solo import Options, media_places
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
-from tests.stage.stepping import in_flight, wait
+from tests.stage.stepping import in_flight, turn, wait
 
 CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
 
@@ -64,14 +64,14 @@ class Desk:
             Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS)).drive(runner)
             ahead = Ahead((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
         store = PayloadStore()
-        self.stage = Stage(kind, Scheduler(config, store.drop), runner, self.collect, store, ahead=ahead)
+        self.stage = StageCore(kind, Scheduler(config, store.drop), runner, store, ahead=ahead)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, list[list[int]]] = defaultdict(list)
         self.media: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
         self.ended: dict[str, Reason] = {}
         self.errors: dict[str, Exception] = {}
 
-    def collect(self, o: Output) -> None:
+    def collect(self, o: Certain) -> None:
         id = str(o.request.id)
         assert id not in self.ended, f"{id}: output after its end"
         if o.token is not None:
@@ -88,10 +88,13 @@ class Desk:
             if o.error is not None:
                 self.errors[id] = o.error
 
+    def turn(self) -> bool:
+        return turn(self.stage, self.collect)
+
     def run(self, turns: int = 100_000) -> None:
         """Until nothing more can be done without new input."""
         for _ in range(turns):
-            if not self.stage.turn():
+            if not self.turn():
                 if not in_flight(self.stage):
                     return
                 due = self.stage.due_ns

@@ -1,26 +1,40 @@
-"""Stages without a loop: how many of their steps are in flight, and waiting for the oldest."""
+"""Cores of stages without a loop: a turn of theirs, and waiting for their oldest step."""
 
 from __future__ import annotations
 
-from stretto.stage.codec import CodecStage
-from stretto.stage.stage import Stage
+from collections.abc import Callable
+from typing import Any
+
+from stretto.stage.codec import VocoderCore
+from stretto.stage.core import StageCore
 
 
-def in_flight(stage: Stage | CodecStage) -> int:
-    return len(stage._steps)
+def turn(core: StageCore | VocoderCore, collect: Callable[[Any], None]) -> bool:
+    """Poll and launch, as a host does. True: something came of it."""
+    made = core.poll()
+    launched = core.launch()
+    if launched:
+        made += core.poll()
+    for output in made:
+        collect(output)
+    return bool(made) or launched
 
 
-def wait(stage: Stage | CodecStage) -> None:
+def in_flight(core: StageCore | VocoderCore) -> int:
+    return core.in_flight
+
+
+def wait(core: StageCore | VocoderCore) -> None:
     """Until the oldest step is back."""
-    if stage._steps:
-        oldest = stage._steps[0]
+    if core._steps:
+        oldest = core._steps[0]
         copied = oldest[0].copied if isinstance(oldest, tuple) else oldest.copied
         if copied is not None:
             copied.synchronize()
 
 
-def idle(stage: Stage | CodecStage) -> bool:
+def idle(core: StageCore | VocoderCore) -> bool:
     """Nothing is held for anybody."""
-    if isinstance(stage, CodecStage) and stage.num_free != stage.config.slots:
+    if isinstance(core, VocoderCore) and core.num_free != core.config.slots:
         return False
-    return not stage._steps and not len(stage)
+    return not core.in_flight and not len(core)

@@ -9,10 +9,10 @@ import torch
 
 from stretto.errors import Busy, Gone, StageDead
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.codec import AudioOutput, CodecConfig, CodecStage
+from stretto.stage.codec import AudioOutput, CodecConfig, VocoderCore
 from stretto.stage.request import Reason
 from stretto.types import RequestId
-from tests.stage.stepping import idle, in_flight, wait
+from tests.stage.stepping import idle, in_flight, turn, wait
 
 SMALL = CodecConfig(slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4))
 
@@ -53,7 +53,7 @@ class Device:
                 self.copied.synchronize()
             self.fired = True
 
-    def __init__(self, stage: CodecStage) -> None:
+    def __init__(self, stage: VocoderCore) -> None:
         self.running: deque[Device.Event] = deque()
         self._run = stage.run
         stage.run = self.run  # type: ignore[method-assign]
@@ -66,9 +66,9 @@ class Device:
     def finish(self) -> None:
         self.running.popleft().synchronize()
 
-    def rest(self, stage: CodecStage) -> None:
+    def rest(self, stage: VocoderCore, ears: Ears) -> None:
         """Until nothing is in flight."""
-        while stage.turn() or self.running:
+        while turn(stage, ears) or self.running:
             if self.running:
                 self.finish()
 
@@ -82,8 +82,8 @@ def decoded(models: Models, frames: torch.Tensor) -> np.ndarray:
     return models.code2wav.decode(frames.to(next(models.code2wav.parameters()).device)).cpu().numpy()
 
 
-def run(stage: CodecStage) -> None:
-    while stage.turn() or in_flight(stage):
+def run(stage: VocoderCore, ears: Ears) -> None:
+    while turn(stage, ears) or in_flight(stage):
         wait(stage)
 
 
@@ -92,7 +92,7 @@ def run(stage: CodecStage) -> None:
 def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Models) -> None:
     rng = np.random.default_rng(seed)
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, replace(SMALL, overlap_depth=depth))
+    stage = VocoderCore(models.code2wav, replace(SMALL, overlap_depth=depth))
     lengths = {str(i): int(rng.integers(1, 14)) for i in range(7)}  # more streams than slots
     frames = {id: codes(models, n, int(id)) for id, n in lengths.items()}
     fed = dict.fromkeys(frames, 0)
@@ -106,10 +106,10 @@ def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Model
                 stage.push(RequestId(id), frames[id][fed[id] : fed[id] + n].to(stage.device), last)
                 fed[id] += n
                 if fed[id] == lengths[id] and last is None:  # the end comes alone, later
-                    stage.turn()
+                    turn(stage, ears)
                     stage.push(RequestId(id), frames[id][:0], Reason.LENGTH)
-        stage.turn()
-    run(stage)
+        turn(stage, ears)
+    run(stage, ears)
     for id in frames:
         want = models.code2wav.decode(frames[id].to(stage.device)).cpu().numpy()
         np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)
@@ -119,20 +119,20 @@ def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Model
 
 def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     for round in range(5):
         for i in range(6):
             stage.open(RequestId(f"{round}.{i}"))
             stage.push(RequestId(f"{round}.{i}"), codes(models, 5, i).to(stage.device))
         for _ in range(round):
-            stage.turn()
+            turn(stage, ears)
         heard = {k: len(v) for k, v in ears.parts.items()}
         for i in (0, 2, 5):
             assert stage.cancel(RequestId(f"{round}.{i}"))
             assert not stage.cancel(RequestId(f"{round}.{i}"))
         for i in (1, 3, 4):
             stage.push(RequestId(f"{round}.{i}"), codes(models, 0, 0), Reason.STOP)
-        run(stage)
+        run(stage, ears)
         for i in (0, 2, 5):
             assert len(ears.parts[f"{round}.{i}"]) == heard.get(f"{round}.{i}", 0)
         for i in (1, 3, 4):
@@ -146,12 +146,12 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
 def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models) -> None:
     """Else it would wait for the steps of all other stages in this process."""
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     if stage.device.type != "cpu":
         pytest.skip("a device computes beside the host")
     stage.open(RequestId("r"))
     stage.push(RequestId("r"), codes(models, 2, 0))
-    assert stage.turn()
+    assert turn(stage, ears)
     assert len(ears.heard("r"))
     assert in_flight(stage) == 0
 
@@ -160,7 +160,7 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     """A stream that has not sounded yet decides the size of the step; the others give what fits."""
     sizes: list[int] = []
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL, clock=lambda: 0.0)
+    stage = VocoderCore(models.code2wav, SMALL, clock=lambda: 0.0)
     step = models.code2wav.step
 
     def watched(state, codes, lengths, slots):
@@ -173,13 +173,14 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     stage.set_deadline(RequestId("old"), 5.0)
     stage.open(RequestId("new"))
     stage.push(RequestId("new"), codes(models, 1, 1).to(stage.device))
-    stage.turn()
+    turn(stage, ears)
     assert sizes[0] == 1
     stage.set_deadline(RequestId("new"), 6.0)
-    run(stage)
+    run(stage, ears)
     assert sizes[1] == 4
     for id in ("old", "new"):
         stage.push(RequestId(id), codes(models, 0, 0), Reason.STOP)
+    turn(stage, ears)
     assert set(ears.ended) == {"old", "new"}
 
 
@@ -188,7 +189,7 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
     taken: list[dict[str, int]] = []
     now = 10.0
     config = replace(SMALL, max_cells=8)
-    stage = CodecStage(models.code2wav, Ears(), config, clock=lambda: now)
+    stage = VocoderCore(models.code2wav, config, clock=lambda: now)
     launch = stage._launch
 
     def watched(parts):
@@ -200,7 +201,7 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
         stage.open(RequestId(id))
         stage.push(RequestId(id), codes(models, frames, 0), Reason.STOP)
         stage.set_deadline(RequestId(id), deadline)
-    run(stage)
+    run(stage, Ears())
     # First the new one, which sets the size; then who runs dry; then the rest, alone, so it gets four frames at a time.
     assert taken == [{"near": 1, "also near": 1, "new": 1}, {"near": 1}, {"far": 4}, {"far": 3}]
     assert idle(stage)
@@ -209,13 +210,13 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
         stage.open(RequestId(str(i)))
         stage.push(RequestId(str(i)), codes(models, 4, i), Reason.STOP)
         stage.set_deadline(RequestId(str(i)), 99.0)
-    run(stage)
+    run(stage, Ears())
     assert taken == [dict.fromkeys("0123", 2)] * 2
     assert idle(stage)
 
 
 def test_limits_are_errors_not_losses(models: Models) -> None:
-    stage = CodecStage(models.code2wav, Ears(), SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     for i in range(8):
         stage.open(RequestId(str(i)))
     with pytest.raises(Busy):
@@ -228,9 +229,10 @@ def test_limits_are_errors_not_losses(models: Models) -> None:
 
 def test_an_empty_stream_ends(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     stage.open(RequestId("e"))
     stage.push(RequestId("e"), codes(models, 0, 0), Reason.STOP)
+    turn(stage, ears)
     assert ears.ended == {"e": Reason.STOP}
     assert len(ears.heard("e")) == 0
     assert idle(stage)
@@ -238,7 +240,7 @@ def test_an_empty_stream_ends(models: Models) -> None:
 
 def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     run_step = stage.run
 
     def broken(*args):
@@ -247,12 +249,12 @@ def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Mode
     stage.run = broken
     stage.open(RequestId("a"))
     stage.push(RequestId("a"), codes(models, 3, 0))
-    run(stage)
+    run(stage, ears)
     assert isinstance(ears.errors["a"], StageDead)
     stage.run = run_step
     stage.open(RequestId("b"))
     stage.push(RequestId("b"), codes(models, 3, 1).to(stage.device), Reason.STOP)
-    run(stage)
+    run(stage, ears)
     np.testing.assert_allclose(
         ears.heard("b"), models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(), atol=1e-5
     )
@@ -281,7 +283,7 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
     rng = np.random.default_rng(spare)
     config = replace(SMALL, spare_cells=spare, max_cells=12)
     ears, seen = Ears(), set()
-    stage = CodecStage(models.code2wav, ears, config)
+    stage = VocoderCore(models.code2wav, config)
     real = stage.run
 
     def watched(streams, size):
@@ -292,13 +294,13 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
     frames = {str(i): codes(models, int(rng.integers(1, 9)), i) for i in range(10)}
     for id, given in frames.items():
         while len(stage) > 6:
-            stage.turn()
+            turn(stage, ears)
         stage.open(RequestId(id))
         cut = int(rng.integers(0, len(given)))
         stage.push(RequestId(id), given[:cut])
-        stage.turn()
+        turn(stage, ears)
         stage.push(RequestId(id), given[cut:], Reason.STOP)
-    run(stage)
+    run(stage, ears)
     assert seen <= set(config.shapes())
     assert len(seen) >= 3
     for id, given in frames.items():
@@ -310,23 +312,23 @@ def test_an_end_that_comes_alone_comes_behind_the_steps_in_flight(models: Models
     """Two steps of a stream are on the device when its sender says that there are no more frames: their samples still
     leave, and the end with the last of them."""
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, SMALL)
+    stage = VocoderCore(models.code2wav, SMALL)
     device = Device(stage)
     r, frames = RequestId("r"), codes(models, 6, 0)
     stage.open(r)
     for at in (0, 2, 4):
         stage.push(r, frames[at : at + 2])
-        stage.turn()
+        turn(stage, ears)
         if at == 0:
             device.finish()
-            assert stage.turn()
+            assert turn(stage, ears)
     assert in_flight(stage) == 2
     stage.push(r, frames[:0], Reason.STOP)
-    assert not stage.turn()
+    assert not turn(stage, ears)
     for left in (1, 0):
         assert not ears.ended
         device.finish()
-        assert stage.turn()
+        assert turn(stage, ears)
         assert in_flight(stage) == left
     assert ears.ended == {"r": Reason.STOP}
     np.testing.assert_allclose(ears.heard("r"), decoded(models, frames), atol=1e-5)
@@ -340,7 +342,7 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
     nothing of the others comes after their end, and no slot is lost. Never more steps than there may be."""
     rng = np.random.default_rng(seed)
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, replace(SMALL, slots=2, overlap_depth=depth))
+    stage = VocoderCore(models.code2wav, replace(SMALL, slots=2, overlap_depth=depth))
     device = Device(stage)
     most, fed = 0, dict.fromkeys((str(i) for i in range(12)), 0)
     frames = {id: codes(models, int(rng.integers(1, 9)), int(id)) for id in fed}
@@ -363,11 +365,11 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
                 fed[id] += n
                 if whole:
                     live.remove(id)
-        stage.turn()
+        turn(stage, ears)
         most = max(most, in_flight(stage))
         if device.running and rng.random() < 0.4:
             device.finish()
-    device.rest(stage)
+    device.rest(stage, ears)
     assert most == depth
     assert set(ears.ended) == set(frames) - leaving
     assert len(leaving) < 8
@@ -378,24 +380,24 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
 
 def test_a_slot_is_free_when_the_last_step_that_writes_to_it_is_back(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, replace(SMALL, slots=1))
+    stage = VocoderCore(models.code2wav, replace(SMALL, slots=1))
     device = Device(stage)
     for id in ("gone", "next"):
         stage.open(RequestId(id))
         stage.push(RequestId(id), codes(models, 2, 0))
-    stage.turn()
+    turn(stage, ears)
     stage.push(RequestId("gone"), codes(models, 2, 1))
-    stage.turn()
+    turn(stage, ears)
     assert in_flight(stage) == 2
     assert stage.cancel(RequestId("gone"))
     device.finish()
-    stage.turn()
+    turn(stage, ears)
     assert in_flight(stage) == 1, "the next stream has no slot yet"
     device.finish()
-    stage.turn()
+    turn(stage, ears)
     assert in_flight(stage) == 1, "now it has"
     stage.push(RequestId("next"), codes(models, 0, 0), Reason.STOP)
-    device.rest(stage)
+    device.rest(stage, ears)
     np.testing.assert_allclose(ears.heard("next"), decoded(models, codes(models, 2, 0)), atol=1e-5)
     assert not ears.parts["gone"]
     assert idle(stage)
@@ -403,7 +405,7 @@ def test_a_slot_is_free_when_the_last_step_that_writes_to_it_is_back(models: Mod
 
 def test_a_step_that_fails_between_others_of_its_stream_fails_it_once(models: Models) -> None:
     ears = Ears()
-    stage = CodecStage(models.code2wav, ears, replace(SMALL, slots=1, overlap_depth=3))
+    stage = VocoderCore(models.code2wav, replace(SMALL, slots=1, overlap_depth=3))
     device = Device(stage)
     works = stage.run
 
@@ -415,17 +417,17 @@ def test_a_step_that_fails_between_others_of_its_stream_fails_it_once(models: Mo
     for at, run_step in enumerate((works, broken, works)):
         stage.push(RequestId("a"), codes(models, 2, at))
         stage.run = run_step
-        stage.turn()
+        turn(stage, ears)
     assert in_flight(stage) == 3
     device.finish()
-    stage.turn()
+    turn(stage, ears)
     assert isinstance(ears.errors["a"], StageDead)
     heard = ears.heard("a")
     np.testing.assert_allclose(heard, decoded(models, codes(models, 2, 0)), atol=1e-5)
     stage.push(RequestId("b"), codes(models, 2, 1), Reason.STOP)
-    stage.turn()
+    turn(stage, ears)
     assert in_flight(stage) == 1, "the slot is still being written to"
-    device.rest(stage)
+    device.rest(stage, ears)
     assert len(ears.heard("a")) == len(heard)
     np.testing.assert_allclose(ears.heard("b"), decoded(models, codes(models, 2, 1)), atol=1e-5)
     assert idle(stage)

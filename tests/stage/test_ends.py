@@ -16,6 +16,7 @@ from stretto.control.life import Connect, Listen
 from stretto.control.settings import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.stage.ends import LinkEnds
+from stretto.stage.links import Links
 from stretto.types import SECRET_BYTES
 
 LINK = "talker>code2wav"
@@ -51,7 +52,7 @@ def nothing(*said: Any) -> None:
 def ends_with(connector: Asked) -> LinkEnds:
     registry = Registry()
     registry.register("asked", lambda: connector)
-    return LinkEnds({}, {}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
+    return LinkEnds(Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
 
 
 def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> None:
@@ -77,4 +78,4 @@ def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> No
 
 
 def test_connectors_that_were_registered_in_this_process_are_found() -> None:
-    assert LinkEnds({}, {}, HostSettings(), torch.device("cpu"), nothing, nothing, nothing).registry is connectors
+    assert LinkEnds(Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing).registry is connectors

@@ -10,10 +10,10 @@ import pytest
 
 from stretto.control.settings import HostSettings
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.giveway import MOST_S, SPARE_S, GiveWay, spare_s
 from stretto.stage.host import Host
 from stretto.stage.loop import TICK_NS
 from stretto.stage.pace import Pace, Rhythm
+from stretto.stage.prefill_priority import MOST_S, SPARE_S, DecodeHold, spare_s
 from stretto.stage.request import RequestSpec, StageRequest, State
 from stretto.types import RequestId
 from tests.models.test_warmup import Driven
@@ -70,7 +70,8 @@ class Reading:
 
 def asked(*voices: Voice, reading: bool = True) -> tuple[int | None, Rhythm]:
     rhythm = Rhythm(FRAME_S, OPENING_S)
-    return GiveWay(Reading(reading), voices, rhythm, lambda: 10.0, lambda: 7 * MS)(), rhythm
+    hold = DecodeHold(Reading(reading), lambda: 10.0, lambda: 7 * MS)
+    return hold.until_ns(voices, rhythm), rhythm
 
 
 def test_a_launch_waits_as_long_as_everybody_can_spare_it() -> None:
@@ -107,7 +108,13 @@ class Polite(Timed):
     def __init__(self, models: Models) -> None:
         super().__init__(models, on=False)
         self.until: int | None = None
-        self.stage.gives_way = lambda: None if self.until is None or self.until <= self.clock.now else self.until
+
+    def turn(self) -> bool:
+        made = self.stage.poll()
+        launched = self.stage.launch(None if self.until is None or self.until <= self.clock.now else self.until)
+        for output in [*made, *self.stage.poll()]:
+            self.collect(output)
+        return bool(made) or launched
 
     def land(self) -> None:
         """Until nothing is in flight."""
@@ -162,21 +169,18 @@ def test_reading_is_while_a_step_with_a_prompt_is_in_flight(models: Models) -> N
     desk.finish()
 
 
-@pytest.mark.parametrize(("switches", "gives"), [({}, True), ({"give_way": False}, False)])
-def test_a_talker_gives_way_to_the_thinker_of_its_host(tiny_dir: Path, switches: dict, gives: bool) -> None:
-    host: Host = Driven(tiny_dir, switches=switches).host
+@pytest.mark.parametrize(
+    ("stages", "switches", "held"),
+    [((), {}, True), ((), {"give_way": False}, False), (("talker", "code2wav"), {}, False)],
+    ids=["beside a thinker", "switched off", "without a thinker"],
+)
+def test_frames_give_way_to_the_prompts_of_a_thinker_in_their_host(
+    stages: tuple[str, ...], switches: dict, held: bool, tiny_dir: Path
+) -> None:
+    host: Host = Driven(tiny_dir, stages=stages, switches=switches).host
     assert isinstance(host.context.settings, HostSettings)
-    thinker, talker = (host.nodes[name].stage for name in ("thinker", "talker"))
-    way = talker.gives_way
-    assert isinstance(way, GiveWay) == gives
-    if isinstance(way, GiveWay):
-        assert way.to is thinker
-        assert list(way.voices) == []
-    assert not isinstance(thinker.gives_way, GiveWay)
-    host.close()
-
-
-def test_a_talker_without_a_thinker_beside_it_gives_way_to_nobody(tiny_dir: Path) -> None:
-    host = Driven(tiny_dir, stages=("talker", "code2wav")).host
-    assert not isinstance(host.nodes["talker"].stage.gives_way, GiveWay)
+    hold = host.stages["talker"]._hold  # type: ignore[attr-defined]
+    assert (hold is not None) == held
+    if hold is not None:
+        assert hold.prefill is host.stages["thinker"].core  # type: ignore[attr-defined]
     host.close()

@@ -40,8 +40,12 @@ class Timed(Desk):
         self.device = Device(self.clock, lasts)
         self.device.drive(self.stage.runner)
         self.bell = SimulatedBell(self.device)
-        self.loop = Loop([self.stage], self.bell, clock=self.clock)
+        self.loop = Loop([self], self.bell, clock=self.clock)
         self.rounds = 0
+
+    @property
+    def due_ns(self) -> int | None:
+        return self.stage.due_ns
 
     def round(self) -> bool:
         self.rounds += 1
@@ -58,8 +62,8 @@ class Timed(Desk):
         return self.stage.due_ns
 
     def go(self) -> None:
-        """What a loop does, once."""
-        if not self.round():
+        """What a loop does, once, while there is something to wait for."""
+        if not self.round() and not idle(self.stage):
             self.loop.sleep()
 
     def rest(self) -> None:

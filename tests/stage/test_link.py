@@ -21,8 +21,9 @@ from stretto.connector.switches import OverlapSwitches
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.speech.payloads import CodecFrames
-from stretto.stage.links import Arrival, Inlet, Outlet
+from stretto.stage.links import Inlet, Outlet
 from stretto.stage.payload.copies import HostToDevice
+from stretto.stage.stage import Arrival, ToLink
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))
@@ -54,8 +55,8 @@ class Link:
         self.out = Outgoing(sender, "a-b", wake, capacity=4, stream=stream, async_d2h=switches.async_d2h)
         up = HostToDevice(DEVICE, switches, kind.HOST)
         self.into = Incoming(receiver, "a-b", wake, uploader=up, capacity=4)
-        self.outlet: Outlet[Any] = Outlet("a>b", kind)
-        self.inlet: Inlet[Any] = Inlet("a>b", kind, self._read, self._fail)
+        self.outlet, self.inlet = Outlet("a>b", kind), Inlet("a>b", kind)
+        self.sent: dict[RequestId, int] = defaultdict(int)
         self.got: dict[RequestId, list[Any]] = defaultdict(list)
         self.ended: dict[RequestId, Mark] = {}
         self.out.start()
@@ -63,23 +64,30 @@ class Link:
         self.outlet.away.attach(self.out)
         self.inlet.away.attach(self.into)
 
-    def _read(self, id: RequestId, arrival: Arrival[Any]) -> None:
+    def send(self, id: RequestId, payload: Any, mark: Mark = Mark.MORE, event: Any = None) -> None:
+        self.sent[id] = payload.span.stop
+        self.outlet.send(ToLink("a>b", id, payload, mark, event))
+
+    def _read(self, arrival: Arrival) -> None:
+        id = arrival.request
         arrival.adopt()
         if arrival.payload is not None:
             self.got[id].append(arrival.payload)
         if arrival.mark is not Mark.MORE:
             self.ended[id] = arrival.mark
 
-    def _fail(self, id: RequestId, error: StrettoError) -> None:
-        raise error
-
     def run(self, requests: list[RequestId]) -> None:
         """Rounds of both loops until all of these have ended: sleep until woken, then take and send what there is."""
-        while not all(id in self.ended for id in requests):
-            assert self.woken.acquire(timeout=60), "nothing ever came"
-            self.inlet.turn()
+        while True:
+            for _, came in self.inlet.receive():
+                if isinstance(came, StrettoError):
+                    raise came
+                self._read(came)
             self.outlet.flush()
             assert not self.out.faults()
+            if all(id in self.ended for id in requests):
+                return
+            assert self.woken.acquire(timeout=60), "nothing ever came"
 
     def close(self) -> None:
         self.out.close()
@@ -106,7 +114,7 @@ def test_codec_frames(connector: str, switches: OverlapSwitches) -> None:
         for i, length in enumerate(lengths):
             if step < length:
                 frame = CodecFrames(Span(step, step + 1), codes[step, i : i + 1])
-                link.outlet.send(REQUESTS[i], frame, Mark.REQUEST_END if step + 1 == length else Mark.MORE)
+                link.send(REQUESTS[i], frame, Mark.REQUEST_END if step + 1 == length else Mark.MORE)
     link.run(REQUESTS[1:])
     link.inlet.open(REQUESTS[0])
     link.run(REQUESTS)
@@ -131,9 +139,9 @@ def test_thinker_rows(connector: str, switches: OverlapSwitches, slot_bytes: int
     link.outlet.open(id)
     link.inlet.open(id)
     for stop in (60, 100, *range(101, 121)):  # prefill chunks, then tokens
-        rows = whole.part(Span(link.outlet.sent(id), stop))
+        rows = whole.part(Span(link.sent[id], stop))
         event = torch.cuda.current_stream().record_event() if DEVICE.type == "cuda" and rows.media else None
-        link.outlet.send(id, rows, Mark.REQUEST_END if stop == 120 else Mark.MORE, event)
+        link.send(id, rows, Mark.REQUEST_END if stop == 120 else Mark.MORE, event)
     link.run([id])
     got = link.got[id]
     assert (len(got) > 22) == (slot_bytes == 1 << 12), "cut where a slot is too small"
@@ -147,19 +155,19 @@ def test_thinker_rows(connector: str, switches: OverlapSwitches, slot_bytes: int
 
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_a_request_that_ends_while_its_link_is_full_loses_nothing(connector: str) -> None:
-    """Its node is done with it and says so; its last frames, and its end, leave when there is room."""
+    """Its stage is done with it and says so; its last frames, and its end, leave when there is room."""
     codes = torch.arange(100 * CODEBOOKS, dtype=torch.int32).view(100, CODEBOOKS)
     link = Link(connector, OverlapSwitches(), CodecFrames)
     full, other = REQUESTS[:2]
     for request in (full, other):
         link.outlet.open(request)
         link.inlet.open(request)
-    assert link.outlet.send(other, CodecFrames(Span(0, 1), codes[:1]), Mark.REQUEST_END)
+    assert link.outlet.send(ToLink("a>b", other, CodecFrames(Span(0, 1), codes[:1]), Mark.REQUEST_END))
     link.outlet.close(other, purge=False)
     assert len(link.outlet) == 1, "one that has left is forgotten"
     for at in range(100):  # nobody takes any
         frame = CodecFrames(Span(at, at + 1), codes[at : at + 1])
-        sent = link.outlet.send(full, frame, Mark.REQUEST_END if at == 99 else Mark.MORE)
+        sent = link.outlet.send(ToLink("a>b", full, frame, Mark.REQUEST_END if at == 99 else Mark.MORE))
     assert not sent
     link.outlet.close(full, purge=False)
     assert len(link.outlet) == 1, "it still has something to send"
@@ -173,7 +181,8 @@ def test_a_request_that_is_cancelled_while_its_link_is_full_leaves_nothing() -> 
     full = REQUESTS[0]
     link.outlet.open(full)
     for at in range(100):
-        sent = link.outlet.send(full, CodecFrames(Span(at, at + 1), torch.zeros(1, CODEBOOKS, dtype=torch.int32)))
+        frame = CodecFrames(Span(at, at + 1), torch.zeros(1, CODEBOOKS, dtype=torch.int32))
+        sent = link.outlet.send(ToLink("a>b", full, frame))
     assert not sent
     link.outlet.close(full, purge=True)
     assert not len(link.outlet)

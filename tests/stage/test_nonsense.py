@@ -126,7 +126,7 @@ def test_a_lost_device_is_the_end_of_the_host(
     def lost(*_: Any) -> None:
         raise torch.AcceleratorError("gone")
 
-    monkeypatch.setattr(type(driven.host.nodes["thinker"]), "admit", lost)
+    monkeypatch.setattr(type(driven.host.stages["thinker"]), "admit", lost)
     with pytest.raises(torch.AcceleratorError):
         driven.host.handle(plain, b"")
     monkeypatch.undo()

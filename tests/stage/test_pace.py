@@ -7,7 +7,7 @@ import pytest
 
 from stretto.client.player import Packet, play
 from stretto.models.qwen3_omni.config import OPENING_S
-from stretto.models.speech.talker_node import FRAME_S
+from stretto.models.speech.talker_stage import FRAME_S
 from stretto.stage.pace import FORGET_S, LATELY_S, ROOM, SLACK_S, STALLED_S, Pace, Rhythm, leaving
 
 

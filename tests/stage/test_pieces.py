@@ -11,11 +11,11 @@ from stretto.control.messages import Ended, Failed, Lacking, Supply, Working
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.nodes.encoders import Kept
-from stretto.models.qwen3_omni.nodes.prefix import thinker_salts
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.qwen3_omni.stages.encoders import Kept
+from stretto.models.qwen3_omni.stages.prefix import thinker_salts
 from stretto.prompt.packed import Packed, PieceMeta, pack, unpack_prompt
 from stretto.prompt.prompt import AudioClip, Piece, Prompt
 from stretto.types import GREEDY, RequestId
@@ -101,7 +101,7 @@ class Desk:
 
     def __init__(self, tiny_dir: Path) -> None:
         self.driven, self.asked = HandDriven(tiny_dir, HostSettings()), 0
-        self.node = self.driven.host.nodes["thinker"]
+        self.node = self.driven.host.stages["thinker"]
 
     def announce(self, packed: Packed, root: bytes = b"") -> RequestId:
         self.asked += 1

@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.plan import POOLS, plan, shared
 from stretto.stage import context as context_module
-from stretto.stage.codec import CodecConfig, CodecStage
+from stretto.stage.codec import CodecConfig, VocoderCore
 from stretto.stage.context import StageContext
 from stretto.stage.host import Host
 from stretto.stage.plan import (
@@ -49,7 +49,7 @@ def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> No
     assert plans["talker"].weights >= sum(t.nbytes for t in talker.parameters()) + talker.text_table.nbytes
     assert plans["thinker"].state == thinker.cache(8, s.block_size).data.nbytes
     assert plans["talker"].state == talker.cache(10, s.block_size).data.nbytes
-    state = CodecStage(code2wav, lambda o: None, CodecConfig(slots=5)).state
+    state = VocoderCore(code2wav, lambda o: None, CodecConfig(slots=5)).state
     assert plans["code2wav"].state == state.window.nbytes + state.tails.nbytes
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.models.qwen3_omni.bridge import NUM_OPENING
-from stretto.models.qwen3_omni.nodes.prefix import OPENING_ID, row_ids
 from stretto.models.qwen3_omni.pieces import runs_of
+from stretto.models.qwen3_omni.stages.prefix import OPENING_ID, row_ids
 
 
 @given(st.sets(st.integers(0, 60)))

@@ -253,5 +253,5 @@ def test_a_cpu_has_no_part_in_this(tiny_dir: Path, monkeypatch: pytest.MonkeyPat
     told: list[Any] = []
     host = Host(configure(str(tiny_dir), STAGES, {}), HostSettings(), lambda message, blob: told.append(message))
     host.load()
-    assert tuple(host.nodes) == STAGES
+    assert tuple(host.stages) == STAGES
     assert not any(m.what == "compiling kernels" for m in told)

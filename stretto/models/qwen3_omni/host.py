@@ -1,4 +1,4 @@
-"""Builds Qwen3-Omni's stages in a host: weights, KV pools, captured graphs, and the node around each.
+"""Builds Qwen3-Omni's stages in a host: weights, KV pools, captured graphs.
 
 Called once by the host, on its main thread, before its loop runs."""
 
@@ -15,24 +15,24 @@ from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.lanes.talker import TalkerLane
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_omni.nodes.talker import TalkerNode
-from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.plan import plan, pool_sizes
+from stretto.models.qwen3_omni.stages.talker import TalkerStage
+from stretto.models.qwen3_omni.stages.thinker import ThinkerStage
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import begin
 from stretto.models.qwen3_omni.warmup import warm_up
-from stretto.models.speech.vocoder_node import VocoderNode
+from stretto.models.speech.vocoder_stage import VocoderStage
 from stretto.stage.context import StageContext
-from stretto.stage.node import Node
+from stretto.stage.core import StageCore
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.stage import Emit, Stage
+from stretto.stage.stage import Stage
 
 PRIORITIES = {"thinker": 0, "talker": -1}
 """Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is -2.)"""
 
 
-def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
+def build(stages: Sequence[str], context: StageContext) -> dict[str, Stage]:
     return StageBuilder(stages, context).build()
 
 
@@ -41,9 +41,10 @@ class StageBuilder(Building[Source]):
     """Of one host's stages."""
 
     _words: torch.Tensor | None = field(init=False, default=None)  # the thinker's embedding, which a talker borrows
+    _thinker_core: StageCore | None = field(init=False, default=None)  # to whose prompts a talker's frames give way
 
-    def build(self) -> dict[str, Node]:
-        """The stages' nodes, if all of them fit.
+    def build(self) -> dict[str, Stage]:
+        """The stages, if all of them fit.
 
         On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
         start when the plan is made, so that it does not take their memory for gone, and have ended before the first KV
@@ -52,14 +53,11 @@ class StageBuilder(Building[Source]):
         source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False, expert_weights=s.expert_weights)
         order = sorted(self.stages, key=lambda name: name != "code2wav")
         self._plan(source, order, pool_sizes, plan, begin)
-        nodes = self._nodes(source, order)
-        thinker, talker = nodes.get("thinker"), nodes.get("talker")
-        if isinstance(thinker, ThinkerNode) and isinstance(talker, TalkerNode) and c.switches.give_way:
-            talker.give_way(thinker.stage)
-        c.warm_up = warm_up(nodes, source.config, c.device, source.dtype)
-        return nodes
+        stages = self._stages(source, order)
+        c.warm_up = warm_up(source.config, c.device, source.dtype)
+        return stages
 
-    def _node(self, name: str, source: Source) -> Node:
+    def _stage(self, name: str, source: Source) -> Stage:
         if name != "code2wav" and self.warming is not None and self.warming.apart:
             self.finish_warming(name)
         self.context.progress(name, self._room(name))
@@ -73,7 +71,7 @@ class StageBuilder(Building[Source]):
             case _:
                 raise Bug(f"no stage is called {name!r}")
 
-    def _thinker(self, source: Source) -> ThinkerNode:
+    def _thinker(self, source: Source) -> ThinkerStage:
         c, s = self.context, self.context.settings
         thinker = source.thinker()
         self._words = thinker.model.embed_tokens.weight.data
@@ -85,36 +83,33 @@ class StageBuilder(Building[Source]):
             self._capture_prompts("thinker", lane, stream)
             self.capture_encoders(thinker, stream)
 
-        def stage(emit: Emit) -> Stage:
-            blocks, priority = self.blocks["thinker"], PRIORITIES["thinker"]
-            return c.autoregressive("thinker", lane, blocks, emit, priority=priority, capture=capture)
+        blocks, priority = self.blocks["thinker"], PRIORITIES["thinker"]
+        core = c.autoregressive("thinker", lane, blocks, priority=priority, capture=capture)
+        if c.switches.give_way:
+            self._thinker_core = core
+        return ThinkerStage(core, thinker, c)
 
-        return ThinkerNode(stage, thinker, c)
-
-    def _talker(self, source: Source) -> TalkerNode:
+    def _talker(self, source: Source) -> TalkerStage:
         c, s = self.context, self.context.settings
         talker = source.talker(self._words)
         self.finish_warming("talker")
         cache = talker.cache(self.blocks["talker"] + 1, s.block_size)
         lane = TalkerLane(talker, cache, s.max_rows, s.max_context)
 
-        def stage(emit: Emit) -> Stage:
-            return c.autoregressive(
-                "talker",
-                lane,
-                self.blocks["talker"],
-                emit,
-                priority=PRIORITIES["talker"],
-                # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
-                mixed=not lane.fused,
-                capture=lambda stream: self._capture_prompts("talker", lane, stream),
-            )
+        core = c.autoregressive(
+            "talker",
+            lane,
+            self.blocks["talker"],
+            priority=PRIORITIES["talker"],
+            # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
+            mixed=not lane.fused,
+            capture=lambda stream: self._capture_prompts("talker", lane, stream),
+        )
+        return TalkerStage(core, talker, c, self._thinker_core)
 
-        return TalkerNode(stage, talker, c)
-
-    def _code2wav(self, source: Source) -> VocoderNode:
+    def _code2wav(self, source: Source) -> VocoderStage:
         c, model = self.context, source.code2wav()
-        return VocoderNode(lambda emit: c.vocoder("code2wav", model, emit), c)
+        return VocoderStage(c.vocoder("code2wav", model))
 
     def _room(self, stage: str) -> str:
         s, blocks = self.context.settings, self.blocks.get(stage)

@@ -4,34 +4,24 @@ stages are built."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from stretto.family import Wanted
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
-from stretto.models.qwen3_omni.nodes.thinker import ThinkerNode
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import runs_of
-from stretto.models.speech.warmup import WORD, forgetter, packets, params
+from stretto.models.speech.warmup import WORD, packets, params
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
-from stretto.stage.node import Node
 from stretto.stage.payload.schema import Payload
 from stretto.stage.warmup import WarmUp, WarmUpRequest
 from stretto.types import Span
 
 
-def warm_up(nodes: Mapping[str, Node], config: OmniConfig, device: torch.device, dtype: torch.dtype) -> WarmUp:
-    forget_rhythm = forgetter(nodes.values())
-
-    def forget() -> None:
-        forget_rhythm()
-        for node in nodes.values():
-            if isinstance(node, ThinkerNode):
-                node.encoders.forget()
-
+def warm_up(config: OmniConfig, device: torch.device, dtype: torch.dtype) -> WarmUp:
     told = stage_params(Wanted("speech", params(device), 0))
     frames = packets(config.talker.num_code_groups)
 
@@ -43,7 +33,7 @@ def warm_up(nodes: Mapping[str, Node], config: OmniConfig, device: torch.device,
         return WarmUpRequest(told, prompt, arriving)
 
     seen = asked(question(config, media=True))
-    return WarmUp([seen, seen, asked(question(config, media=False))] if device.type == "cuda" else [seen], forget)
+    return WarmUp([seen, seen, asked(question(config, media=False))] if device.type == "cuda" else [seen])
 
 
 def question(config: OmniConfig, media: bool) -> Prompt:

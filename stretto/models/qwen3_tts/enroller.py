@@ -1,13 +1,13 @@
 """The enroller: a stage of its own that makes a voice of a clip. It is not on the path of speech.
 
-Two encoders, in float32 whatever the others are, and a node that runs them in parts, so that the host's other stages
+Two encoders, in float32 whatever the others are, and a stage that runs them in parts, so that the host's other stages
 have their turns. On a GPU they have a stream of their own, behind those of speech, and what they make is copied to the
-host while the loop goes on. Called by the host and driven by the loop, on the loop thread."""
+host while the loop goes on. Driven by the host, on the loop thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stretto.control.messages import Admit, Made, Working
-from stretto.errors import Busy, Invalid
+from stretto.errors import Bug, Busy, Invalid
 from stretto.layers.upload import to_device
 from stretto.models.parts import Parts
 from stretto.models.qwen3_tts.config import TtsConfig
@@ -26,9 +26,11 @@ from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
 from stretto.models.qwen3_tts.speaker import SHORTEST, SpeakerEncoder
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
+from stretto.stage.payload.schema import Payload
 from stretto.stage.report import Journal, failed
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
+from stretto.stage.stage import Arrival, Output, ToEngine
 from stretto.types import RequestId
 
 MOST = 8
@@ -93,16 +95,17 @@ class Work:
     copied: Copied | None = None  # all parts are done
 
 
-class EnrollerNode:
+class EnrollerStage:
     name = "enroller"
     params = EnrollerParams
     cheap = False
+    receives: Mapping[str, type[Payload]] = {}
+    sends: Mapping[str, type[Payload]] = {}
     due_ns: int | None = None
 
     def __init__(self, model: Enroller, context: StageContext) -> None:
-        self.model, self.report = model, context.report
-        self.inlets: tuple[()] = ()
-        self.outlets: tuple[()] = ()
+        self.model = model
+        self._outputs: list[Output] = []  # that `poll` returns next
         self.work: dict[RequestId, Work] = {}
         self.waiter = context.waiter(self.name)
         self.stream: torch.cuda.Stream | None = None
@@ -134,17 +137,27 @@ class EnrollerNode:
     def throttle(self, id: RequestId, on: bool) -> None:
         pass
 
-    @torch.inference_mode()
-    def turn(self) -> bool:
-        """Voices that have arrived, and one part of the clip that came first of the others."""
-        arrived = [id for id, work in self.work.items() if work.copied is not None and work.copied.ready]
-        for id in arrived:
+    def accept(self, arrival: Arrival) -> None:
+        raise Bug("no link ends at the enroller")
+
+    def poll(self) -> Sequence[Output]:
+        """Voices that are done."""
+        for id in [id for id, work in self.work.items() if work.copied is not None and work.copied.ready]:
             self._end(id, self.work.pop(id))
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @torch.inference_mode()
+    def launch(self) -> bool:
+        """One part of the clip that came first."""
         for id, work in self.work.items():
             if work.copied is None:
                 self._part(id, work)
                 return True
-        return bool(arrived)
+        return False
+
+    def forget(self) -> None:
+        pass
 
     def _part(self, id: RequestId, work: Work) -> None:
         try:
@@ -153,10 +166,10 @@ class EnrollerNode:
                     next(work.parts)
                 except StopIteration as end:
                     work.copied = Copied.of(end.value, self.waiter)
-            self.report(Working(id, self.name), b"")
+            self._outputs.append(ToEngine(Working(id, self.name)))
         except RuntimeError as e:  # of memory, most likely
             self.cancel(id)
-            self.report(failed(id, self.name, Invalid(f"no voice can be made of this: {e}", "audio")), b"")
+            self._fail(id, f"no voice can be made of this: {e}")
 
     def _running(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
@@ -165,8 +178,11 @@ class EnrollerNode:
         assert work.copied is not None
         voice = work.copied.voice(work.text)
         if not np.isfinite(np.frombuffer(voice.vector, np.float32)).all():  # of samples beyond all measure
-            self.report(failed(id, self.name, Invalid("no voice can be made of this sound", "audio")), b"")
+            self._fail(id, "no voice can be made of this sound")
             return
         work.journal.mark(time.monotonic())
-        self.report(Made(id), msgspec.msgpack.encode(voice))
-        self.report(work.journal.ended(id, self.name, Reason.STOP), b"")
+        self._outputs.append(ToEngine(Made(id), msgspec.msgpack.encode(voice)))
+        self._outputs.append(ToEngine(work.journal.ended(id, self.name, Reason.STOP)))
+
+    def _fail(self, id: RequestId, message: str) -> None:
+        self._outputs.append(ToEngine(failed(id, self.name, Invalid(message, "audio"))))

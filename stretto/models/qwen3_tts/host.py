@@ -1,4 +1,4 @@
-"""Builds Qwen3-TTS's stages in a host: weights, the KV pool, captured graphs, and the node around each.
+"""Builds Qwen3-TTS's stages in a host: weights, the KV pool, captured graphs.
 
 Called once by the host, on its main thread, before its loop runs."""
 
@@ -11,21 +11,20 @@ import torch
 
 from stretto.errors import Bug
 from stretto.models.building import Building
-from stretto.models.qwen3_tts.enroller import EnrollerNode
+from stretto.models.qwen3_tts.enroller import EnrollerStage
 from stretto.models.qwen3_tts.lane import TalkerLane
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.plan import plan, pool_sizes
-from stretto.models.qwen3_tts.talker_node import TalkerNode
-from stretto.models.qwen3_tts.vocoder_node import CodecNode
+from stretto.models.qwen3_tts.talker_stage import TalkerStage
+from stretto.models.qwen3_tts.vocoder_stage import PrimedVocoderStage
 from stretto.models.qwen3_tts.warming import begin
 from stretto.models.qwen3_tts.warmup import warm_up
 from stretto.stage.context import StageContext
-from stretto.stage.node import Node
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.stage import Emit, Stage
+from stretto.stage.stage import Stage
 
 
-def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
+def build(stages: Sequence[str], context: StageContext) -> dict[str, Stage]:
     return StageBuilder(stages, context).build()
 
 
@@ -33,8 +32,8 @@ def build(stages: Sequence[str], context: StageContext) -> dict[str, Node]:
 class StageBuilder(Building[Source]):
     """Of one host's stages."""
 
-    def build(self) -> dict[str, Node]:
-        """The stages' nodes, if all of them fit.
+    def build(self) -> dict[str, Stage]:
+        """The stages, if all of them fit.
 
         On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
         have ended before the KV pool is allocated. The talker, whose kernels they are, comes last."""
@@ -42,11 +41,11 @@ class StageBuilder(Building[Source]):
         source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False)
         order = sorted(self.stages, key=lambda name: name == "talker")
         self._plan(source, order, pool_sizes, plan, begin)
-        nodes = self._nodes(source, order)
-        c.warm_up = warm_up(nodes, source.config, c.device)
-        return nodes
+        stages = self._stages(source, order)
+        c.warm_up = warm_up(source.config, c.device)
+        return stages
 
-    def _node(self, name: str, source: Source) -> Node:
+    def _stage(self, name: str, source: Source) -> Stage:
         if self.warming is not None and self.warming.apart:
             self.finish_warming(name)
         self.context.progress(name, self._room(name))
@@ -60,7 +59,7 @@ class StageBuilder(Building[Source]):
             case _:
                 raise Bug(f"no stage is called {name!r}")
 
-    def _talker(self, source: Source) -> TalkerNode:
+    def _talker(self, source: Source) -> TalkerStage:
         c, s, model = self.context, self.context.settings, source.talker()
         self.finish_warming("talker")
         blocks = self.blocks["talker"]
@@ -73,18 +72,16 @@ class StageBuilder(Building[Source]):
                 prompts.capture(stream)
                 lane.prompts = prompts
 
-        def stage(emit: Emit) -> Stage:
-            # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
-            return c.autoregressive("talker", lane, blocks, emit, priority=-1, mixed=not lane.fused, capture=capture)
+        # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
+        core = c.autoregressive("talker", lane, blocks, priority=-1, mixed=not lane.fused, capture=capture)
+        return TalkerStage(core, model, c)
 
-        return TalkerNode(stage, model, c)
-
-    def _vocoder(self, source: Source) -> CodecNode:
+    def _vocoder(self, source: Source) -> PrimedVocoderStage:
         c, model = self.context, source.vocoder()
-        return CodecNode(lambda emit: c.vocoder("code2wav", model, emit), c)
+        return PrimedVocoderStage(c.vocoder("code2wav", model))
 
-    def _enroller(self, source: Source) -> EnrollerNode:
-        return EnrollerNode(source.enroller(), self.context)
+    def _enroller(self, source: Source) -> EnrollerStage:
+        return EnrollerStage(source.enroller(), self.context)
 
     def _room(self, stage: str) -> str:
         s = self.context.settings

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 
 from stretto.control.request import Params
 from stretto.models.speech.payloads import CodecFrames
-from stretto.models.speech.talker_node import FrameNode
-from stretto.stage.node import Node
 from stretto.types import Span
 
 WORD = 0
@@ -28,14 +25,3 @@ def packets(groups: int) -> Sequence[CodecFrames]:
     """Frames as a talker sends them, for a vocoder whose talker is elsewhere."""
     spans = Span(0, 1), Span(1, 3)
     return [CodecFrames(span, torch.zeros(len(span), groups, dtype=torch.int32)) for span in spans]
-
-
-def forgetter(nodes: Iterable[Node]) -> Callable[[], None]:
-    """Called before the warm-up: puts the talker's rhythm back behind it."""
-    fresh = [(node, replace(node.rhythm)) for node in nodes if isinstance(node, FrameNode)]
-
-    def forget() -> None:
-        for node, rhythm in fresh:
-            node.rhythm = replace(rhythm)
-
-    return forget

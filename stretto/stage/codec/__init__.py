@@ -1,7 +1,7 @@
-"""The vocoder's stage: `stage.py`."""
+"""The core of a vocoder's stage: `core.py`."""
 
 from stretto.stage.codec.config import CodecConfig
+from stretto.stage.codec.core import AudioOutput, VocoderCore
 from stretto.stage.codec.primers import Primer
-from stretto.stage.codec.stage import AudioEmit, AudioOutput, CodecStage
 
-__all__ = ["AudioEmit", "AudioOutput", "CodecConfig", "CodecStage", "Primer"]
+__all__ = ["AudioOutput", "CodecConfig", "Primer", "VocoderCore"]

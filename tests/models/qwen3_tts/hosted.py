@@ -75,7 +75,7 @@ class Hosted:
         )  # fmt: skip
         ids = (*(instruct_ids(case["instruct"]) if "instruct" in case else ()), *ROLE)
         told = {"talker": talker, "code2wav": PrimedParams(cloned.codes if cloned is not None else b"")}
-        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items() if stage in self.host.nodes}
+        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items() if stage in self.host.stages}
         self.host.handle(Admit(RequestId(id), PromptMeta(ids), raw), b"")
 
     def say(self, id: str, tokens: list[int], last: bool = False) -> None:
@@ -83,11 +83,14 @@ class Hosted:
 
     def run(self, turns: int = 100_000) -> None:
         """Until nothing more can be done without new input. (Frames may be left that wait for their listener.)"""
-        nodes = list(self.host.nodes.values())
         for _ in range(turns):
-            if not any([node.turn() for node in reversed(nodes)]):  # noqa: C419 - all of them have their turn
+            if not self.turn():
                 return
         raise AssertionError("no end in sight")
+
+    def turn(self) -> bool:
+        """One round over the stages. True: something happened."""
+        return any([self.host.poll(stage) for stage in reversed(self.host.stages.values())])  # noqa: C419 - all of them
 
     def cancel(self, id: str) -> None:
         self.host.handle(Cancel(RequestId(id)), b"")

@@ -7,7 +7,7 @@ import pytest
 
 from stretto.control.messages import Admit
 from stretto.models.qwen3_tts import enroller
-from stretto.models.qwen3_tts.enroller import Copied, EnrollerNode
+from stretto.models.qwen3_tts.enroller import Copied, EnrollerStage
 from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
 from stretto.prompt.packed import PromptMeta
 from stretto.prompt.prompt import AudioClip, Prompt
@@ -44,9 +44,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     return events
 
 
-def enrol(host: Hosted, id: str, text: tuple[int, ...] = (1, 2)) -> EnrollerNode:
-    node = host.host.nodes["enroller"]
-    assert isinstance(node, EnrollerNode)
+def enrol(host: Hosted, id: str, text: tuple[int, ...] = (1, 2)) -> EnrollerStage:
+    node = host.host.stages["enroller"]
+    assert isinstance(node, EnrollerStage)
     prompt = Prompt(text, (AudioClip.of(clip(NOISE_SAMPLES)[None]),))
     node.admit(Admit(RequestId(id), PromptMeta(text), {}), EnrollerParams(), prompt)
     return node
@@ -70,8 +70,7 @@ def test_frames_are_made_between_the_parts_of_a_clip(tts: Checkpoint) -> None:
     host.admit("speech", {**case, "max_new": 8})
     seen: list[int] = []
     while "clip" not in host.answers or not host.answers["clip"].made:
-        for each in reversed(list(host.host.nodes.values())):
-            each.turn()
+        host.turn()
         seen.append(len(host.answers["speech"].codes) if "speech" in host.answers else 0)
     assert seen[-1] > 0, "frames came while the clip was on its way"
     assert len(seen) > 10, "in parts"
@@ -87,7 +86,7 @@ def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held])
     node = enrol(host, "clip")
     host.run()  # ends, since a node that waits for a copy has nothing to do
     [event] = held
-    assert not node.turn()
+    assert not host.host.poll(node)
     assert len(node) == 1
     asked = event.asked
     spoken = host.speak(case, "meanwhile")
@@ -98,10 +97,10 @@ def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held])
     assert len(held) == 2
     assert "clip" not in host.answers or not host.answers["clip"].made
     held[1].fired = True
-    assert node.turn()
+    assert host.host.poll(node)
     assert host.answers["next"].made
     event.fired = True
-    assert node.turn()
+    assert host.host.poll(node)
     assert host.answers["clip"].made == host.answers["next"].made
     assert not len(node)
 

@@ -48,7 +48,7 @@ def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
             got = host.speak(case, f"{n}-{again}")
             whole = vocoder.decode(torch.tensor(case["ref_codes"] + got.codes)).numpy()
             np.testing.assert_allclose(got.wave, whole[1920 * len(case["ref_codes"]) :], rtol=0, atol=1e-5)
-    stage = host.host.nodes["code2wav"].stage
+    stage = host.host.stages["code2wav"].core
     assert len(stage.primers) == 2
     assert idle(stage)
 
@@ -56,7 +56,7 @@ def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
 def test_more_voices_than_are_kept(tts: Checkpoint) -> None:
     [case] = [c for c in cases("base", "1b7") if "ref_codes" in c and not c["whole"]][:1]
     host = Hosted(tts("base"))
-    stage = host.host.nodes["code2wav"].stage
+    stage = host.host.stages["code2wav"].core
     stage.primers.most = 1
     first = host.speak(case, "a")
     other = {**case, "ref_codes": case["ref_codes"][::-1]}
@@ -89,10 +89,11 @@ def test_nothing_to_say_and_voices_of_other_models_fail_alone(tts: Checkpoint) -
     host.admit("live", case, live=True)
     host.run()
     host.say("live", [], last=True)
+    host.run()
     assert host.answers["live"].error is not None
     host.say("live", [5])  # was on its way
     host.cancel("live")  # as the engine does then
-    for node in host.host.nodes.values():
+    for node in host.host.stages.values():
         assert not len(node)
 
 

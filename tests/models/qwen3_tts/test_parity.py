@@ -45,7 +45,7 @@ def test_codes_are_the_packages_in_every_mode(tts: Checkpoint, kind: str, size: 
         together.admit(str(i), case)
     together.run()
     assert [together.answers[str(i)].codes for i in range(len(given))] == wanted
-    for node in together.host.nodes.values():
+    for node in together.host.stages.values():
         assert not len(node)
 
 

@@ -83,4 +83,4 @@ def test_a_cpu_has_no_part_in_this(tts: Checkpoint, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(building, "begin", never)
     host = Hosted(tts("base"), ("talker", "enroller", "code2wav"))
-    assert tuple(host.host.nodes) == ("talker", "enroller", "code2wav")
+    assert tuple(host.host.stages) == ("talker", "enroller", "code2wav")

@@ -1,9 +1,9 @@
-"""The vocoder's stage: codec frames in, samples out, many streams in step.
+"""The core of a vocoder's stage: codec frames in, samples out, many streams in step.
 
 There are no blocks and no tokens here. A stream holds a slot of the vocoder's state from its first frame to its last
 sample; frames that arrive wait in a bounded queue. Each step takes the waiting frames of all streams that have some
 (up to a captured size, the most urgent streams deciding), runs these streams alone, and copies the samples to the host
-behind it. All methods belong to the loop thread; `turn` never waits.
+behind it. All methods belong to the loop thread, and none waits.
 
 Streams that have not sounded yet, or will soon run dry, do not wait for those that have much in hand: they get a step
 of just their size, and no step is so large that the next would be late."""
@@ -28,7 +28,7 @@ from stretto.stage.codec.config import CodecConfig
 from stretto.stage.codec.primers import Primer, Primers
 from stretto.stage.codec.staging import Staging, numbers, split
 from stretto.stage.codec.streams import Slots, Stream
-from stretto.stage.counters import CodecStats
+from stretto.stage.counters import CodecStats, reset
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.vocoder import Vocoder
@@ -47,7 +47,6 @@ class AudioOutput:
     error: StrettoError | None = None
 
 
-AudioEmit = Callable[[AudioOutput], None]
 NOTHING = np.zeros(0, np.float32)
 
 
@@ -69,11 +68,10 @@ class CodecStep:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
-class CodecStage:
+class VocoderCore:
     def __init__(
         self,
         model: Vocoder,
-        emit: AudioEmit,
         config: CodecConfig | None = None,
         waiter: Waiter | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -82,7 +80,7 @@ class CodecStage:
     ) -> None:
         """`clock` is what deadlines are told by; `recorder` is given spans."""
         self.name, self.recorder = name, recorder or Recorder()
-        self.model, self.emit, self.waiter, self.clock = model, emit, waiter, clock
+        self.model, self.waiter, self.clock = model, waiter, clock
         self.config = c = config or CodecConfig()
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
@@ -95,6 +93,7 @@ class CodecStage:
         self._slots = Slots(c.slots)
         self._streams: dict[RequestId, Stream] = {}
         self._steps: deque[CodecStep] = deque()
+        self._outputs: list[AudioOutput] = []  # that `poll` returns next
         self._arrivals = 0
         self.primers = Primers(self.state, c.primers)
         self._sizes = {streams: c.sizes_for(streams) for streams, _ in c.shapes()}  # by number, the smallest first
@@ -143,6 +142,11 @@ class CodecStage:
         self._slots.give_up(stream)
         return True
 
+    def forget(self) -> None:
+        """Begin anew, without streams."""
+        self.primers.clear()
+        reset(self.stats)
+
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
         self._stream(id).deadline = deadline
 
@@ -159,26 +163,13 @@ class CodecStage:
 
     # -- steps
 
-    def turn(self) -> bool:
-        did = self._retire_ready()
-        if len(self._steps) < self.config.overlap_depth:
-            start = time.perf_counter_ns()
-            parts = self.schedule()
-            if parts:
-                self._launch(parts)
-                took = time.perf_counter_ns() - start
-                self.stats.launch.observe(took / 1e9)
-                self.recorder.span("loop", f"launch {self.name}", start, start + took)
-                step = self._steps[-1]
-                step.begun_ns = start + took
-                did = True
-                if step.copied is None:  # on a CPU the launch is the work: what came of it goes on at once
-                    step.begun_ns, step.ended_ns = start, start + took
-                    self._retire_ready()
-        return did
+    @property
+    def in_flight(self) -> int:
+        """Steps that were launched and are not retired."""
+        return len(self._steps)
 
-    def _retire_ready(self) -> bool:
-        did = False
+    def poll(self) -> list[AudioOutput]:
+        """Retire the steps that are done; the samples that they gave, in order."""
         while self._steps and self._steps[0].ready:
             start = time.perf_counter_ns()
             self._record(self._steps[0])
@@ -186,8 +177,27 @@ class CodecStage:
             done = time.perf_counter_ns()
             self.stats.retire_ns += done - start
             self.recorder.span("loop", f"retire {self.name}", start, done)
-            did = True
-        return did
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def launch(self) -> bool:
+        """Launch one step, if frames wait and fewer than `overlap_depth` are in flight. True: one was launched. On a
+        CPU the launch is the work, so that `poll` returns what came of it at once."""
+        if len(self._steps) >= self.config.overlap_depth:
+            return False
+        start = time.perf_counter_ns()
+        parts = self.schedule()
+        if not parts:
+            return False
+        self._launch(parts)
+        took = time.perf_counter_ns() - start
+        self.stats.launch.observe(took / 1e9)
+        self.recorder.span("loop", f"launch {self.name}", start, start + took)
+        step = self._steps[-1]
+        step.begun_ns = start + took
+        if step.copied is None:
+            step.begun_ns, step.ended_ns = start, start + took
+        return True
 
     def _record(self, step: CodecStep) -> None:
         step.end()
@@ -310,7 +320,7 @@ class CodecStage:
             self._slots.give_up(stream)
         unheard = self.model.num_samples(stream.primed) if stream.primed else 0
         start, frames = self.model.num_samples(before) - unheard, stream.done - stream.primed
-        self.emit(AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error))
+        self._outputs.append(AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error))
 
     def _stream(self, id: RequestId) -> Stream:
         try:

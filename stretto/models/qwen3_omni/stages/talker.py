@@ -1,48 +1,47 @@
-"""The talker's node: the thinker's rows in, frames of speech out.
-
-Called by the host and driven by the loop, on the loop thread."""
+"""The talker's stage: the thinker's rows in, frames of speech out. Driven by the host, on the loop thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from stretto.connector.contract import Corrupt
 from stretto.control.messages import Admit
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OPENING_S
 from stretto.models.qwen3_omni.lanes.talker import TalkerInput
-from stretto.models.qwen3_omni.nodes.prefix import row_ids, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.params import TalkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces
+from stretto.models.qwen3_omni.stages.prefix import row_ids, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.speech.given import check_ids
-from stretto.models.speech.talker_node import FrameNode, Known, Speaking
+from stretto.models.speech.talker_stage import Known, Speaking, SpeechStage
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
-from stretto.stage.links import Arrival, Inlet
+from stretto.stage.core import StageCore
 from stretto.stage.pace import Pace
+from stretto.stage.payload.schema import Payload
 from stretto.stage.report import Clock, Journal
 from stretto.stage.request import RequestSpec
-from stretto.stage.stage import Emit, Stage
-from stretto.types import Mark, RequestId
+from stretto.stage.stage import Arrival
+from stretto.types import Mark
 
 
-class TalkerNode(FrameNode):
+class TalkerStage(SpeechStage):
     params = TalkerParams
+    receives: Mapping[str, type[Payload]] = {"thinker>talker": ThinkerRows}
 
     def __init__(
         self,
-        stage: Callable[[Emit], Stage],
+        core: StageCore,
         model: Talker,
         context: StageContext,
+        prefill: StageCore | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(stage, model, context, OPENING_S, clock)
+        super().__init__(core, model, context, OPENING_S, prefill, clock)
         self.talker, self.config = model, model.config
-        self.inlet = Inlet("thinker>talker", ThinkerRows, self._read, self._fail)
-        self.inlets = (self.inlet,)
 
     def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> Known:
         plan = talker_prompt(prompt, self.config, params.voice, ahead=params.ahead)
@@ -63,26 +62,28 @@ class TalkerNode(FrameNode):
         that they are numbers."""
         id, given = a.request, known.given
         spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=known.root)
-        request = self.stage.submit(spec, given, known.rows, salts=known.salts, missing=known.missing)
+        request = self.core.submit(spec, given, known.rows, salts=known.salts, missing=known.missing)
         pace = Pace(1, 1, None, self.rhythm)
         self.voices[id] = Speaking(request, num_prompt, False, Journal(self.clock()), pace, ahead=True)
-        self.inlet.open(id)
 
     def last_row(self, given: TalkerInput) -> list[int]:
         last = len(given.prompt)
         return row_ids(given, last - 1, last)
 
-    def _read(self, id: RequestId, arrival: Arrival[ThinkerRows]) -> None:
-        given: TalkerInput = self.stage.runner.lane.inputs[id]
-        rows = arrival.payload
+    def accept(self, arrival: Arrival) -> None:
+        id = arrival.request
+        if id not in self.voices:
+            return  # it is over
+        given: TalkerInput = self.core.runner.lane.inputs[id]
+        rows: ThinkerRows | None = arrival.payload
         if rows is not None:
             if rows.media:
                 if rows.hidden.shape[1] != self.config.talker.thinker_hidden_size:
                     raise Corrupt(f"media rows {tuple(rows.hidden.shape)} are not the thinker's", request=id)
-                with self.stage.runner.on_stream():
+                with self.core.runner.on_stream():
                     arrival.adopt()
                     given.media.append(rows.hidden.to(self.model.device))
-                self.stage.scheduler.set_missing(id, given.missing)
+                self.core.scheduler.set_missing(id, given.missing)
             first = max(self.voices[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()

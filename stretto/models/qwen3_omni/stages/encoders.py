@@ -2,14 +2,15 @@
 
 A piece that the prefix cache has the rows of is never encoded. What was encoded is kept for a while, since a piece that
 ends in the middle of a block is needed again by the prompt that goes on behind it. Features that did not come with the
-request are asked for when they are needed. Owned by the thinker's node; on the loop thread."""
+request are asked for when they are needed. Owned by the thinker's stage; on the loop thread."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +24,8 @@ from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.models.qwen3_omni.vision_encoder import VisionRows
 from stretto.prompt.prompt import Piece
 from stretto.stage.context import StageContext
+from stretto.stage.core import StageCore
 from stretto.stage.request import StageRequest
-from stretto.stage.stage import Stage
 from stretto.types import RequestId
 
 AHEAD = 2048
@@ -85,12 +86,17 @@ class Encoding:
         return self.root, piece.digest, piece.padded
 
 
+class Encoded(NamedTuple):
+    """What came of a call."""
+
+    requests: Sequence[RequestId]  # of which a part was encoded
+    reports: Sequence[Working | Lacking]
+    failures: Sequence[tuple[RequestId, StrettoError]]  # requests whose media cannot be encoded, and why
+
+
 class Encoders:
-    def __init__(
-        self, model: Thinker, stage: Stage, context: StageContext, fail: Callable[[RequestId, StrettoError], None]
-    ) -> None:
-        """`fail` ends a request whose media cannot be encoded, and says why."""
-        self.model, self.stage, self.report, self.fail = model, stage, context.report, fail
+    def __init__(self, model: Thinker, core: StageCore, context: StageContext) -> None:
+        self.model, self.core = model, core
         self.num_requests, self.clock = context.num_requests, context.clock
         self.kept = Kept()
         self.encoded = 0  # pieces
@@ -98,17 +104,19 @@ class Encoders:
         self.requests: dict[RequestId, Encoding] = {}
         vision, hidden = model.config.thinker.vision, model.config.thinker.text.hidden_size
         self._rests_ns = 0  # not before this is the next part encoded
+        self._reports: list[Working | Lacking] = []
+        self._failures: list[tuple[RequestId, StrettoError]] = []
         self._others = OTHERS if model.device.type == "cpu" else 0
         for name, read in {
             "stretto_stage_encoding": lambda: self.num_due,
             "stretto_stage_encoded_total": lambda: self.encoded,
             "stretto_stage_asked_total": lambda: self.asked,
         }.items():
-            context.recorder.number(name, read, stage=stage.name)
+            context.recorder.number(name, read, stage=core.name)
         self._flat = torch.empty(len(vision.deepstack_layers), 0, hidden, device=model.device, dtype=model.dtype)
 
     def add(self, request: StageRequest, given: ThinkerInput, root: bytes, pieces: list[MediaPiece]) -> None:
-        base = self.stage.scheduler.num_found(request.id)
+        base = self.core.scheduler.num_found(request.id)
         self.requests[request.id] = Encoding(request, given, root, pieces, base)
 
     def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
@@ -142,8 +150,14 @@ class Encoders:
         """When the next part is to be encoded, by the loop's clock."""
         return self._rests_ns if self.due is not None else None
 
-    def turn(self) -> Sequence[RequestId]:
-        """Encode a part of what is due, if it is time for it. Of which requests it was."""
+    def run_due(self) -> Encoded:
+        """Encode a part of what is due, if it is time for it."""
+        done = self._run_due()
+        reports, self._reports = self._reports, []
+        failures, self._failures = self._failures, []
+        return Encoded(done, reports, failures)
+
+    def _run_due(self) -> Sequence[RequestId]:
         now, due = self.clock(), self.due
         if due is None or now < self._rests_ns:
             return ()
@@ -166,16 +180,17 @@ class Encoders:
 
     def _encode(self, ids: list[RequestId]) -> list[RequestId]:
         for id in ids:
-            self.report(Working(id, self.stage.name), b"")
+            self._reports.append(Working(id, self.core.name))
         try:
-            with self.stage.runner.on_stream(), torch.inference_mode():
+            with self.core.runner.on_stream(), torch.inference_mode():
                 self.run(ids)
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as e:  # noqa: BLE001  what features that fit nothing make of the models
             if len(ids) > 1:  # whose they are is found by encoding each alone
                 return [done for id in ids for done in self._encode([id])]
-            self.fail(ids[0], e if isinstance(e, StrettoError) else Bug(f"its media cannot be encoded: {e!r}"))
+            error = e if isinstance(e, StrettoError) else Bug(f"its media cannot be encoded: {e!r}")
+            self._failures.append((ids[0], error))
         return ids
 
     @property
@@ -206,7 +221,7 @@ class Encoders:
         if digests:
             e.asked.update(digests)
             self.asked += len(digests)
-            self.report(Lacking(e.request.id, self.stage.name, tuple(digests)), b"")
+            self._reports.append(Lacking(e.request.id, self.core.name, tuple(digests)))
 
     def run(self, ids: Sequence[RequestId]) -> None:
         """Encode a part of what is due of a request, or windows of several; then they are behind the others. What was
@@ -274,4 +289,4 @@ class Encoders:
             visual = places if piece.grid is not None else places[:0]
             e.given.media.append(MediaRows(places, rows, visual, deep))
             e.left.remove(piece)
-        self.stage.scheduler.set_missing(e.request.id, missing_runs(e.left))
+        self.core.scheduler.set_missing(e.request.id, missing_runs(e.left))

@@ -15,7 +15,7 @@ from stretto.stage.pace import Pace, Rhythm
 from stretto.stage.request import StageRequest, State
 
 if TYPE_CHECKING:
-    from stretto.stage.stage import Stage
+    from stretto.stage.core import StageCore
 
 SPARE_S = 0.5
 """A listener who has more in hand can do without frames for a while."""
@@ -44,27 +44,20 @@ def spare_s(voices: Iterable[HasPace], now: float) -> float:
     return least
 
 
-class GiveWay:
-    """Called before each launch: until when it should wait, by the stage's clock. None: not at all."""
+class DecodeHold:
+    """Says before each launch until when it should wait."""
 
-    def __init__(
-        self,
-        to: Stage,
-        voices: Iterable[HasPace],
-        rhythm: Rhythm,
-        clock: Callable[[], float],
-        stage_clock: Callable[[], int],
-    ) -> None:
-        """`voices` as they are at each call; `clock` is that of their pace."""
-        self.to, self.voices, self.rhythm = to, voices, rhythm
-        self.clock, self.stage_clock = clock, stage_clock
+    def __init__(self, prefill: StageCore, clock: Callable[[], float], stage_clock: Callable[[], int]) -> None:
+        """`prefill`: the stage that reads prompts; `clock` is that of the requests' pace."""
+        self.prefill, self.clock, self.stage_clock = prefill, clock, stage_clock
 
-    def __call__(self) -> int | None:
-        if not self.to.reading:
+    def until_ns(self, requests: Iterable[HasPace], rhythm: Rhythm) -> int | None:
+        """By the stage's clock. None: it should not wait. `requests`: those whose frames are made, in this rhythm."""
+        if not self.prefill.reading:
             return None
         now = self.clock()
-        wait_ns = int(1e9 * spare_s(self.voices, now))
+        wait_ns = int(1e9 * spare_s(requests, now))
         if wait_ns < TICK_NS:
             return None
-        self.rhythm.rested = now
+        rhythm.rested = now
         return self.stage_clock() + wait_ns

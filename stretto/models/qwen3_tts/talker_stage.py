@@ -1,6 +1,5 @@
-"""The talker's node: text in, all at once or as it is written, frames of speech out.
-
-Called by the host and driven by the loop, on the loop thread."""
+"""The talker's stage: text in, all at once or as it is written, frames of speech out. Driven by the host, on the loop
+thread."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ from stretto.models.qwen3_tts.lane import TalkerInput
 from stretto.models.qwen3_tts.params import TalkerParams, reference
 from stretto.models.qwen3_tts.rows import speech_prompt
 from stretto.models.qwen3_tts.talker import Talker
-from stretto.models.speech.talker_node import FrameNode, Known
+from stretto.models.speech.talker_stage import Known, SpeechStage
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
-from stretto.stage.stage import Emit, Stage
+from stretto.stage.core import StageCore
 from stretto.types import RequestId
 
 
-class TalkerNode(FrameNode):
+class TalkerStage(SpeechStage):
     params = TalkerParams
 
-    def __init__(self, stage: Callable[[Emit], Stage], model: Talker, context: StageContext) -> None:
-        super().__init__(stage, model, context, opening_s=0.0)
+    def __init__(self, core: StageCore, model: Talker, context: StageContext) -> None:
+        super().__init__(core, model, context, opening_s=0.0)
         self.config = model.config
 
     def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> Known:
@@ -46,11 +45,11 @@ class TalkerNode(FrameNode):
             raise Invalid("there is nothing to say", "input")
         given.text_ended = True
         self._grow(id, given, given.prompt.end)
-        self.stage.scheduler.end_text(id)
+        self.core.scheduler.end_text(id)
 
     def _grow(self, id: RequestId, given: TalkerInput, change: Callable[[], Any]) -> None:
         """Text came, or its end: rows of the prompt that are known now, then tokens that wait for their frames."""
-        p, scheduler = given.prompt, self.stage.scheduler
+        p, scheduler = given.prompt, self.core.scheduler
         before = p.num_known
         change()
         given.end = p.after

@@ -1,12 +1,12 @@
-"""The thinker's node: prompts in by control messages, text out as reports, and its rows out to the talker.
+"""The thinker's stage: prompts in, text out as reports, and its rows out to the talker.
 
-It has no link in: a prompt's features come with its announcement, or when they are asked for. Called by the host and
-driven by the loop, on the loop thread."""
+No link ends here: a prompt's features come with its announcement, or when they are asked for. Driven by the host, on
+the loop thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,29 +14,31 @@ import numpy as np
 import torch
 
 from stretto.control.messages import Admit, Text
-from stretto.errors import StrettoError
+from stretto.errors import Bug, StrettoError
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
-from stretto.models.qwen3_omni.nodes.encoders import Encoders
-from stretto.models.qwen3_omni.nodes.guided import Admitted, Compiling, guide_of
-from stretto.models.qwen3_omni.nodes.prefix import thinker_salts
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs, runs_of
 from stretto.models.qwen3_omni.positions import rope_positions
+from stretto.models.qwen3_omni.stages.encoders import Encoders
+from stretto.models.qwen3_omni.stages.guided import Admitted, Compiling, guide_of
+from stretto.models.qwen3_omni.stages.prefix import thinker_salts
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.speech.given import check_ids
-from stretto.models.speech.talker_node import FRAME_S
+from stretto.models.speech.talker_stage import FRAME_S
 from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
+from stretto.stage.core import Certain, StageCore
 from stretto.stage.guide import GrammarGuide, Grammars
-from stretto.stage.links import Outlet
 from stretto.stage.mediarows import MediaOutput
+from stretto.stage.payload.schema import Payload
 from stretto.stage.report import Clock, Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.logprobs import Scored
-from stretto.stage.stage import Emit, Output, Stage
+from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
 from stretto.types import Mark, RequestId, Span
 
+LINK = "thinker>talker"
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
 """Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report for each token
 would cost the host more than its share of the step. The first ones go one by one, since the talker waits."""
@@ -48,6 +50,7 @@ class Telling:
 
     journal: Journal
     speak: bool
+    sent: int = 0  # rows that the talker has
     left: int = 0  # tokens that have left
     left_at: float = 0.0  # when the last ones did
     tokens: list[int] = field(default_factory=list)  # that have not
@@ -57,40 +60,33 @@ class Telling:
         return len(self.tokens) >= min(TEXT_GROUP, 1 + self.left // 2) or now - self.left_at >= TEXT_WAIT_S
 
 
-class ThinkerNode:
+class ThinkerStage:
     name = "thinker"
     params = ThinkerParams
     cheap = False
+    receives: Mapping[str, type[Payload]] = {}
+    sends: Mapping[str, type[Payload]] = {LINK: ThinkerRows}
 
-    def __init__(
-        self,
-        stage: Callable[[Emit], Stage],
-        model: Thinker,
-        context: StageContext,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self.model, self.report, self.clock = model, context.report, clock
+    def __init__(self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic) -> None:
+        self.core, self.model, self.clock = core, model, clock
         self.config = model.config
-        self.outlet: Outlet[ThinkerRows] = Outlet("thinker>talker", ThinkerRows)
-        self.inlets: tuple[()] = ()
-        self.outlets = (self.outlet,)
         self.tellings: dict[RequestId, Telling] = {}
         vocab, end = self.config.thinker.text.vocab_size, self.config.tokens.im_end
         self.compiling = Compiling(Grammars(Path(context.model), vocab, end), context.ring)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
-        self.stage = stage(self._emit)
-        self.encoders = Encoders(model, self.stage, context, self._fail)
+        self.encoders = Encoders(model, core, context)
+        self._outputs: list[Output] = []  # that `poll` returns next
 
     def __len__(self) -> int:
         return len(self.tellings) + len(self.compiling.waiting)
 
     @property
     def due_ns(self) -> int | None:
-        return min((at for at in (self.stage.due_ns, self.encoders.due_ns) if at is not None), default=None)
+        return min((at for at in (self.core.due_ns, self.encoders.due_ns) if at is not None), default=None)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        return self.stage.runner.stream
+        return self.core.runner.stream
 
     def admit(self, a: Admit, params: ThinkerParams, prompt: Prompt) -> None:
         c = self.config
@@ -129,10 +125,8 @@ class ThinkerNode:
             cache_root=a.cache_root,
         )
         salts, missing = thinker_salts(pieces), missing_runs(pieces)
-        request = self.stage.submit(spec, given, prompt.ids, salts=salts, missing=missing)
+        request = self.core.submit(spec, given, prompt.ids, salts=salts, missing=missing)
         self.tellings[a.request] = Telling(Journal(self.clock()), params.speak)
-        if params.speak:
-            self.outlet.open(a.request)
         if pieces:
             self.encoders.add(request, given, a.cache_root, pieces)
 
@@ -143,46 +137,60 @@ class ThinkerNode:
     def cancel(self, id: RequestId) -> None:
         self.compiling.drop(id)
         self.encoders.drop(id)
-        self.stage.cancel(id)
-        self.outlet.close(id, purge=True)
+        self.core.cancel(id)
         self.tellings.pop(id, None)
+
+    def accept(self, arrival: Arrival) -> None:
+        raise Bug("no link ends at the thinker")
 
     def finish(self, id: RequestId) -> None:
         """End the answer where it is: the talker speaks what it has."""
         telling = self.tellings.pop(id, None)
-        if telling is None or id not in self.stage.scheduler:
+        if telling is None or id not in self.core.scheduler:
             return
-        request = self.stage.scheduler.request(id)
+        request = self.core.scheduler.request(id)
         self._tell(id, telling, self.clock())
         self.encoders.drop(id)
-        self.stage.cancel(id)
+        self.core.cancel(id)
         if telling.speak:
-            self._forward(request, len(request.ids), Mark.REQUEST_END, None)
-        self.report(telling.journal.ended(id, self.name, Reason.STOP), b"")
+            self._forward(request, telling, len(request.ids), Mark.REQUEST_END, None)
+        self._outputs.append(ToEngine(telling.journal.ended(id, self.name, Reason.STOP)))
 
     def throttle(self, id: RequestId, on: bool) -> None:
-        self.outlet.throttle(id, on)
-        self.outlet.tell(id, self.stage.scheduler)
+        if id in self.core.scheduler:
+            self.core.scheduler.set_blocked(id, on)
 
-    def turn(self) -> bool:
-        for id in self.outlet.flush():
-            self.outlet.tell(id, self.stage.scheduler)
+    def poll(self) -> Sequence[Output]:
         for known, made in self.compiling.done() if self.compiling.waiting else ():
             try:
                 self._submit(known, made.result())
             except StrettoError as error:
                 self._fail(known.admit.request, error)
-        encoded = self.encoders.turn()
+        for certain in self.core.poll():
+            self._take(certain)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def launch(self) -> bool:
+        """A part of the media that are due, and a step."""
+        encoded, reports, failures = self.encoders.run_due()
+        self._outputs += map(ToEngine, reports)
+        for id, error in failures:
+            self._fail(id, error)
         for id in encoded:
             if id in self.tellings:
                 self.tellings[id].journal.encoded_at = self.clock()
-        return self.stage.turn() or bool(encoded)
+        return self.core.launch() or bool(encoded)
+
+    def forget(self) -> None:
+        self.core.forget()
+        self.encoders.forget()
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         self.cancel(id)
-        self.report(failed(id, self.name, error), b"")
+        self._outputs.append(ToEngine(failed(id, self.name, error)))
 
-    def _emit(self, o: Output) -> None:
+    def _take(self, o: Certain) -> None:
         request, reason = o.request, o.reason
         id = request.id
         telling = self.tellings.get(id)
@@ -195,7 +203,7 @@ class ThinkerNode:
             if o.logprobs is not None:
                 telling.logprobs.append(o.logprobs)
             if len(journal.marks) == 1:
-                journal.cached = self.stage.num_cached(id)
+                journal.cached = o.cached
                 journal.encoded = self.encoders.proven(id)
         elif reason is None:
             journal.mark_chunk(now)
@@ -210,25 +218,25 @@ class ThinkerNode:
         if telling.speak:
             # The answer's last token is never spoken, so it does not leave.
             ready = o.confirmed + (o.token is not None and reason is None)
-            self._forward(request, ready, Mark.REQUEST_END if reason is not None else Mark.MORE, o.media)
+            self._forward(request, telling, ready, Mark.REQUEST_END if reason is not None else Mark.MORE, o.media)
         if reason is not None:
             del self.tellings[id]
             self.encoders.drop(id)
-            self.report(journal.ended(id, self.name, reason), b"")
-        elif (deadline := journal.deadline(FRAME_S)) is not None:
-            self.stage.scheduler.set_deadline(id, deadline)
+            self._outputs.append(ToEngine(journal.ended(id, self.name, reason)))
+        elif id in self.core.scheduler and (deadline := journal.deadline(FRAME_S)) is not None:
+            self.core.scheduler.set_deadline(id, deadline)
 
     def _tell(self, id: RequestId, telling: Telling, now: float) -> None:
         if telling.tokens:
-            self.report(Text(id, tuple(telling.tokens), tuple(telling.logprobs)), b"")
+            self._outputs.append(ToEngine(Text(id, tuple(telling.tokens), tuple(telling.logprobs))))
             telling.left, telling.left_at = telling.left + len(telling.tokens), now
             telling.tokens, telling.logprobs = [], []
 
-    def _forward(self, request: StageRequest, ready: int, mark: Mark, media: MediaOutput | None) -> None:
+    def _forward(
+        self, request: StageRequest, telling: Telling, ready: int, mark: Mark, media: MediaOutput | None
+    ) -> None:
         """Rows that the talker may have: the id at each position, and media rows."""
-        id = request.id
-        start = self.outlet.sent(id)
-        rows = None
+        start, rows = telling.sent, None
         if ready > start:
             ids = torch.from_numpy(np.array(request.ids[start:ready], dtype=np.int32))
             runs: list[Span] = []
@@ -236,5 +244,5 @@ class ThinkerNode:
             if media is not None:
                 runs, hidden = runs_of([p for p in media.places if start <= p < ready]), media.rows
             rows = ThinkerRows(Span(start, ready), ids, tuple(runs), hidden)
-        if not self.outlet.send(id, rows, mark, media.event if media else None) and mark is Mark.MORE:
-            self.outlet.tell(id, self.stage.scheduler)
+            telling.sent = ready
+        self._outputs.append(ToLink(LINK, request.id, rows, mark, media.event if media else None))
