@@ -5,6 +5,7 @@ the features of some seconds of sound. The worker runs one thread, so forking is
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import selectors
@@ -18,6 +19,8 @@ from pathlib import Path
 from stretto.child import die_with_parent
 from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
 from stretto.prompt.spool import Spool
+
+log = logging.getLogger(__name__)
 
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
 NAME = Path("/proc/self/comm")  # as ps and top show it
@@ -99,10 +102,26 @@ class Children:
 
     def prepare(self) -> None:
         """Have children that wait for the next jobs. Not while jobs run: under load, children are forked as needed."""
-        while len(self._spares) < SPARES:
-            self._spares.append(self._fork(self.warm))
+        try:
+            while len(self._spares) < SPARES:
+                self._spares.append(self._fork(self.warm))
+        except OSError as e:  # the next job tries again
+            log.warning("no process can be started for the next prompts: %s", e)
 
     def start(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
+        """Let a child do a job. `answer` and `files` stay the caller's: the child has descriptors of its own.
+        `OSError`: there can be no child."""
+        kept = answer.dup()  # to say that the child died
+        try:
+            child, taken = self._told(job, answer, files)
+        except BaseException:
+            kept.close()
+            raise
+        self._running[job.number] = child, kept, taken
+        self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
+
+    def _told(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> tuple[Child, float]:
+        """The child that has the job now, and the credit that it has taken."""
         child, taken = self._spares.pop(0) if self._spares else self._fork(), self.credit.take()
         try:
             child.tell(job, answer, files, taken > 0)
@@ -110,8 +129,7 @@ class Children:
             child.end()
             child = self._fork()
             child.tell(job, answer, files, taken > 0)
-        self._running[job.number] = child, answer, taken
-        self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
+        return child, taken
 
     def stop(self, number: int) -> None:
         """Nobody waits for its answer. It may be over."""
@@ -132,12 +150,17 @@ class Children:
     def _fork(self, warm: Callable[[], None] = lambda: None) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         worker = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            self._child(theirs, warm, worker)
-        theirs.close()
-        return Child(pid, os.pidfd_open(pid), ours)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                self._child(theirs, warm, worker)
+            return Child(pid, os.pidfd_open(pid), ours)
+        except BaseException:
+            ours.close()  # a child that has no pidfd is told nothing, and ends
+            raise
+        finally:
+            theirs.close()
 
     def _child(self, told: socket.socket, warm: Callable[[], None], worker: int) -> None:
         """Does not return."""

@@ -17,6 +17,7 @@ from stretto.prompt.work import Json
 
 
 def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, Spool]:
+    """The caller closes the file."""
     short, found = outline(data, long, most)
     spans, at = {}, len(short)
     for name, value in found.items():
@@ -27,6 +28,7 @@ def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outl
 
 
 def do_cut(data: memoryview, seconds: float) -> tuple[Windows, Spool]:
+    """The caller closes the file."""
     parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
     ends = np.cumsum([len(p) for p in parts]).tolist()
     return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), Spool.sealed(*parts)

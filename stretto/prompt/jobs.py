@@ -214,6 +214,6 @@ def failed(error: Exception) -> JobFailed:
 
 
 def say(answer: socket.socket, message: FromWorker, file: Spool | None) -> None:
-    """Nobody may be there to hear it any more."""
-    with contextlib.suppress(OSError):
+    """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if it still listens."""
+    with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):
         socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

@@ -13,6 +13,7 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -58,12 +59,29 @@ A = TypeVar("A", Built, Outlined, Windows)
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more."""
+    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more. The memory file of
+    the answer is the call's until `take` passes it on."""
 
     number: int
     sock: socket.socket
-    answer: asyncio.Future[tuple[FromWorker, Spool | None]]
+    answer: asyncio.Future[FromWorker]
     over: Callable[[], None]
+    file: Spool | None = None
+
+    async def take(self) -> tuple[FromWorker, Spool | None]:
+        """Wait for the answer; the caller closes the file."""
+        try:
+            answer = await self.answer
+        except asyncio.CancelledError:
+            self.drop_file()  # the answer may have come at the same moment
+            raise
+        file, self.file = self.file, None
+        return answer, file
+
+    def drop_file(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 class PromptPool:
@@ -87,31 +105,21 @@ class PromptPool:
     # -- what callers want
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
-        made: list[Spool] = []
-        source = talk.body
-        if not isinstance(source, Spool):
-            source = Spool.of(source)
-            made.append(source)
-        files = [source]
-        if talk.recalled:
-            files.append(Spool.of(msgspec.json.encode(talk.recalled)))
-            made.append(files[1])
-        try:
+        with ExitStack() as owned:
+            body = talk.body
+            files = [body if isinstance(body, Spool) else owned.enter_context(Spool.of(body))]
+            if talk.recalled:
+                files.append(owned.enter_context(Spool.of(msgspec.json.encode(talk.recalled))))
             work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return _built(*await self._do(Built, work, files, talk.sender))
-        finally:
-            for file in made:
-                file.close()
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
         words, how = (t.encode("utf-8", "replace") for t in (text, instructions))
-        source, size = Spool.of(words + how), len(words)
+        size = len(words)
         work = Read((0, size), (size, size + len(how)) if how else None)
-        try:
+        with Spool.of(words + how) as source:
             return _built(*await self._do(Built, work, [source], sender))
-        finally:
-            source.close()
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         """Cut a large JSON object; the caller closes the file that comes back."""
@@ -133,36 +141,43 @@ class PromptPool:
     # -- jobs
 
     async def _do(self, kind: type[A], work: Work, files: list[Spool], sender: str) -> tuple[A, Spool]:
-        """The answer, which must be of this kind and come with a memory file. Once more, if the worker died a moment
-        ago and nothing was done."""
+        """The answer, which must be of this kind and come with a memory file, which the caller closes. Once more, if
+        the worker died a moment ago and nothing was done."""
         await self.worker.wait_until_ready(PATIENCE_S)
         try:
             answer, file = await self._ask(work, files, sender)
         except NotSent:
             await self.worker.wait_until_ready(PATIENCE_S)
             answer, file = await self._ask(work, files, sender)
-        if not isinstance(answer, kind) or file is None:
-            raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
-        return answer, file
+        if isinstance(answer, kind) and file is not None:
+            return answer, file
+        if file is not None:
+            file.close()
+        self._raise_for(answer)
+        raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
 
     async def _ask(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
             answer, file = await self._at_once(work, files)
             if not isinstance(answer, Apart):
-                return self._checked(answer), file
-        answer, file = await self._apart(work, files, sender)
-        return self._checked(answer), file
+                return answer, file
+            if file is not None:
+                file.close()
+        return await self._apart(work, files, sender)
 
     async def _at_once(self, work: Work, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
         call = self._send(work, files, apart=False, over=lambda: None)
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await call.answer
+                return await call.take()
         except TimeoutError:
             self.worker.kill()
             raise Busy("prompts take too long at the moment") from None
 
     async def _apart(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
         await self.lane.enter(sender)
         try:
             call = self._send(work, files, apart=True, over=lambda: self.lane.leave(sender))
@@ -170,7 +185,7 @@ class PromptPool:
             self.lane.leave(sender)
             raise
         try:
-            return await call.answer
+            return await call.take()
         except asyncio.CancelledError:
             self._counts["killed"] += 1
             self.worker.tell(Stop(call.number))
@@ -203,14 +218,15 @@ class PromptPool:
             self._end_call(call)
             return
         answer, file = self._understood(data, fds)
-        if call.answer.done():  # cancelled, or a second answer
-            if file is not None:
-                file.close()
-        else:
-            call.answer.set_result((answer, file))
+        if not call.answer.done():
+            call.file = file
+            call.answer.set_result(answer)
+        elif file is not None:  # nobody waits any more, or this is a second answer
+            file.close()
 
     @staticmethod
     def _understood(data: bytes, fds: list[int]) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
         file: Spool | None = None
         try:
             file = Spool.received(fds[0]) if fds else None
@@ -229,8 +245,8 @@ class PromptPool:
             call.answer.set_exception(StageDead("the prompt worker died"))
         call.over()
 
-    def _checked(self, answer: FromWorker) -> FromWorker:
-        """The answer, unless it is an error."""
+    def _raise_for(self, answer: FromWorker) -> None:
+        """Raise what an answer says went wrong, if it is one that says so."""
         match answer:
             case JobFailed(kind=kind, message=message, param=param):
                 raise _error(kind, message, param)
@@ -245,11 +261,11 @@ class PromptPool:
                 self._counts["over_limit"] += 1
                 log.error("a request made its prompt's process end with signal %d", number)
                 raise Invalid("the request cannot be prepared: what it holds breaks its decoder", "messages")
-        return answer
 
 
 def _built(answer: Built, file: Spool) -> BuiltPrompt:
-    features = Stored(file, answer.start)  # frees the file, whatever is in it
+    """The file is the prompt's from here on, and goes with it."""
+    features = Stored(file, answer.start)
     try:
         head = decode_head(file.read(0, answer.head))
     except msgspec.MsgspecError as e:

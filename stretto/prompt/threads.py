@@ -7,9 +7,9 @@ thread that decodes holds the interpreter."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from stretto.prompt import work
 from stretto.prompt.cuts import do_cut, do_outline
@@ -22,6 +22,7 @@ from stretto.prompt.work import Builder
 
 SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
 LONG_AT_ONCE = 1  # of longer ones: each may take a second, most of it holding the interpreter
+T = TypeVar("T")
 
 
 class Prompts(Protocol):
@@ -69,7 +70,7 @@ class InThreads:
         return await asyncio.to_thread(run)
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
-        return await asyncio.to_thread(do_cut, sound.view(), seconds)
+        return await _with_file(do_cut, sound.view(), seconds)
 
     async def build_for(self, sender: str, messages: Any, tools: Any, *, allow_paths: bool) -> Prompt:
         """For a session. Of long texts few are done at a time, senders taking turns, so that short ones never wait for
@@ -100,10 +101,21 @@ class InThreads:
         return BuiltPrompt(pack(prompt), spoken)
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
-        return await asyncio.to_thread(do_outline, body.view(), long, most)
+        return await _with_file(do_outline, body.view(), long, most)
 
     def metrics(self) -> Mapping[str, float]:
         return {}
+
+
+async def _with_file(work: Callable[..., tuple[T, Spool]], *given: Any) -> tuple[T, Spool]:
+    """What `work` makes in a thread; the caller closes the file. A caller that is cancelled gets none: it is closed when
+    the thread is done."""
+    made = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        made.add_done_callback(lambda made: None if made.cancelled() or made.exception() else made.result()[1].close())
+        raise
 
 
 def num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:

@@ -68,27 +68,32 @@ class Worker:
                     return
 
     def _take(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self.control, MAX_DATAGRAM, MAX_FDS)
+        data, fds, flags, _ = socket.recv_fds(self.control, MAX_DATAGRAM, MAX_FDS)
         if not data:
             return False
+        if flags & socket.MSG_CTRUNC:
+            sys.exit("the prompt worker has as many open files as it may have")
         message = decode_to_worker(data)
         if isinstance(message, Stop):
             self.children.stop(message.number)
             return True
-        answer, files = socket.socket(fileno=fds[0]), [Spool.taken(f) for f in fds[1:]]
-        try:
+        with contextlib.ExitStack() as owned:  # a child has descriptors of its own of what it was sent
+            answer = owned.enter_context(socket.socket(fileno=fds[0]))
+            files = [owned.enter_context(Spool.taken(f)) for f in fds[1:]]
             if message.apart:
-                self.children.start(message, answer, files)
+                self._start(message, answer, files)
             else:
-                with answer:
-                    say(answer, *self._at_once(message, files))
-        finally:
-            for file in files:
-                file.close()
+                say(answer, *self._at_once(message, files))
         return True
 
+    def _start(self, job: Job, answer: socket.socket, files: list[Spool]) -> None:
+        try:
+            self.children.start(job, answer, files)
+        except OSError as e:  # no process could be started for it
+            say(answer, failed(e), None)
+
     def _at_once(self, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
-        """Text that is short; media are for a process of their own."""
+        """Text that is short; media are for a process of their own. The caller closes the file."""
         try:
             return do(self.builder, job.work, files, only_text=True)
         except Exception as e:  # noqa: BLE001  one request must not end the worker, and with it the prompts of others
@@ -96,12 +101,14 @@ class Worker:
 
 
 def do_apart(builder: Builder, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+    """The caller closes the file."""
     return do(builder, job.work, files, only_text=False)
 
 
 def do(
     builder: Builder, job: Build | Read | Outline | Cut, files: list[Spool], *, only_text: bool
 ) -> tuple[FromWorker, Spool | None]:
+    """The caller closes the file."""
     data = files[0].view()
     match job:
         case Build():
@@ -123,6 +130,7 @@ def do(
 
 
 def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
+    """The caller closes the file."""
     meta, arrays = lay_out(prompt)
     head = encode(Head(meta, spoken))
     gap = b"\0" * (-len(head) % 4)  # floats lie where they should
