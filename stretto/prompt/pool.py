@@ -52,6 +52,7 @@ from stretto.prompt.workerprocess import NotSent, WorkerProcess
 log = logging.getLogger(__name__)
 
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
+TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
 Work = Build | Read | Outline | Cut
 A = TypeVar("A", Built, Outlined, Windows)
@@ -91,6 +92,7 @@ class PromptPool:
         self.worker = WorkerProcess(model, builder, settings)
         self.lane = FairQueue(settings.workers)
         self._calls: dict[int, _Call] = {}
+        self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
 
@@ -98,9 +100,26 @@ class PromptPool:
         await self.worker.start()
 
     async def close(self) -> None:
+        if self._trial is not None:
+            self._trial.cancel()
         await self.worker.close()
         for call in list(self._calls.values()):  # their processes ended with the worker
             self._end_call(call)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no prompt can be built now."""
+        return self.worker.trouble
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether callers should wait for the end of the trouble."""
+        return self.worker.hopeful
+
+    @property
+    def pid(self) -> int | None:
+        process = self.worker.process
+        return process.pid if process is not None and process.returncode is None else None
 
     # -- what callers want
 
@@ -134,6 +153,7 @@ class PromptPool:
             "stretto_prompts_running": self.lane.running,
             "stretto_prompts_waiting": self.lane.waiting,
             "stretto_prompt_worker_restarts_total": self.worker.restarts,
+            "stretto_prompt_worker_ready": self.trouble is None,
             "stretto_prompts_killed_total": self._counts["killed"],
             "stretto_prompts_over_limit_total": self._counts["over_limit"],
         }
@@ -153,6 +173,8 @@ class PromptPool:
             return answer, file
         if file is not None:
             file.close()
+        if isinstance(answer, JobFailed) and answer.kind == errors.Bug.__name__:
+            self._doubt()
         self._raise_for(answer)
         raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
 
@@ -166,6 +188,23 @@ class PromptPool:
                 file.close()
         return await self._apart(work, files, sender)
 
+    def _doubt(self) -> None:
+        """The worker failed where no client was at fault: one that can build no prompt at all is started again."""
+        if self._trial is None or self._trial.done():
+            self._trial = asyncio.create_task(self._try_out(), name="trial of the prompt worker")
+
+    async def _try_out(self) -> None:
+        """Build a prompt that any worker can build."""
+        with Spool.of(TRIAL) as source:
+            try:
+                answer, file = await self._at_once(Read((0, len(TRIAL))), [source])
+            except (Busy, StageDead):
+                return  # it is being ended, or it has died
+        if file is not None:
+            file.close()
+        if not isinstance(answer, Built):
+            self.worker.kill("it could build no prompt any more")
+
     async def _at_once(self, work: Work, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
         """The caller closes the file."""
         call = self._send(work, files, apart=False, over=lambda: None)
@@ -173,7 +212,7 @@ class PromptPool:
             async with asyncio.timeout(PATIENCE_S):
                 return await call.take()
         except TimeoutError:
-            self.worker.kill()
+            self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
             raise Busy("prompts take too long at the moment") from None
 
     async def _apart(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:

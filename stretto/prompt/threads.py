@@ -46,6 +46,21 @@ class Prompts(Protocol):
         """Cut a sound file into windows; the caller closes the file that comes back."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why no prompt can be built now; None: one can."""
+        ...
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether callers should wait for the end of the trouble."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that builds them, if it is another."""
+        ...
+
     def metrics(self) -> Mapping[str, float]: ...
 
 
@@ -103,13 +118,25 @@ class InThreads:
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         return await _with_file(do_outline, body.view(), long, most)
 
+    @property
+    def trouble(self) -> str | None:
+        return None
+
+    @property
+    def hopeful(self) -> bool:
+        return True
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
     def metrics(self) -> Mapping[str, float]:
         return {}
 
 
 async def _with_file(work: Callable[..., tuple[T, Spool]], *given: Any) -> tuple[T, Spool]:
-    """What `work` makes in a thread; the caller closes the file. A caller that is cancelled gets none: it is closed when
-    the thread is done."""
+    """What `work` makes in a thread; the caller closes the file. If the caller is cancelled, the
+    file is closed when the thread is done."""
     made = asyncio.ensure_future(asyncio.to_thread(work, *given))
     try:
         return await asyncio.shield(made)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from stretto.child import die_with_parent
-from stretto.errors import Invalid, StrettoError
+from stretto.errors import Invalid, StageDead
 from stretto.named import load
 from stretto.prompt import work
 from stretto.prompt.apart import Children, WorkerLimits
@@ -138,6 +138,15 @@ def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, 
     return Built(len(head), len(head) + len(gap)), file
 
 
+def try_out(builder: Builder) -> None:
+    """Whoever can build this prompt can build others."""
+    try:
+        _, file = pack(*work.read_aloud(builder, "Hello"))
+        file.close()
+    except OSError as e:
+        raise StageDead(f"prompts cannot be put into memory files ({e.strerror})") from None
+
+
 def _part(data: memoryview, span: ByteRange) -> memoryview:
     return data[span[0] : span[1]]
 
@@ -162,7 +171,8 @@ def main() -> None:
     control = socket.socket(fileno=args.fd)
     try:
         builder: Builder = load(args.builder)(args.model)
-    except StrettoError as e:
+        try_out(builder)
+    except Exception as e:  # noqa: BLE001  else nobody would hear why, and another would be started in vain
         control.send(encode(failed(e)))
         sys.exit(1)
     with contextlib.suppress(ImportError):
