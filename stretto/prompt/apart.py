@@ -17,7 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.child import die_with_parent
-from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
+from stretto.prompt.jobs import (
+    MAX_DATAGRAM,
+    MAX_FDS,
+    Continue,
+    Died,
+    FromWorker,
+    Job,
+    JobFailed,
+    decode_job,
+    encode,
+    failed,
+    say,
+)
 from stretto.prompt.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -122,13 +134,15 @@ class Children:
 
     def _told(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> tuple[Child, float]:
         """The child that has the job now, and the credit that it has taken."""
-        child, taken = self._spares.pop(0) if self._spares else self._fork(), self.credit.take()
+        child = self._spares.pop(0) if self._spares else self._fork()
+        taken = 0.0 if interactive(job) else self.credit.take()
+        short = interactive(job) or taken > 0
         try:
-            child.tell(job, answer, files, taken > 0)
+            child.tell(job, answer, files, short)
         except OSError:  # it was killed
             child.end()
             child = self._fork()
-            child.tell(job, answer, files, taken > 0)
+            child.tell(job, answer, files, short)
         return child, taken
 
     def stop(self, number: int) -> None:
@@ -187,8 +201,9 @@ class Children:
 
     def _do(self, job: Job, answer: int, *files: int) -> None:
         NAME.write_text("prompt job")
-        signal.signal(signal.SIGPROF, lambda *_: make_idle(0))
-        signal.setitimer(signal.ITIMER_PROF, SHORT_S)
+        if not interactive(job):
+            signal.signal(signal.SIGPROF, lambda *_: make_idle(0))
+            signal.setitimer(signal.ITIMER_PROF, SHORT_S)
         limit(self.limits)
         try:
             result = self.work(job, [Spool.taken(f) for f in files])
@@ -198,6 +213,12 @@ class Children:
         except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
             result = failed(e), None
         say(socket.socket(fileno=answer), *result)
+
+
+def interactive(job: Job) -> bool:
+    """Text of a conversation that somebody is having: it takes a second at most, and few are done at a time. It never
+    waits for an idle core, which a busy machine may not have."""
+    return isinstance(job.work, Continue)
 
 
 def make_idle(pid: int) -> None:

@@ -12,12 +12,12 @@ import logging
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from stretto.prompt.jobs import (
     Build,
     Built,
     BuiltPrompt,
+    Continue,
     Conversation,
     Cut,
     Died,
@@ -43,10 +44,15 @@ from stretto.prompt.jobs import (
     Windows,
     decode_from_worker,
     decode_head,
+    encode,
 )
-from stretto.prompt.packed import Packed
+from stretto.prompt.packed import Packed, lay_out
+from stretto.prompt.prepared import without_features
+from stretto.prompt.prompt import Prompt
 from stretto.prompt.settings import PoolSettings
 from stretto.prompt.spool import Spool, Stored
+from stretto.prompt.threads import LONG_AT_ONCE, SHORT_CHARS, Message
+from stretto.prompt.work import encode as to_json
 from stretto.prompt.workerprocess import NotSent, WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -54,7 +60,8 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
-Work = Build | Read | Outline | Cut
+TALKS_AT_ONCE = 4  # processes for prompts of sessions that are not long: some tens of milliseconds each
+Work = Build | Continue | Read | Outline | Cut
 A = TypeVar("A", Built, Outlined, Windows)
 
 
@@ -91,6 +98,7 @@ class PromptPool:
         self.settings = settings
         self.worker = WorkerProcess(model, builder, settings)
         self.lane = FairQueue(settings.workers)
+        self.talks, self.long_talks = FairQueue(TALKS_AT_ONCE), FairQueue(LONG_AT_ONCE)  # of sessions: text alone
         self._calls: dict[int, _Call] = {}
         self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
@@ -132,6 +140,19 @@ class PromptPool:
             work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return _built(*await self._do(Built, work, files, talk.sender))
 
+    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
+        bare, media = without_features(messages)
+        known, _ = lay_out(media, known=frozenset(p.digest for p in media.pieces()))
+        parts = to_json(bare, "messages"), encode(known), to_json(tools, "tools") if tools else b""
+        ends = list(accumulate(map(len, parts)))
+        asked = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
+        lane = self.long_talks if ends[2] > SHORT_CHARS else self.talks
+        with Spool.of(*parts) as source:
+            meta = _built(*await self._do(Built, asked, [source], sender, lane)).packed.meta
+        if meta.without_features().pieces() != known.pieces():
+            raise errors.Bug("a prompt has other media than were asked for")
+        return replace(media, ids=meta.ids)
+
     async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
         words, how = (t.encode("utf-8", "replace") for t in (text, instructions))
@@ -149,9 +170,10 @@ class PromptPool:
         return await self._do(Windows, Cut(seconds), [sound], sender)
 
     def metrics(self) -> Mapping[str, float]:
+        lanes = self.lane, self.talks, self.long_talks
         return {
-            "stretto_prompts_running": self.lane.running,
-            "stretto_prompts_waiting": self.lane.waiting,
+            "stretto_prompts_running": sum(lane.running for lane in lanes),
+            "stretto_prompts_waiting": sum(lane.waiting for lane in lanes),
             "stretto_prompt_worker_restarts_total": self.worker.restarts,
             "stretto_prompt_worker_ready": self.trouble is None,
             "stretto_prompts_killed_total": self._counts["killed"],
@@ -160,15 +182,17 @@ class PromptPool:
 
     # -- jobs
 
-    async def _do(self, kind: type[A], work: Work, files: list[Spool], sender: str) -> tuple[A, Spool]:
+    async def _do(
+        self, kind: type[A], work: Work, files: list[Spool], sender: str, lane: FairQueue | None = None
+    ) -> tuple[A, Spool]:
         """The answer, which must be of this kind and come with a memory file, which the caller closes. Once more, if
         the worker died a moment ago and nothing was done."""
         await self.worker.wait_until_ready(PATIENCE_S)
         try:
-            answer, file = await self._ask(work, files, sender)
+            answer, file = await self._ask(work, files, sender, lane or self.lane)
         except NotSent:
             await self.worker.wait_until_ready(PATIENCE_S)
-            answer, file = await self._ask(work, files, sender)
+            answer, file = await self._ask(work, files, sender, lane or self.lane)
         if isinstance(answer, kind) and file is not None:
             return answer, file
         if file is not None:
@@ -178,7 +202,9 @@ class PromptPool:
         self._raise_for(answer)
         raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
 
-    async def _ask(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
+    async def _ask(
+        self, work: Work, files: list[Spool], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, Spool | None]:
         """The caller closes the file."""
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
             answer, file = await self._at_once(work, files)
@@ -186,7 +212,7 @@ class PromptPool:
                 return answer, file
             if file is not None:
                 file.close()
-        return await self._apart(work, files, sender)
+        return await self._apart(work, files, sender, lane)
 
     def _doubt(self) -> None:
         """The worker failed where no client was at fault: one that can build no prompt at all is started again."""
@@ -215,13 +241,15 @@ class PromptPool:
             self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
             raise Busy("prompts take too long at the moment") from None
 
-    async def _apart(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
+    async def _apart(
+        self, work: Work, files: list[Spool], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, Spool | None]:
         """The caller closes the file."""
-        await self.lane.enter(sender)
+        await lane.enter(sender)
         try:
-            call = self._send(work, files, apart=True, over=lambda: self.lane.leave(sender))
+            call = self._send(work, files, apart=True, over=lambda: lane.leave(sender))
         except BaseException:
-            self.lane.leave(sender)
+            lane.leave(sender)
             raise
         try:
             return await call.take()

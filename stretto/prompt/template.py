@@ -207,10 +207,10 @@ class ChatTemplate:
         try:
             guard = self._private([messages, tools])
             turns = [
-                {k: v if k == "role" else _each_string(v, lambda s: self._guard(s, guard)) for k, v in m.items()}
+                {k: v if k == "role" else each_string(v, lambda s: self._guard(s, guard)) for k, v in m.items()}
                 for m in messages
             ]
-            known = _each_string(tools, lambda s: self._guard(s, guard))
+            known = each_string(tools, lambda s: self._guard(s, guard))
             text = self._template.render(
                 {**(variables or {}), "messages": turns, "tools": known, "add_generation_prompt": True}
             )
@@ -229,7 +229,7 @@ class ChatTemplate:
 
     def _guard(self, text: str, guard: str) -> str:
         """Break up every marker in `text`, and those it could be the beginning or the end of."""
-        text = _well_formed(text)
+        text = well_formed(text)
         ends = range(1, min(self._longest, len(text) + 1))
         breaks = {m.start() + 1 for m in self._whole.finditer(text)}
         breaks |= {len(text) - n + 1 for n in ends if text[-n:] in self._heads}
@@ -257,7 +257,7 @@ def check_variables(given: object) -> dict[str, Any]:
     return given
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     """Without halves of surrogate pairs, as cutting a JavaScript string in two leaves them."""
     try:
         text.encode()
@@ -266,14 +266,14 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _each_string(value: Any, change: Callable[[str], str]) -> Any:
+def each_string(value: Any, change: Callable[[str], str]) -> Any:
     """A copy of plain data with every string in it changed, dictionary keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_each_string(k, change): _each_string(v, change) for k, v in value.items()}
+        return {each_string(k, change): each_string(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_each_string(v, change) for v in value]
+        return [each_string(v, change) for v in value]
     return value
 
 

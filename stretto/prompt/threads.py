@@ -1,5 +1,5 @@
-"""Prompts built in threads of this process: for an engine without a prompt worker, whose callers are trusted, and for
-sessions, whose media are features already.
+"""Prompts built in threads of this process: for an engine without a prompt worker, and for callers of this process, who
+are trusted.
 
 Keeps the promises of `pool.PromptPool`, but for limits of time and memory, and that the event loop goes on meanwhile: a
 thread that decodes holds the interpreter."""
@@ -23,6 +23,7 @@ from stretto.prompt.work import Builder
 SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
 LONG_AT_ONCE = 1  # of longer ones: each may take a second, most of it holding the interpreter
 T = TypeVar("T")
+Message = Mapping[str, Any]
 
 
 class Prompts(Protocol):
@@ -33,6 +34,11 @@ class Prompts(Protocol):
     async def close(self) -> None: ...
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt: ...
+
+    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
+        """For a session, whose media are features already. Of long texts few are done at a time, senders taking turns,
+        so that short ones never wait for them."""
+        ...
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
@@ -87,9 +93,10 @@ class InThreads:
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
         return await _with_file(do_cut, sound.view(), seconds)
 
-    async def build_for(self, sender: str, messages: Any, tools: Any, *, allow_paths: bool) -> Prompt:
-        """For a session. Of long texts few are done at a time, senders taking turns, so that short ones never wait for
-        them. Who is cancelled gives its place back when the thread is done with it."""
+    async def build_for(
+        self, sender: str, messages: Sequence[Message], tools: Any = None, *, allow_paths: bool = False
+    ) -> Prompt:
+        """Who is cancelled gives its place back when the thread is done with it."""
         run = partial(self._builder.build, messages, tools, False, allow_paths=allow_paths)
         if num_chars(messages, tools) <= SHORT_CHARS:
             return await asyncio.to_thread(run)

@@ -31,6 +31,7 @@ from stretto.prompt.jobs import (
     Build,
     Built,
     ByteRange,
+    Continue,
     Cut,
     FromWorker,
     Head,
@@ -39,12 +40,14 @@ from stretto.prompt.jobs import (
     Read,
     Stop,
     WorkerReady,
+    decode_media,
     decode_to_worker,
     encode,
     failed,
     say,
 )
-from stretto.prompt.packed import lay_out
+from stretto.prompt.packed import known_media, lay_out
+from stretto.prompt.prepared import with_features
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
@@ -106,7 +109,7 @@ def do_apart(builder: Builder, job: Job, files: list[Spool]) -> tuple[FromWorker
 
 
 def do(
-    builder: Builder, job: Build | Read | Outline | Cut, files: list[Spool], *, only_text: bool
+    builder: Builder, job: Build | Continue | Read | Outline | Cut, files: list[Spool], *, only_text: bool
 ) -> tuple[FromWorker, Spool | None]:
     """The caller closes the file."""
     data = files[0].view()
@@ -118,6 +121,11 @@ def do(
             tools = _part(data, job.tools) if job.tools is not None else None
             recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
             return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video, job.variables))
+        case Continue():
+            media = known_media(decode_media(_part(data, job.media)))
+            messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
+            tools = work.decode(_part(data, job.tools), "tools") if job.tools is not None else None
+            return pack(builder.build(messages, tools))
         case Read():
             how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
             return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))

@@ -36,8 +36,9 @@ from stretto.prompt.jobs import (
     JobFailed,
     decode_from_worker,
 )
-from stretto.prompt.packed import Packed, PieceMeta, PromptMeta
+from stretto.prompt.packed import Packed, PieceMeta, PromptMeta, pack
 from stretto.prompt.pool import PoolSettings, PromptPool
+from stretto.prompt.prepared import prepared
 from stretto.prompt.prompt import DIGEST_BYTES
 from stretto.prompt.spool import Spool
 from stretto.prompt.threads import InThreads
@@ -127,6 +128,71 @@ def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
             assert ours.spoken
 
     with_pool(tiny_dir, test)
+
+
+def test_sessions_have_the_same_prompts_and_their_features_stay_here(tiny_dir: Path) -> None:
+    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+    threads = InThreads(builder)
+    seen = prepared(builder, {"role": "user", "content": [sound(), {"type": "text", "text": "?"}, picture(64), film()]})
+    heard = prepared(builder, {"role": "user", "content": [sound()]})
+    asked: list[tuple[list[Any], Any]] = [
+        (HELLO, None),
+        ([{"role": "system", "content": "Be brief."}, heard, {"role": "assistant", "content": "Oh."}, seen], TOOLS),
+        ([seen, *HELLO, heard, {"role": "user", "content": "word " * 4000}], None),  # in a process of its own
+        ([{"role": "user", "content": "half a pair: \ud83d"}], None),
+    ]
+
+    async def test(pool: PromptPool) -> None:
+        for messages, tools in asked:
+            ours, theirs = await threads.build_for("s", messages, tools), await pool.build_for("s", messages, tools)
+            assert theirs.ids == ours.ids
+            assert [id(p) for p in theirs.pieces()] == [id(p) for p in ours.pieces()]
+            assert pack(theirs).meta == pack(ours).meta
+        with pytest.raises(TooLong):
+            await pool.build_for("s", [{"role": "user", "content": "word " * 190_000}])
+        with pytest.raises(Invalid, match="role"):
+            await pool.build_for("s", [{"role": "nobody", "content": "Hello"}])
+        with pytest.raises(Invalid):
+            await pool.build_for("s", [{"role": "user", "content": object()}])
+
+    with_pool(tiny_dir, test)
+
+
+def test_short_conversations_wait_neither_for_long_ones_nor_for_media(roomy_dir: Path) -> None:
+    def said(count: int) -> list[Any]:
+        return [{"role": "user", "content": "word " * count}]
+
+    async def test(pool: PromptPool) -> None:
+        media = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "ab"]
+        await until(lambda: pool.lane.running == 2 and len(processes(pool)) == 2)
+        for pid in processes(pool):
+            os.kill(pid, signal.SIGSTOP)  # they take as long as this test
+        long = [asyncio.create_task(pool.build_for("c", said(150_000))) for _ in range(3)]
+        await until(lambda: pool.metrics()["stretto_prompts_running"] == 3 and len(processes(pool)) == 3)
+        assert pool.metrics()["stretto_prompts_waiting"] == 2  # one long one at a time
+        [talking] = set(processes(pool)) - {p for p in processes(pool) if stopped(p)}
+        await until(lambda: worked(talking) > 2 * SHORT_S)
+        os.kill(talking, signal.SIGSTOP)
+        assert os.sched_getscheduler(talking) == os.SCHED_BATCH  # whatever the machine has to do
+        for count in (5, 5000):
+            assert len((await pool.build_for("c", said(count))).ids) > count
+        assert not any(task.done() for task in (*media, *long))
+        for task in (*media, *long):
+            task.cancel()
+        await asyncio.gather(*media, *long, return_exceptions=True)
+        await until(lambda: not pool.metrics()["stretto_prompts_running"])
+
+    with_pool(roomy_dir, test)
+
+
+def worked(pid: int) -> float:
+    """CPU time of its own, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+
+
+def stopped(pid: int) -> bool:
+    return "State:\tT" in Path(f"/proc/{pid}/status").read_text()
 
 
 def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
