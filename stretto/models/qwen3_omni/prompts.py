@@ -80,6 +80,7 @@ class PromptBuilder:
             sound_in_video=use_audio_in_video,
             fit=lambda height, width, frames: fit_video(height, width, frames, self.rule),
             found=media.add,
+            expect_picture=media.expect_picture,
         )
         declared = reader.read_tools(tools)
         turns = reader.read(messages)
