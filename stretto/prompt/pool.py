@@ -23,6 +23,7 @@ import msgspec
 
 from stretto import errors
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
+from stretto.prompt.apart import MAX_RESULT
 from stretto.prompt.fairqueue import FairQueue
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
@@ -50,7 +51,8 @@ from stretto.prompt.packed import Packed, lay_out
 from stretto.prompt.prepared import without_features
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.settings import PoolSettings
-from stretto.prompt.spool import Spool, Stored
+from stretto.prompt.spool import Spool, Stored, check_room
+from stretto.prompt.template import well_formed
 from stretto.prompt.threads import LONG_AT_ONCE, SHORT_CHARS, Message
 from stretto.prompt.work import encode as to_json
 from stretto.prompt.workerprocess import NotSent, WorkerProcess
@@ -105,6 +107,7 @@ class PromptPool:
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> None:
+        check_room(MAX_RESULT)
         await self.worker.start()
 
     async def close(self) -> None:
@@ -155,7 +158,7 @@ class PromptPool:
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
-        words, how = (t.encode("utf-8", "replace") for t in (text, instructions))
+        words, how = (well_formed(t).encode() for t in (text, instructions))
         size = len(words)
         work = Read((0, size), (size, size + len(how)) if how else None)
         with Spool.of(words + how) as source:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
 from threading import Thread
 
-from stretto.errors import WireError
+from stretto.errors import StageDead, WireError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 Buffer = bytes | bytearray | memoryview
@@ -108,6 +109,16 @@ class Spool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def check_room(size: int) -> None:
+    """Refuses a process that may not make memory files of this size."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < size:
+        raise StageDead(
+            f"requests and prompts go through memory files of up to {size >> 20:,} MiB, but files may have at most "
+            f"{most:,} bytes here (ulimit -f)"
+        )
 
 
 @cache

@@ -20,11 +20,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import jinja2
@@ -37,6 +40,8 @@ from stretto.prompt.files import read_json
 # Unicode sets these aside for a program's own use; text is not supposed to hold any of them.
 _PRIVATE = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 MAX_VARIABLES = 16
+MAX_STEPS = 1_000_000  # of a template, for one short message: released ones take some hundreds
+TraceFunction = Callable[[FrameType, str, object], Any]
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 # How text is cut into pieces that merges do not cross, for checkpoints that state vocabulary and merges but not the
@@ -219,6 +224,17 @@ class ChatTemplate:
             raise Invalid(f"the model's chat template cannot render these messages: {reason}", "messages") from None
         return [piece.replace(guard, "") for piece in self._cut.split(text)]
 
+    def try_out(self, directory: str | Path) -> list[str]:
+        """`render` for one short message, as a check of the template: it must come to an end."""
+        try:
+            with limited_steps(MAX_STEPS):
+                return self.render([{"role": "user", "content": "Hello"}])
+        except TooManySteps:
+            message = f"the chat template does not come to an end within {MAX_STEPS:,} steps for one short message"
+            raise CheckpointError(f"{directory}: {message}") from None
+        except Invalid as e:
+            raise CheckpointError(f"{directory}: {e}") from None
+
     def _private(self, value: object) -> str:
         """A character that no client string holds."""
         strings = list(_strings(value))
@@ -237,6 +253,31 @@ class ChatTemplate:
             breaks.add(0)
         borders = [0, *sorted(breaks), len(text)]
         return guard.join(text[a:b] for a, b in pairwise(borders)) if breaks else text
+
+
+class TooManySteps(BaseException):
+    """Not an `Exception`: what limits a template must not be caught by what it calls."""
+
+
+@contextmanager
+def limited_steps(most: int) -> Iterator[None]:
+    """Ends what runs in it, on this thread, after so many lines of Python. A template is compiled to Python, a line or
+    more for each of its statements; counting takes many times longer than running."""
+    left = most
+
+    def count(frame: FrameType, event: str, arg: object) -> TraceFunction:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TooManySteps
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def check_variables(given: object) -> dict[str, Any]:
@@ -258,7 +299,7 @@ def check_variables(given: object) -> dict[str, Any]:
 
 
 def well_formed(text: str) -> str:
-    """Without halves of surrogate pairs, as cutting a JavaScript string in two leaves them."""
+    """Halves of surrogate pairs, as cutting a JavaScript string in two leaves them, become replacement characters."""
     try:
         text.encode()
     except UnicodeEncodeError:

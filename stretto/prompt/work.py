@@ -15,7 +15,7 @@ import soundfile
 from PIL import Image
 
 from stretto.errors import Invalid
-from stretto.fields import NOT_JSON, not_json
+from stretto.fields import NOT_JSON, not_json, read_json
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.recall import recall
 from stretto.prompt.template import Tokenizer, check_variables, each_string, well_formed
@@ -87,7 +87,7 @@ def _dot() -> dict[str, Any]:
 
 def decode(data: Json, name: str) -> Any:
     try:
-        return msgspec.json.decode(data)
+        return read_json(data, msgspec.json.decode)
     except NOT_JSON as e:
         raise Invalid(f"{name}: {not_json(e)}", name) from None
 

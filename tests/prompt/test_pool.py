@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine
@@ -208,9 +209,14 @@ def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
         built = await pool.build(Conversation(file, outlined.long["messages"], outlined.long["tools"]))
         same(built.packed, (await pool.build(talk(body["messages"], TOOLS))).packed)
         file.close()
-        with pytest.raises(Invalid, match="stream is too large") as caught:
+        with pytest.raises(Invalid, match="x is too large") as caught:
             await pool.outline(spool, ("messages", "tools"), 12)
-        assert caught.value.param == "stream"
+        assert caught.value.param == "x"
+        fields = {"x": "y" * 900, "messages": HELLO, "logit_bias": dict.fromkeys(range(300), 1)}
+        biased = Spool.of(json.dumps(fields).encode())
+        with pytest.raises(Invalid, match=r"logit_bias is too large: [\d,]+ bytes; all fields but messages") as caught:
+            await pool.outline(biased, ("messages", "tools"), 1000)
+        assert caught.value.param == "logit_bias"
         for bad in (b"[1]", b'{"messages":', b"\xff", b"[" * 100_000):
             with pytest.raises(Invalid):
                 await pool.outline(Spool.of(bad), ("messages",), 1000)
@@ -254,6 +260,26 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError):
         with_pool(tmp_path, test)
+
+
+def test_a_start_that_cannot_succeed_ends_with_one_sentence(roomy_dir: Path, tmp_path: Path) -> None:
+    async def test(pool: PromptPool) -> None:
+        pass
+
+    for file in roomy_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(loop)
+    with pytest.raises(CheckpointError, match="does not come to an end"):
+        with_pool(tmp_path, test)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(StageDead, match="ulimit -f"):
+            with_pool(roomy_dir, test)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_limits_of_time_and_memory(roomy_dir: Path) -> None:

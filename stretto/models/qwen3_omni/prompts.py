@@ -113,7 +113,7 @@ class PromptBuilder:
 
     def _check_template(self, directory: str | Path) -> None:
         """The talker counts on an answer starting with exactly these three tokens."""
-        ids = encode_rendered(self.template.render([{"role": "user", "content": "Hello"}]), self.tokenizer)
+        ids = encode_rendered(self.template.try_out(directory), self.tokenizer)
         start = self._opening
         if ids[-len(start) :] != start or len(start) != 3:
             raise CheckpointError(f"{directory}: the chat template does not end in <|im_start|>assistant and a newline")
