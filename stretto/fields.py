@@ -5,11 +5,14 @@ Used wherever fields that a client sent are read: the server's bodies, the promp
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from stretto.errors import Invalid
 
+T = TypeVar("T")
 _SHOWN = 64  # characters of a name that a client made up
 
 
@@ -22,6 +25,38 @@ def wrong_field(error: msgspec.ValidationError, root: str = "") -> Invalid:
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not JSON."""
+
+
+MOST_HALVES = 4096
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATES = re.compile(
+    rb"(\\u[dD][89abAB][0-9a-fA-F]{2})(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+
+
+def read_json(data: bytes | memoryview, decode: Callable[[bytes | memoryview], T]) -> T:
+    """What `decode` makes of JSON. Halves of surrogate pairs, as cutting a JavaScript string in two leaves them, become
+    replacement characters: JSON allows them, msgspec does not."""
+    try:
+        return decode(data)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        if not 0 < len(_HALF.findall(data)) <= MOST_HALVES:  # more would take long
+            raise
+        return decode(_SURROGATES.sub(_whole, data))
+
+
+def _whole(found: re.Match[bytes]) -> bytes:
+    """What stands in the place of surrogates: pairs stay."""
+    data, start = found.string, found.start()
+    at = start
+    while at and data[at - 1] == ord("\\"):
+        at -= 1
+    first, second = found[1], found[2]
+    if (start - at) % 2:  # the backslash belongs to the one before it: this is text
+        return first + b"\\ufffd" if second else found[0]
+    return found[0] if second else b"\\ufffd"
 
 
 def not_json(error: Exception) -> str:

@@ -39,7 +39,7 @@ from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.reading import Reader
 from stretto.orchestrator.routing import Router, slowest
 from stretto.orchestrator.session import Session
-from stretto.orchestrator.status import numbers_of, progress_of
+from stretto.orchestrator.status import numbers_of, open_files, progress_of
 from stretto.orchestrator.supply import supply
 from stretto.orchestrator.ticket import Ticket
 from stretto.orchestrator.watch import Watch
@@ -126,7 +126,7 @@ class PipelineEngine:
 
     @property
     def progress(self) -> Progress:
-        return progress_of(self._pipelines, self._error, self._up, self._draining)
+        return progress_of(self._pipelines, self.prompts, self._error, self._up, self._draining)
 
     @property
     def pace(self) -> float:
@@ -137,7 +137,7 @@ class PipelineEngine:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
         values["stretto_engine_running"] = self._accepted
         values |= self.prompts.metrics()
-        return values | numbers_of(self._pipelines)
+        return values | open_files(self.prompts) | numbers_of(self._pipelines)
 
     # -- requests
 

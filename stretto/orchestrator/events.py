@@ -96,3 +96,4 @@ class Progress:
     state: EngineState
     stages: Mapping[str, str] = field(default_factory=dict)  # stage -> "loading 43 %", "capturing", "ready"
     error: str | None = None
+    accepts: bool = False  # requests that come although it is not ready wait until it is

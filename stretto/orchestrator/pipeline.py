@@ -12,6 +12,7 @@ from stretto.control.messages import Ended, Features, FromHost, ToHost
 from stretto.control.settings import EngineConfig
 from stretto.errors import StrettoError, WireError
 from stretto.family import PipelineSpec
+from stretto.observe.descriptors import OPEN_FILES
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.cards import Cards
@@ -124,8 +125,11 @@ class Pipeline:
             if host.state != "dead":
                 several = len(up.hosts) > 1
                 for name, value in host.stats.items():
-                    own = several and "{" not in name
-                    values[labelled(name, host=place.name) if own else name] = value
+                    if name == OPEN_FILES:
+                        values[labelled(name, process=f"host {place.name}")] = value
+                    else:
+                        own = several and "{" not in name
+                        values[labelled(name, host=place.name) if own else name] = value
         return values
 
     @property

@@ -319,7 +319,10 @@ class Session:
 
     async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
         messages, tools = setting.messages(items), [dict(t) for t in setting.tools] if setting.tools else None
-        return await self._engine.threads.build_for(self._name, messages, tools, allow_paths=self._allow_paths)
+        sender = self._owner or self._name  # all sessions of an owner take turns as one
+        if self._allow_paths:  # a caller of this process, whose messages may hold what JSON has no words for
+            return await self._engine.threads.build_for(sender, messages, tools, allow_paths=True)
+        return await self._engine.prompts.build_for(sender, messages, tools)
 
     def _built(self, prompt: Prompt) -> BuiltPrompt:
         """With the features that the stages have not had; they ask for others, where they need them again."""

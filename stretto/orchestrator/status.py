@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from stretto.observe.descriptors import OPEN_FILES, open_descriptors
 from stretto.observe.recorder import labelled
-from stretto.orchestrator.events import Progress
+from stretto.orchestrator.events import EngineState, Progress
 from stretto.orchestrator.pipeline import Pipeline
+from stretto.prompt.threads import Prompts
 
 
-def progress_of(pipelines: Sequence[Pipeline], error: str | None, up: bool, draining: bool) -> Progress:
+def progress_of(
+    pipelines: Sequence[Pipeline], prompts: Prompts, error: str | None, up: bool, draining: bool
+) -> Progress:
     """`error`: why the engine will not come up. `up`: it was, once."""
     stages = {
         (stage if len(pipelines) == 1 else f"{p.name}.{stage}"): what
@@ -25,7 +30,17 @@ def progress_of(pipelines: Sequence[Pipeline], error: str | None, up: bool, drai
         return Progress("draining", stages)
     if not any(p.ready(path) for p in pipelines for path in p.spec.paths.values()):
         return Progress("dead", stages, trouble or "no pipeline is up")
+    if prompts.trouble is not None:
+        state: EngineState = "loading" if prompts.hopeful else "dead"
+        return Progress(state, stages, prompts.trouble, accepts=prompts.hopeful)
     return Progress("ready", stages, trouble)
+
+
+def open_files(prompts: Prompts) -> dict[str, float]:
+    """Descriptors of this process and of the one that builds prompts; hosts count their own."""
+    pids = {"server": os.getpid(), "prompt worker": prompts.pid}
+    counted = {name: open_descriptors(pid) for name, pid in pids.items() if pid is not None}
+    return {labelled(OPEN_FILES, process=name): count for name, count in counted.items() if count is not None}
 
 
 def numbers_of(pipelines: Sequence[Pipeline]) -> dict[str, float]:

@@ -5,6 +5,7 @@ the features of some seconds of sound. The worker runs one thread, so forking is
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import selectors
@@ -17,8 +18,22 @@ from pathlib import Path
 
 from stretto.child import die_with_parent
 from stretto.observe import logs
-from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
+from stretto.prompt.jobs import (
+    MAX_DATAGRAM,
+    MAX_FDS,
+    Continue,
+    Died,
+    FromWorker,
+    Job,
+    JobFailed,
+    decode_job,
+    encode,
+    failed,
+    say,
+)
 from stretto.prompt.spool import Spool
+
+log = logging.getLogger(__name__)
 
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
 NAME = Path("/proc/self/comm")  # as ps and top show it
@@ -100,19 +115,36 @@ class Children:
 
     def prepare(self) -> None:
         """Have children that wait for the next jobs. Not while jobs run: under load, children are forked as needed."""
-        while len(self._spares) < SPARES:
-            self._spares.append(self._fork(self.warm))
+        try:
+            while len(self._spares) < SPARES:
+                self._spares.append(self._fork(self.warm))
+        except OSError as e:  # the next job tries again
+            log.warning("no process can be started for the next prompts: %s", e)
 
     def start(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
-        child, taken = self._spares.pop(0) if self._spares else self._fork(), self.credit.take()
+        """Let a child do a job. `answer` and `files` stay the caller's: the child has descriptors of its own.
+        `OSError`: there can be no child."""
+        kept = answer.dup()  # to say that the child died
         try:
-            child.tell(job, answer, files, taken > 0)
+            child, taken = self._told(job, answer, files)
+        except BaseException:
+            kept.close()
+            raise
+        self._running[job.number] = child, kept, taken
+        self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
+
+    def _told(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> tuple[Child, float]:
+        """The child that has the job now, and the credit that it has taken."""
+        child = self._spares.pop(0) if self._spares else self._fork()
+        taken = 0.0 if interactive(job) else self.credit.take()
+        short = interactive(job) or taken > 0
+        try:
+            child.tell(job, answer, files, short)
         except OSError:  # it was killed
             child.end()
             child = self._fork()
-            child.tell(job, answer, files, taken > 0)
-        self._running[job.number] = child, answer, taken
-        self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
+            child.tell(job, answer, files, short)
+        return child, taken
 
     def stop(self, number: int) -> None:
         """Nobody waits for its answer. It may be over."""
@@ -133,12 +165,17 @@ class Children:
     def _fork(self, warm: Callable[[], None] = lambda: None) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         worker = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            self._child(theirs, warm, worker)
-        theirs.close()
-        return Child(pid, os.pidfd_open(pid), ours)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                self._child(theirs, warm, worker)
+            return Child(pid, os.pidfd_open(pid), ours)
+        except BaseException:
+            ours.close()  # a child that has no pidfd is told nothing, and ends
+            raise
+        finally:
+            theirs.close()
 
     def _child(self, told: socket.socket, warm: Callable[[], None], worker: int) -> None:
         """Does not return."""
@@ -166,8 +203,9 @@ class Children:
 
     def _do(self, job: Job, answer: int, *files: int) -> None:
         NAME.write_text("prompt job")
-        signal.signal(signal.SIGPROF, lambda *_: make_idle(0))
-        signal.setitimer(signal.ITIMER_PROF, SHORT_S)
+        if not interactive(job):
+            signal.signal(signal.SIGPROF, lambda *_: make_idle(0))
+            signal.setitimer(signal.ITIMER_PROF, SHORT_S)
         limit(self.limits)
         try:
             result = self.work(job, [Spool.taken(f) for f in files])
@@ -177,6 +215,12 @@ class Children:
         except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
             result = failed(e), None
         say(socket.socket(fileno=answer), *result)
+
+
+def interactive(job: Job) -> bool:
+    """Text of a conversation that somebody is having: it takes a second at most, and few are done at a time. It never
+    waits for an idle core, which a busy machine may not have."""
+    return isinstance(job.work, Continue)
 
 
 def make_idle(pid: int) -> None:

@@ -9,14 +9,17 @@ import msgspec
 import numpy as np
 
 from stretto.errors import Invalid
-from stretto.fields import NOT_JSON, not_json
+from stretto.fields import NOT_JSON, not_json, read_json
 from stretto.prompt.jobs import Outlined, Windows, references
 from stretto.prompt.media import LONG_SOUND, Budget, cut_sound, decode_audio
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Json
 
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 
 def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, Spool]:
+    """The caller closes the file."""
     short, found = outline(data, long, most)
     spans, at = {}, len(short)
     for name, value in found.items():
@@ -27,6 +30,7 @@ def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outl
 
 
 def do_cut(data: memoryview, seconds: float) -> tuple[Windows, Spool]:
+    """The caller closes the file."""
     parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
     ends = np.cumsum([len(p) for p in parts]).tolist()
     return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), Spool.sealed(*parts)
@@ -35,17 +39,15 @@ def do_cut(data: memoryview, seconds: float) -> tuple[Windows, Spool]:
 def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:
     """A JSON object without its long fields, and these, as they stand in the body."""
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields = read_json(body, _fields.decode)
     except msgspec.ValidationError:
         raise Invalid("the request must be a JSON object") from None
     except NOT_JSON as e:
         raise Invalid(not_json(e)) from None
-    size = 0
-    for name, value in fields.items():
-        if name not in long:
-            size += len(memoryview(value)) + len(name)
-            if size > most:
-                others = f"all fields but {', '.join(long)} may have {most:,} bytes"
-                raise Invalid(f"{name[:80]} is too large: {others}", name[:80])
     short = {k: v for k, v in fields.items() if k not in long}
+    sizes = {k: len(k) + len(memoryview(v)) for k, v in short.items()}
+    if sum(sizes.values()) > most:
+        name = max(sizes, key=sizes.__getitem__)
+        others = f"all fields but {', '.join(long)} may have {most:,} bytes together"
+        raise Invalid(f"{name[:80]} is too large: {sizes[name]:,} bytes; {others}", name[:80])
     return msgspec.json.encode(short), {k: memoryview(fields[k]) for k in long if k in fields}

@@ -47,6 +47,15 @@ class Build(Wire, frozen=True, tag="build"):
     variables: dict[str, bool | int | float | str | None] = msgspec.field(default_factory=dict)  # of the chat template
 
 
+class Continue(Wire, frozen=True, tag="continue"):
+    """Make a prompt of a session's messages and tools, both JSON. In place of media, messages have parts that say their
+    kind alone; what is known of the features (`PromptMeta`) is in the file too, the features are not."""
+
+    messages: ByteRange
+    media: ByteRange
+    tools: ByteRange | None = None
+
+
 class Read(Wire, frozen=True, tag="read"):
     """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands behind it."""
 
@@ -69,7 +78,7 @@ class Cut(Wire, frozen=True, tag="cut"):
 
 class Job(Wire, frozen=True, tag="job"):
     number: int
-    work: Build | Read | Outline | Cut
+    work: Build | Continue | Read | Outline | Cut
     apart: bool  # in a process of its own, with limits; else at once, if there is little to do
 
 
@@ -201,6 +210,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_media = msgspec.msgpack.Decoder(PromptMeta).decode
 decode_head = msgspec.msgpack.Decoder(Head).decode
 
 
@@ -214,6 +224,6 @@ def failed(error: Exception) -> JobFailed:
 
 
 def say(answer: socket.socket, message: FromWorker, file: Spool | None) -> None:
-    """Nobody may be there to hear it any more."""
-    with contextlib.suppress(OSError):
+    """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if it still listens."""
+    with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):
         socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

@@ -28,6 +28,10 @@ from stretto.prompt.prompt import Array
 PCM_RATES = (24_000, 16_000)  # raw 16-bit samples; the first is what `pcm16` means when no rate is stated
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL's rarer parsers stay out of reach
 _BLOCK = 1 << 16  # values decoded at once
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG's segment; the others stand within coded data
+_START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
+_ALONE = (0x01, 0xD8)  # markers without a length
+_BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _UNKNOWN = 1 << 40  # libsndfile gives a length beyond this when the header states none
 
 # What decoders written for honest files raise on others, besides their own errors.
@@ -77,6 +81,8 @@ class MediaLimits:
 COST_PER_FRAME_BYTE = 1.25e-9
 COST_PER_KEPT_PIXEL = 9.0e-9  # to RGB and to the size that is kept
 COST_PER_PICTURE_PIXEL = 60.0e-9  # the slowest: a transparent WebP or PNG
+COST_PER_SCAN_PIXEL = 2.0e-9  # of a JPEG: 0.9 ns for an empty scan of one component
+MAX_SCANS = 256  # of a JPEG: encoders make ten or so, and each costs something however small the picture is
 
 
 LONG_SOUND = MediaLimits(audio_seconds=7200.0)
@@ -265,15 +271,42 @@ def _read_sound(data: bytes, budget: Budget) -> Array:
         return mixer.finish()
 
 
-def decode_image(data: bytes, budget: Budget) -> Image.Image:
-    """An upright RGB image; transparent parts become white. Of an animation, the first frame."""
+def open_image(data: bytes, budget: Budget) -> Image.Image:
+    """A picture of which the header alone was read; `load_image` decodes it."""
     check_bytes(len(data), budget.limits)
-    with decoding("image", Image.DecompressionBombError, Image.DecompressionBombWarning):
+    with decoding("image", *_BOMBS):
         image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
         check_pixels(image.width, image.height, budget.limits)
-        budget.spend_decoding(image.width * image.height * COST_PER_PICTURE_PIXEL)
+    scans = jpeg_scans(data) if image.format in ("JPEG", "MPO") else 1
+    if scans > MAX_SCANS:
+        raise MediaError(f"a JPEG of over {MAX_SCANS} scans is not decoded; send one of fewer scans")
+    budget.spend_decoding(image.width * image.height * max(COST_PER_PICTURE_PIXEL, scans * COST_PER_SCAN_PIXEL))
+    return image
+
+
+def load_image(image: Image.Image) -> Image.Image:
+    """An upright RGB image; transparent parts become white. Of an animation, the first frame."""
+    with decoding("image", *_BOMBS):
         image.load()
         return to_rgb(ImageOps.exif_transpose(image))
+
+
+def decode_image(data: bytes, budget: Budget) -> Image.Image:
+    return load_image(open_image(data, budget))
+
+
+def jpeg_scans(data: bytes) -> int:
+    """How often a decoder goes over the picture: progressive files have about ten scans, each of which may be a few
+    bytes. Counted up to one more than is allowed."""
+    at, scans = 2, 0
+    while scans <= MAX_SCANS and (marker := _MARKER.search(data, at)) is not None:
+        at, kind = marker.end(), data[marker.end() - 1]
+        if kind == _END_OF_IMAGE:
+            break
+        scans += kind == _START_OF_SCAN
+        if kind not in _ALONE:
+            at += max(2, int.from_bytes(data[at : at + 2], "big"))  # its content may look like anything
+    return scans
 
 
 def check_pixels(width: int, height: int, limits: MediaLimits) -> None:

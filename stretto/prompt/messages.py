@@ -1,5 +1,5 @@
 """Reads chat messages and tools as clients send them: checks every field, decodes the media, leaves plain turns to
-render.
+render. Nothing is decoded before all fields, and the headers of all pictures, have been looked at.
 
 Called by the prompt builder only. Messages are plain dictionaries in OpenAI's chat format, straight from JSON or
 from a local caller (who may also pass arrays and, if allowed, file paths). A bad field is an `Invalid` whose
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import binascii
 import reprlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -26,10 +28,11 @@ from stretto.prompt.media import (
     MediaLimits,
     check_pixels,
     decode_audio,
-    decode_image,
     decode_pcm16,
     image_from_array,
+    load_image,
     mix,
+    open_image,
     to_rgb,
 )
 from stretto.prompt.mel import SAMPLE_RATE
@@ -64,6 +67,8 @@ class Reader:
     sound_in_video: bool
     fit: Fit
     found: Callable[[Medium, Kind], None]
+    expect_picture: Callable[[int, int], None] = lambda height, width: None  # told of each, before any is decoded
+    _coming: deque[tuple[str, Kind, Callable[[], Medium]]] = field(default_factory=deque)
     _chars: int = 0
     _values: int = 0
     _parts: int = 0
@@ -85,7 +90,12 @@ class Reader:
             raise Invalid("messages is empty: at least one message is needed", "messages")
         if len(messages) > self.limits.messages:
             raise Invalid(f"messages: at most {self.limits.messages:,} are allowed, got {len(messages):,}", "messages")
-        return [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        turns = [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        while self._coming:
+            at, kind, decode = self._coming.popleft()
+            with _blaming(at):
+                self.found(decode(), kind)
+        return turns
 
     def _message(self, message: object, at: str) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -142,7 +152,7 @@ class Reader:
         with _blaming(at):
             if not isinstance(part.get("data"), AudioClip | Patches):  # these cost nothing any more
                 self.budget.add_medium()
-            self.found(self._medium(kind, part, at), kind)
+            self._coming.append((at, kind, self._medium(kind, part, at)))
         return {"type": kind}
 
     def _text(self, text: str, at: str) -> str:
@@ -176,7 +186,8 @@ class Reader:
                         below.extend(v.values())
             layer, depth = below, depth + 1
 
-    def _medium(self, kind: Kind, part: Mapping[str, Any], at: str) -> Medium:
+    def _medium(self, kind: Kind, part: Mapping[str, Any], at: str) -> Callable[[], Medium]:
+        """What decodes it."""
         match part["type"]:
             case "input_audio":
                 return self._input_audio(part.get("input_audio"), f"{at}.input_audio")
@@ -189,16 +200,18 @@ class Reader:
             data = self._base64(data, f"{at}.data")
         if isinstance(data, bytes | bytearray | memoryview):
             return self._decode(kind, bytes(data))
-        return self._from_memory(kind, data, part, at)
+        return partial(self._from_memory, kind, data, part, at)
 
-    def _decode(self, kind: Kind, data: bytes) -> Medium:
+    def _decode(self, kind: Kind, data: bytes) -> Callable[[], Medium]:
         if kind == "audio":
-            return decode_audio(data, self.budget)
+            return partial(decode_audio, data, self.budget)
         if kind == "image":
-            return decode_image(data, self.budget)
-        return decode_video(data, self.budget, self.fit, sound=self.sound_in_video)
+            picture = open_image(data, self.budget)
+            self.expect_picture(picture.height, picture.width)
+            return partial(load_image, picture)
+        return partial(decode_video, data, self.budget, self.fit, sound=self.sound_in_video)
 
-    def _input_audio(self, value: object, at: str) -> Array:
+    def _input_audio(self, value: object, at: str) -> Callable[[], Array]:
         if not isinstance(value, Mapping):
             raise Invalid(f"{at} must be an object with data and format, got {_kind(value)}", at)
         text, format = value.get("data"), value.get("format")
@@ -209,8 +222,8 @@ class Reader:
         data = self._base64(text, f"{at}.data")
         if format == "pcm16":  # no header: the only format whose name matters
             rate = _integer(value.get("sample_rate", PCM_RATES[0]), f"{at}.sample_rate")
-            return decode_pcm16(data, self.budget, rate)
-        return decode_audio(data, self.budget)
+            return partial(decode_pcm16, data, self.budget, rate)
+        return partial(decode_audio, data, self.budget)
 
     def _from_memory(self, kind: Kind, data: object, part: Mapping[str, Any], at: str) -> Medium:
         """What a local caller passes: samples, a picture, or frames; or the features of such."""

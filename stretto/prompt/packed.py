@@ -113,6 +113,19 @@ def lay_out(prompt: Prompt, known: Container[bytes] = ()) -> tuple[PromptMeta, l
     return meta, arrays
 
 
+def known_media(meta: PromptMeta) -> Prompt:
+    """A prompt's media by what is known of them, without any features."""
+
+    def known(p: PieceMeta) -> Piece:
+        return Piece(p.shape, p.digest, None)
+
+    def patches(p: PatchMeta) -> Patches:
+        return Patches(known(p.values), p.grid, p.seconds)
+
+    audios = tuple(AudioClip(tuple(map(known, clip))) for clip in meta.audios)
+    return Prompt(meta.ids, audios, tuple(map(patches, meta.images)), tuple(map(patches, meta.videos)))
+
+
 def unpack_pieces(metas: Sequence[PieceMeta], features: Bytes) -> list[Piece]:
     """The arrays are views of `features`, unless these are read-only: torch wants memory that it may write to."""
     memory = bytearray(features) if memoryview(features).readonly else features

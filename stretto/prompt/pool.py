@@ -12,16 +12,18 @@ import logging
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from stretto import errors
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
+from stretto.prompt.apart import MAX_RESULT
 from stretto.prompt.fairqueue import FairQueue
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
@@ -29,6 +31,7 @@ from stretto.prompt.jobs import (
     Build,
     Built,
     BuiltPrompt,
+    Continue,
     Conversation,
     Cut,
     Died,
@@ -42,28 +45,53 @@ from stretto.prompt.jobs import (
     Windows,
     decode_from_worker,
     decode_head,
+    encode,
 )
-from stretto.prompt.packed import Packed
+from stretto.prompt.packed import Packed, lay_out
+from stretto.prompt.prepared import without_features
+from stretto.prompt.prompt import Prompt
 from stretto.prompt.settings import PoolSettings
-from stretto.prompt.spool import Spool, Stored
+from stretto.prompt.spool import Spool, Stored, check_room
+from stretto.prompt.template import well_formed
+from stretto.prompt.threads import LONG_AT_ONCE, SHORT_CHARS, Message
+from stretto.prompt.work import encode as to_json
 from stretto.prompt.workerprocess import NotSent, WorkerProcess
 
 log = logging.getLogger(__name__)
 
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
+TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
-Work = Build | Read | Outline | Cut
+TALKS_AT_ONCE = 4  # processes for prompts of sessions that are not long: some tens of milliseconds each
+Work = Build | Continue | Read | Outline | Cut
 A = TypeVar("A", Built, Outlined, Windows)
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more."""
+    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more. The memory file of
+    the answer is the call's until `take` passes it on."""
 
     number: int
     sock: socket.socket
-    answer: asyncio.Future[tuple[FromWorker, Spool | None]]
+    answer: asyncio.Future[FromWorker]
     over: Callable[[], None]
+    file: Spool | None = None
+
+    async def take(self) -> tuple[FromWorker, Spool | None]:
+        """Wait for the answer; the caller closes the file."""
+        try:
+            answer = await self.answer
+        except asyncio.CancelledError:
+            self.drop_file()  # the answer may have come at the same moment
+            raise
+        file, self.file = self.file, None
+        return answer, file
+
+    def drop_file(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 class PromptPool:
@@ -72,46 +100,69 @@ class PromptPool:
         self.settings = settings
         self.worker = WorkerProcess(model, builder, settings)
         self.lane = FairQueue(settings.workers)
+        self.talks, self.long_talks = FairQueue(TALKS_AT_ONCE), FairQueue(LONG_AT_ONCE)  # of sessions: text alone
         self._calls: dict[int, _Call] = {}
+        self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> None:
+        check_room(MAX_RESULT)
         await self.worker.start()
 
     async def close(self) -> None:
+        if self._trial is not None:
+            self._trial.cancel()
         await self.worker.close()
         for call in list(self._calls.values()):  # their processes ended with the worker
             self._end_call(call)
 
+    @property
+    def trouble(self) -> str | None:
+        """Why no prompt can be built now."""
+        return self.worker.trouble
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether callers should wait for the end of the trouble."""
+        return self.worker.hopeful
+
+    @property
+    def pid(self) -> int | None:
+        process = self.worker.process
+        return process.pid if process is not None and process.returncode is None else None
+
     # -- what callers want
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
-        made: list[Spool] = []
-        source = talk.body
-        if not isinstance(source, Spool):
-            source = Spool.of(source)
-            made.append(source)
-        files = [source]
-        if talk.recalled:
-            files.append(Spool.of(msgspec.json.encode(talk.recalled)))
-            made.append(files[1])
-        try:
+        with ExitStack() as owned:
+            body = talk.body
+            files = [body if isinstance(body, Spool) else owned.enter_context(Spool.of(body))]
+            if talk.recalled:
+                files.append(owned.enter_context(Spool.of(msgspec.json.encode(talk.recalled))))
             work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return _built(*await self._do(Built, work, files, talk.sender))
-        finally:
-            for file in made:
-                file.close()
+
+    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
+        bare, media = without_features(messages)
+        known, _ = lay_out(media, known=frozenset(p.digest for p in media.pieces()))
+        parts = to_json(bare, "messages"), encode(known), to_json(tools, "tools") if tools else b""
+        ends = list(accumulate(map(len, parts)))
+        asked = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
+        lane = self.long_talks if ends[2] > SHORT_CHARS else self.talks
+        with Spool.of(*parts) as source:
+            meta = _built(*await self._do(Built, asked, [source], sender, lane)).packed.meta
+        if meta.without_features().pieces() != known.pieces():
+            raise errors.Bug("a prompt has other media than were asked for")
+        return replace(media, ids=meta.ids)
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
-        words, how = (t.encode("utf-8", "replace") for t in (text, instructions))
-        source, size = Spool.of(words + how), len(words)
+        words, how = (well_formed(t).encode() for t in (text, instructions))
+        size = len(words)
         work = Read((0, size), (size, size + len(how)) if how else None)
-        try:
+        with Spool.of(words + how) as source:
             return _built(*await self._do(Built, work, [source], sender))
-        finally:
-            source.close()
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
         """Cut a large JSON object; the caller closes the file that comes back."""
@@ -122,55 +173,89 @@ class PromptPool:
         return await self._do(Windows, Cut(seconds), [sound], sender)
 
     def metrics(self) -> Mapping[str, float]:
+        lanes = self.lane, self.talks, self.long_talks
         return {
-            "stretto_prompts_running": self.lane.running,
-            "stretto_prompts_waiting": self.lane.waiting,
+            "stretto_prompts_running": sum(lane.running for lane in lanes),
+            "stretto_prompts_waiting": sum(lane.waiting for lane in lanes),
             "stretto_prompt_worker_restarts_total": self.worker.restarts,
+            "stretto_prompt_worker_ready": self.trouble is None,
             "stretto_prompts_killed_total": self._counts["killed"],
             "stretto_prompts_over_limit_total": self._counts["over_limit"],
         }
 
     # -- jobs
 
-    async def _do(self, kind: type[A], work: Work, files: list[Spool], sender: str) -> tuple[A, Spool]:
-        """The answer, which must be of this kind and come with a memory file. Once more, if the worker died a moment
-        ago and nothing was done."""
+    async def _do(
+        self, kind: type[A], work: Work, files: list[Spool], sender: str, lane: FairQueue | None = None
+    ) -> tuple[A, Spool]:
+        """The answer, which must be of this kind and come with a memory file, which the caller closes. Once more, if
+        the worker died a moment ago and nothing was done."""
         await self.worker.wait_until_ready(PATIENCE_S)
         try:
-            answer, file = await self._ask(work, files, sender)
+            answer, file = await self._ask(work, files, sender, lane or self.lane)
         except NotSent:
             await self.worker.wait_until_ready(PATIENCE_S)
-            answer, file = await self._ask(work, files, sender)
-        if not isinstance(answer, kind) or file is None:
-            raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
-        return answer, file
+            answer, file = await self._ask(work, files, sender, lane or self.lane)
+        if isinstance(answer, kind) and file is not None:
+            return answer, file
+        if file is not None:
+            file.close()
+        if isinstance(answer, JobFailed) and answer.kind == errors.Bug.__name__:
+            self._doubt()
+        self._raise_for(answer)
+        raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
 
-    async def _ask(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
+    async def _ask(
+        self, work: Work, files: list[Spool], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
             answer, file = await self._at_once(work, files)
             if not isinstance(answer, Apart):
-                return self._checked(answer), file
-        answer, file = await self._apart(work, files, sender)
-        return self._checked(answer), file
+                return answer, file
+            if file is not None:
+                file.close()
+        return await self._apart(work, files, sender, lane)
+
+    def _doubt(self) -> None:
+        """The worker failed where no client was at fault: one that can build no prompt at all is started again."""
+        if self._trial is None or self._trial.done():
+            self._trial = asyncio.create_task(self._try_out(), name="trial of the prompt worker")
+
+    async def _try_out(self) -> None:
+        """Build a prompt that any worker can build."""
+        with Spool.of(TRIAL) as source:
+            try:
+                answer, file = await self._at_once(Read((0, len(TRIAL))), [source])
+            except (Busy, StageDead):
+                return  # it is being ended, or it has died
+        if file is not None:
+            file.close()
+        if not isinstance(answer, Built):
+            self.worker.kill("it could build no prompt any more")
 
     async def _at_once(self, work: Work, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
         call = self._send(work, files, apart=False, over=lambda: None)
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await call.answer
+                return await call.take()
         except TimeoutError:
-            self.worker.kill()
+            self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
             raise Busy("prompts take too long at the moment") from None
 
-    async def _apart(self, work: Work, files: list[Spool], sender: str) -> tuple[FromWorker, Spool | None]:
-        await self.lane.enter(sender)
+    async def _apart(
+        self, work: Work, files: list[Spool], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
+        await lane.enter(sender)
         try:
-            call = self._send(work, files, apart=True, over=lambda: self.lane.leave(sender))
+            call = self._send(work, files, apart=True, over=lambda: lane.leave(sender))
         except BaseException:
-            self.lane.leave(sender)
+            lane.leave(sender)
             raise
         try:
-            return await call.answer
+            return await call.take()
         except asyncio.CancelledError:
             self._counts["killed"] += 1
             self.worker.tell(Stop(call.number))
@@ -203,14 +288,15 @@ class PromptPool:
             self._end_call(call)
             return
         answer, file = self._understood(data, fds)
-        if call.answer.done():  # cancelled, or a second answer
-            if file is not None:
-                file.close()
-        else:
-            call.answer.set_result((answer, file))
+        if not call.answer.done():
+            call.file = file
+            call.answer.set_result(answer)
+        elif file is not None:  # nobody waits any more, or this is a second answer
+            file.close()
 
     @staticmethod
     def _understood(data: bytes, fds: list[int]) -> tuple[FromWorker, Spool | None]:
+        """The caller closes the file."""
         file: Spool | None = None
         try:
             file = Spool.received(fds[0]) if fds else None
@@ -229,8 +315,8 @@ class PromptPool:
             call.answer.set_exception(StageDead("the prompt worker died"))
         call.over()
 
-    def _checked(self, answer: FromWorker) -> FromWorker:
-        """The answer, unless it is an error."""
+    def _raise_for(self, answer: FromWorker) -> None:
+        """Raise what an answer says went wrong, if it is one that says so."""
         match answer:
             case JobFailed(kind=kind, message=message, param=param):
                 raise _error(kind, message, param)
@@ -245,11 +331,11 @@ class PromptPool:
                 self._counts["over_limit"] += 1
                 log.error("a request made its prompt's process end with signal %d", number)
                 raise Invalid("the request cannot be prepared: what it holds breaks its decoder", "messages")
-        return answer
 
 
 def _built(answer: Built, file: Spool) -> BuiltPrompt:
-    features = Stored(file, answer.start)  # frees the file, whatever is in it
+    """The file is the prompt's from here on, and goes with it."""
+    features = Stored(file, answer.start)
     try:
         head = decode_head(file.read(0, answer.head))
     except msgspec.MsgspecError as e:

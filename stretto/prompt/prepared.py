@@ -6,7 +6,7 @@ decoded where there are limits on time and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stretto.prompt.messages import MEDIA
@@ -19,7 +19,7 @@ def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = F
     kinds = [_kind(p) for p in _parts(message)]
     if not any(kinds):
         return message
-    return _filled(message, kinds, builder.build([message], allow_paths=allow_paths))
+    return _filled(message, kinds, _in_turn(builder.build([message], allow_paths=allow_paths)))
 
 
 def encoded(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -36,15 +36,42 @@ def encoded(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def with_encoded(message: Mapping[str, Any], prompt: Prompt) -> Mapping[str, Any]:
     """The message with their features, from the prompt that was built of `encoded(message)`."""
-    return _filled(message, _encoded_kinds(message), prompt)
+    return _filled(message, _encoded_kinds(message), _in_turn(prompt))
 
 
-def _filled(message: Mapping[str, Any], kinds: list[str | None], prompt: Prompt) -> Mapping[str, Any]:
-    media: dict[str, Iterator[AudioClip | Patches]] = {
-        "audio": iter(prompt.audios),
-        "image": iter(prompt.images),
-        "video": iter(prompt.videos),
-    }
+def without_features(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], Prompt]:
+    """Messages whose media are features, with the kind of each alone in its place; and the media, as a prompt that has
+    nothing else."""
+    media: dict[str, list[Any]] = {"audio": [], "image": [], "video": []}
+
+    def bare(part: Any) -> Any:
+        kind = _kind(part)
+        if kind is None:
+            return part
+        media[kind].append(part["data"])
+        return {"type": kind}
+
+    bared = [{**m, "content": [bare(p) for p in _parts(m)]} if any(map(_kind, _parts(m))) else m for m in messages]
+    return bared, Prompt((), tuple(media["audio"]), tuple(media["image"]), tuple(media["video"]))
+
+
+def with_features(messages: Any, media: Prompt) -> Any:
+    """What `without_features` was given: whatever a message says of a medium gives way to what is known of it."""
+    if not isinstance(messages, list):
+        return messages  # the builder says what is wrong with it
+    rest = _in_turn(media)
+    return [_filled(m, [_kind(p) for p in _parts(m)], rest) if isinstance(m, Mapping) else m for m in messages]
+
+
+def _in_turn(media: Prompt) -> dict[str, Iterator[AudioClip | Patches]]:
+    return {"audio": iter(media.audios), "image": iter(media.images), "video": iter(media.videos)}
+
+
+def _filled(
+    message: Mapping[str, Any], kinds: list[str | None], media: dict[str, Iterator[AudioClip | Patches]]
+) -> Mapping[str, Any]:
+    if not any(kinds):
+        return message
     parts = zip(_parts(message), kinds, strict=True)
     return {**message, "content": [{"type": k, "data": next(media[k])} if k else p for p, k in parts]}
 

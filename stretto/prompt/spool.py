@@ -1,6 +1,9 @@
 """Bytes in a file that has no name and lies in memory (memfd): filled piece by piece, handed to another process by
 its descriptor, so that nobody copies a large request on the event loop.
 
+Each file has one owner, which closes it: `with Spool.of(...) as file`, or by `close`. A function that returns one says
+that its caller closes it.
+
 A file that comes from another process is mapped only if it is sealed: one that could still shrink would end this
 process with a bus error."""
 
@@ -9,12 +12,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
 from threading import Thread
 
-from stretto.errors import WireError
+from stretto.errors import StageDead, WireError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 Buffer = bytes | bytearray | memoryview
@@ -23,6 +27,8 @@ _CLOSING: SimpleQueue[int] = SimpleQueue()
 
 @dataclass(slots=True, eq=False)
 class Spool:
+    """Whoever makes one, by any of the class methods, closes it."""
+
     fd: int
     size: int = 0
 
@@ -33,8 +39,12 @@ class Spool:
     @classmethod
     def of(cls, *parts: Buffer) -> Spool:
         spool = cls.new()
-        for part in parts:
-            spool.append(part)
+        try:
+            for part in parts:
+                spool.append(part)
+        except BaseException:
+            spool.close()
+            raise
         return spool
 
     @classmethod
@@ -46,11 +56,20 @@ class Spool:
 
     @classmethod
     def received(cls, fd: int) -> Spool:
-        """One that another process made: it must not be able to change any more."""
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-            os.close(fd)
-            raise WireError("a memory file that its sender can still change")
-        return cls(fd, os.fstat(fd).st_size)
+        """One that another process made: it must not be able to change any more. A descriptor that is refused is
+        closed here."""
+        file = cls(fd)
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise WireError("a memory file that its sender can still change")
+            file.size = os.fstat(fd).st_size
+        except OSError as e:  # a descriptor of something else
+            file.close()
+            raise WireError(f"no memory file ({e.strerror})") from None
+        except WireError:
+            file.close()
+            raise
+        return file
 
     @classmethod
     def taken(cls, fd: int) -> Spool:
@@ -85,6 +104,22 @@ class Spool:
             os.close(self.fd)
             self.fd = -1
 
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def check_room(size: int) -> None:
+    """Refuses a process that may not make memory files of this size."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < size:
+        raise StageDead(
+            f"requests and prompts go through memory files of up to {size >> 20:,} MiB, but files may have at most "
+            f"{most:,} bytes here (ulimit -f)"
+        )
+
 
 @cache
 def _start_closing() -> None:
@@ -99,7 +134,7 @@ def _start_closing() -> None:
 
 class Stored:
     """Bytes that stay in their memory file, from `start` on: read piece by piece and never mapped, since unmapping is
-    slow too. The file is this object's own and goes with it."""
+    slow too. The object owns the file: it is closed when the object is freed."""
 
     def __init__(self, file: Spool, start: int) -> None:
         self._file, self._start = file, start

@@ -20,11 +20,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import jinja2
@@ -37,6 +40,8 @@ from stretto.prompt.files import read_json
 # Unicode sets these aside for a program's own use; text is not supposed to hold any of them.
 _PRIVATE = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 MAX_VARIABLES = 16
+MAX_STEPS = 1_000_000  # of a template, for one short message: released ones take some hundreds
+TraceFunction = Callable[[FrameType, str, object], Any]
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 # How text is cut into pieces that merges do not cross, for checkpoints that state vocabulary and merges but not the
@@ -207,10 +212,10 @@ class ChatTemplate:
         try:
             guard = self._private([messages, tools])
             turns = [
-                {k: v if k == "role" else _each_string(v, lambda s: self._guard(s, guard)) for k, v in m.items()}
+                {k: v if k == "role" else each_string(v, lambda s: self._guard(s, guard)) for k, v in m.items()}
                 for m in messages
             ]
-            known = _each_string(tools, lambda s: self._guard(s, guard))
+            known = each_string(tools, lambda s: self._guard(s, guard))
             text = self._template.render(
                 {**(variables or {}), "messages": turns, "tools": known, "add_generation_prompt": True}
             )
@@ -218,6 +223,17 @@ class ChatTemplate:
             reason = str(e).replace(guard, "")
             raise Invalid(f"the model's chat template cannot render these messages: {reason}", "messages") from None
         return [piece.replace(guard, "") for piece in self._cut.split(text)]
+
+    def try_out(self, directory: str | Path) -> list[str]:
+        """`render` for one short message, as a check of the template: it must come to an end."""
+        try:
+            with limited_steps(MAX_STEPS):
+                return self.render([{"role": "user", "content": "Hello"}])
+        except TooManySteps:
+            message = f"the chat template does not come to an end within {MAX_STEPS:,} steps for one short message"
+            raise CheckpointError(f"{directory}: {message}") from None
+        except Invalid as e:
+            raise CheckpointError(f"{directory}: {e}") from None
 
     def _private(self, value: object) -> str:
         """A character that no client string holds."""
@@ -229,7 +245,7 @@ class ChatTemplate:
 
     def _guard(self, text: str, guard: str) -> str:
         """Break up every marker in `text`, and those it could be the beginning or the end of."""
-        text = _well_formed(text)
+        text = well_formed(text)
         ends = range(1, min(self._longest, len(text) + 1))
         breaks = {m.start() + 1 for m in self._whole.finditer(text)}
         breaks |= {len(text) - n + 1 for n in ends if text[-n:] in self._heads}
@@ -237,6 +253,31 @@ class ChatTemplate:
             breaks.add(0)
         borders = [0, *sorted(breaks), len(text)]
         return guard.join(text[a:b] for a, b in pairwise(borders)) if breaks else text
+
+
+class TooManySteps(BaseException):
+    """Not an `Exception`: what limits a template must not be caught by what it calls."""
+
+
+@contextmanager
+def limited_steps(most: int) -> Iterator[None]:
+    """Ends what runs in it, on this thread, after so many lines of Python. A template is compiled to Python, a line or
+    more for each of its statements; counting takes many times longer than running."""
+    left = most
+
+    def count(frame: FrameType, event: str, arg: object) -> TraceFunction:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TooManySteps
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def check_variables(given: object) -> dict[str, Any]:
@@ -257,8 +298,8 @@ def check_variables(given: object) -> dict[str, Any]:
     return given
 
 
-def _well_formed(text: str) -> str:
-    """Without halves of surrogate pairs, as cutting a JavaScript string in two leaves them."""
+def well_formed(text: str) -> str:
+    """Halves of surrogate pairs, as cutting a JavaScript string in two leaves them, become replacement characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -266,14 +307,14 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _each_string(value: Any, change: Callable[[str], str]) -> Any:
+def each_string(value: Any, change: Callable[[str], str]) -> Any:
     """A copy of plain data with every string in it changed, dictionary keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_each_string(k, change): _each_string(v, change) for k, v in value.items()}
+        return {each_string(k, change): each_string(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_each_string(v, change) for v in value]
+        return [each_string(v, change) for v in value]
     return value
 
 

@@ -1,5 +1,5 @@
-"""Prompts built in threads of this process: for an engine without a prompt worker, whose callers are trusted, and for
-sessions, whose media are features already.
+"""Prompts built in threads of this process: for an engine without a prompt worker, and for callers of this process, who
+are trusted.
 
 Keeps the promises of `pool.PromptPool`, but for limits of time and memory, and that the event loop goes on meanwhile: a
 thread that decodes holds the interpreter."""
@@ -7,9 +7,9 @@ thread that decodes holds the interpreter."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from stretto.prompt import work
 from stretto.prompt.cuts import do_cut, do_outline
@@ -22,6 +22,8 @@ from stretto.prompt.work import Builder
 
 SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
 LONG_AT_ONCE = 1  # of longer ones: each may take a second, most of it holding the interpreter
+T = TypeVar("T")
+Message = Mapping[str, Any]
 
 
 class Prompts(Protocol):
@@ -33,6 +35,11 @@ class Prompts(Protocol):
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt: ...
 
+    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
+        """For a session, whose media are features already. Of long texts few are done at a time, senders taking turns,
+        so that short ones never wait for them."""
+        ...
+
     async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
         """Of a text that is to be read aloud."""
         ...
@@ -43,6 +50,21 @@ class Prompts(Protocol):
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
+        ...
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no prompt can be built now; None: one can."""
+        ...
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether callers should wait for the end of the trouble."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that builds them, if it is another."""
         ...
 
     def metrics(self) -> Mapping[str, float]: ...
@@ -69,11 +91,12 @@ class InThreads:
         return await asyncio.to_thread(run)
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
-        return await asyncio.to_thread(do_cut, sound.view(), seconds)
+        return await _with_file(do_cut, sound.view(), seconds)
 
-    async def build_for(self, sender: str, messages: Any, tools: Any, *, allow_paths: bool) -> Prompt:
-        """For a session. Of long texts few are done at a time, senders taking turns, so that short ones never wait for
-        them. Who is cancelled gives its place back when the thread is done with it."""
+    async def build_for(
+        self, sender: str, messages: Sequence[Message], tools: Any = None, *, allow_paths: bool = False
+    ) -> Prompt:
+        """Who is cancelled gives its place back when the thread is done with it."""
         run = partial(self._builder.build, messages, tools, False, allow_paths=allow_paths)
         if num_chars(messages, tools) <= SHORT_CHARS:
             return await asyncio.to_thread(run)
@@ -100,10 +123,33 @@ class InThreads:
         return BuiltPrompt(pack(prompt), spoken)
 
     async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
-        return await asyncio.to_thread(do_outline, body.view(), long, most)
+        return await _with_file(do_outline, body.view(), long, most)
+
+    @property
+    def trouble(self) -> str | None:
+        return None
+
+    @property
+    def hopeful(self) -> bool:
+        return True
+
+    @property
+    def pid(self) -> int | None:
+        return None
 
     def metrics(self) -> Mapping[str, float]:
         return {}
+
+
+async def _with_file(work: Callable[..., tuple[T, Spool]], *given: Any) -> tuple[T, Spool]:
+    """What `work` makes in a thread; the caller closes the file. If the caller is cancelled, the
+    file is closed when the thread is done."""
+    made = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        made.add_done_callback(lambda made: None if made.cancelled() or made.exception() else made.result()[1].close())
+        raise
 
 
 def num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:

@@ -15,10 +15,10 @@ import soundfile
 from PIL import Image
 
 from stretto.errors import Invalid
-from stretto.fields import NOT_JSON, not_json
+from stretto.fields import NOT_JSON, not_json, read_json
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.recall import recall
-from stretto.prompt.template import Tokenizer, check_variables
+from stretto.prompt.template import Tokenizer, check_variables, each_string, well_formed
 
 Json = bytes | memoryview
 
@@ -87,9 +87,19 @@ def _dot() -> dict[str, Any]:
 
 def decode(data: Json, name: str) -> Any:
     try:
-        return msgspec.json.decode(data)
+        return read_json(data, msgspec.json.decode)
     except NOT_JSON as e:
         raise Invalid(f"{name}: {not_json(e)}", name) from None
+
+
+def encode(value: Any, name: str) -> bytes:
+    """What `decode` reads."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON that was decoded elsewhere may hold
+        return msgspec.json.encode(each_string(value, well_formed))
+    except (TypeError, RecursionError) as e:
+        raise Invalid(f"{name}: {e}", name) from None
 
 
 def has_media(messages: Any) -> bool:

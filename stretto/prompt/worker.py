@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from stretto.child import die_with_parent
-from stretto.errors import Invalid, StrettoError
+from stretto.errors import Invalid, StageDead
 from stretto.named import load
 from stretto.observe import logs
 from stretto.prompt import work
@@ -33,6 +33,7 @@ from stretto.prompt.jobs import (
     Build,
     Built,
     ByteRange,
+    Continue,
     Cut,
     FromWorker,
     Head,
@@ -41,12 +42,14 @@ from stretto.prompt.jobs import (
     Read,
     Stop,
     WorkerReady,
+    decode_media,
     decode_to_worker,
     encode,
     failed,
     say,
 )
-from stretto.prompt.packed import lay_out
+from stretto.prompt.packed import known_media, lay_out
+from stretto.prompt.prepared import with_features
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
@@ -70,27 +73,32 @@ class Worker:
                     return
 
     def _take(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self.control, MAX_DATAGRAM, MAX_FDS)
+        data, fds, flags, _ = socket.recv_fds(self.control, MAX_DATAGRAM, MAX_FDS)
         if not data:
             return False
+        if flags & socket.MSG_CTRUNC:
+            sys.exit("the prompt worker has as many open files as it may have")
         message = decode_to_worker(data)
         if isinstance(message, Stop):
             self.children.stop(message.number)
             return True
-        answer, files = socket.socket(fileno=fds[0]), [Spool.taken(f) for f in fds[1:]]
-        try:
+        with contextlib.ExitStack() as owned:  # a child has descriptors of its own of what it was sent
+            answer = owned.enter_context(socket.socket(fileno=fds[0]))
+            files = [owned.enter_context(Spool.taken(f)) for f in fds[1:]]
             if message.apart:
-                self.children.start(message, answer, files)
+                self._start(message, answer, files)
             else:
-                with answer:
-                    say(answer, *self._at_once(message, files))
-        finally:
-            for file in files:
-                file.close()
+                say(answer, *self._at_once(message, files))
         return True
 
+    def _start(self, job: Job, answer: socket.socket, files: list[Spool]) -> None:
+        try:
+            self.children.start(job, answer, files)
+        except OSError as e:  # no process could be started for it
+            say(answer, failed(e), None)
+
     def _at_once(self, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
-        """Text that is short; media are for a process of their own."""
+        """Text that is short; media are for a process of their own. The caller closes the file."""
         try:
             return do(self.builder, job.work, files, only_text=True)
         except Exception as e:  # noqa: BLE001  one request must not end the worker, and with it the prompts of others
@@ -98,12 +106,14 @@ class Worker:
 
 
 def do_apart(builder: Builder, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+    """The caller closes the file."""
     return do(builder, job.work, files, only_text=False)
 
 
 def do(
-    builder: Builder, job: Build | Read | Outline | Cut, files: list[Spool], *, only_text: bool
+    builder: Builder, job: Build | Continue | Read | Outline | Cut, files: list[Spool], *, only_text: bool
 ) -> tuple[FromWorker, Spool | None]:
+    """The caller closes the file."""
     data = files[0].view()
     match job:
         case Build():
@@ -113,6 +123,11 @@ def do(
             tools = _part(data, job.tools) if job.tools is not None else None
             recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
             return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video, job.variables))
+        case Continue():
+            media = known_media(decode_media(_part(data, job.media)))
+            messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
+            tools = work.decode(_part(data, job.tools), "tools") if job.tools is not None else None
+            return pack(builder.build(messages, tools))
         case Read():
             how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
             return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
@@ -125,11 +140,21 @@ def do(
 
 
 def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
+    """The caller closes the file."""
     meta, arrays = lay_out(prompt)
     head = encode(Head(meta, spoken))
     gap = b"\0" * (-len(head) % 4)  # floats lie where they should
     file = Spool.sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
     return Built(len(head), len(head) + len(gap)), file
+
+
+def try_out(builder: Builder) -> None:
+    """Whoever can build this prompt can build others."""
+    try:
+        _, file = pack(*work.read_aloud(builder, "Hello"))
+        file.close()
+    except OSError as e:
+        raise StageDead(f"prompts cannot be put into memory files ({e.strerror})") from None
 
 
 def _part(data: memoryview, span: ByteRange) -> memoryview:
@@ -157,7 +182,8 @@ def main() -> None:
     control = socket.socket(fileno=args.fd)
     try:
         builder: Builder = load(args.builder)(args.model)
-    except StrettoError as e:
+        try_out(builder)
+    except Exception as e:  # noqa: BLE001  else nobody would hear why, and another would be started in vain
         control.send(encode(failed(e)))
         sys.exit(1)
     with contextlib.suppress(ImportError):

@@ -10,12 +10,12 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 
-from stretto.child import start_apart
+from stretto.child import end_of, start_apart
 from stretto.errors import Busy, CheckpointError, StageDead, StrettoError
 from stretto.prompt.jobs import MAX_DATAGRAM, JobFailed, Stop, ToWorker, WorkerReady, encode
 from stretto.prompt.settings import PoolSettings
@@ -27,6 +27,7 @@ NICENESS = 10
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
 YOUNG_S = 10.0
+PATIENT_DEATHS = 2  # of workers in a row, soon after their start: after that, requests are refused at once
 
 
 class NotSent(StageDead):
@@ -38,6 +39,10 @@ class WorkerProcess:
         self._model, self._builder, self._settings = model, builder, settings
         self.process: asyncio.subprocess.Process | None = None
         self.restarts = 0
+        self.deaths = 0  # in a row, each soon after the start
+        self._was_ready = False
+        self._reason: str | None = None  # why it is going to end, if that is known before
+        self._last_end = "it ended"
         self._control: socket.socket | None = None
         self._ready = asyncio.Event()
         self._broken: StrettoError | None = None
@@ -63,7 +68,7 @@ class WorkerProcess:
             socket.send_fds(self._control, [encode(message)], list(fds))
         except BlockingIOError:
             if isinstance(message, Stop):  # hundreds of messages wait: it does not take any
-                self.kill()
+                self.kill("it took no more messages")
                 return
             raise Busy("too many prompts wait to be built") from None
         except OSError:
@@ -71,9 +76,25 @@ class WorkerProcess:
             if not isinstance(message, Stop):
                 raise NotSent("the prompt worker has died and is being started again") from None
 
-    def kill(self) -> None:
-        """A worker that does not answer; its successor is started by `_keep`."""
+    @property
+    def trouble(self) -> str | None:
+        """Why no prompt can be built now. None: one can, or the worker has not been up yet."""
+        if not self._was_ready or (self._ready.is_set() and self._broken is None):
+            return None
+        if self._broken is not None:
+            return str(self._broken)
+        return f"the prompt worker is being started again: {self._reason or self._last_end}"
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether a worker will be up soon, as far as can be told."""
+        return self._broken is None and self.deaths <= PATIENT_DEATHS
+
+    def kill(self, reason: str) -> None:
+        """A worker that is of no use; its successor is started by `_keep`."""
         if self.process is not None and self.process.returncode is None:
+            self._reason = reason
+            self._ready.clear()
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
 
@@ -86,30 +107,40 @@ class WorkerProcess:
 
     async def _keep(self) -> None:
         """Keep one worker running."""
-        deaths = 0
         try:
             while self._broken is None:
-                await self._begin()
-                assert self.process is not None
                 began = time.monotonic()
-                await self.process.wait()
+                self._last_end, self._reason = await self._live(), None
                 self._end()
                 if self._broken is None:
-                    deaths = 1 if time.monotonic() - began > YOUNG_S else deaths + 1
+                    self.deaths = 1 if time.monotonic() - began > YOUNG_S else self.deaths + 1
                     self.restarts += 1
-                    log.warning("the prompt worker died (%s) and is started again", self.process.returncode)
-                    await asyncio.sleep(RESTART_DELAYS[min(deaths - 1, len(RESTART_DELAYS) - 1)])
+                    log.warning("the prompt worker died and is started again: %s", self._last_end)
+                    await asyncio.sleep(RESTART_DELAYS[min(self.deaths - 1, len(RESTART_DELAYS) - 1)])
         finally:
             self._end()
             if self.process is not None and self.process.returncode is None:
-                self.kill()
+                self.kill("the server closes")
                 await self.process.wait()
+
+    async def _live(self) -> str:
+        """Start one worker, wait for its end, and say how it ended."""
+        try:
+            await self._begin()
+        except OSError as e:
+            if not self._was_ready:
+                raise
+            return f"it could not be started ({e})"  # what it lacks may come back
+        assert self.process is not None
+        status = await self.process.wait()
+        return self._reason or end_of(status) or "it ended"
 
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         s = self._settings
-        with theirs:
+        with theirs, ExitStack() as owned:
+            owned.enter_context(ours)
             self.process = await start_apart(
                 *(sys.executable, "-m", "stretto.prompt.worker", str(self._model), "--fd", str(theirs.fileno())),
                 *("--builder", self._builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
@@ -117,6 +148,7 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},
             )
+            owned.pop_all()
         with suppress(ProcessLookupError):  # it is gone already
             own = os.getpriority(os.PRIO_PROCESS, 0)
             os.setpriority(os.PRIO_PROCESS, self.process.pid, min(19, own + NICENESS))
@@ -145,7 +177,12 @@ class WorkerProcess:
             self._ready.clear()
             return
         message = msgspec.msgpack.decode(data, type=WorkerReady | JobFailed)
-        if isinstance(message, JobFailed):
+        if isinstance(message, WorkerReady):
+            self._was_ready = True
+        elif self._was_ready:
+            self._reason = message.message  # what it could read once, its successor may
+            return
+        else:
             self._broken = CheckpointError(message.message)
         self._ready.set()
 
@@ -154,6 +191,7 @@ class WorkerProcess:
             async with asyncio.timeout(seconds):
                 await self._ready.wait()
         except TimeoutError:
-            raise StageDead("the prompt worker did not come up") from None
+            died = f"; it died {self.deaths} times, at last: {self._last_end}" if self.deaths else ""
+            raise StageDead(f"the prompt worker did not come up in {seconds:g} s{died}") from None
         if self._broken is not None:
             raise self._broken

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from stretto.errors import Gone, Invalid
-from stretto.fields import NOT_JSON, not_json, wrong_field
+from stretto.fields import NOT_JSON, not_json, read_json, wrong_field
 from stretto.server.body import Body
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused, describe, respond
@@ -172,7 +172,7 @@ _encode = msgspec.json.Encoder().encode
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """A request from JSON; what is wrong is an `Invalid` that names the field."""
     try:
-        return decoder.decode(data)
+        return read_json(data, decoder.decode)
     except msgspec.ValidationError as e:
         raise wrong_field(e) from None
     except NOT_JSON as e:

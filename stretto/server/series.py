@@ -22,6 +22,8 @@ HELP = {
     "stretto_prompts_killed_total": "Preparations that ended because the client left",
     "stretto_prompts_over_limit_total": "Preparations that took too much, or broke a decoder",
     "stretto_prompt_worker_restarts_total": "Times that the prompt worker died",
+    "stretto_prompt_worker_ready": "1 while prompts can be built, else 0",
+    "stretto_process_open_fds": "Files and sockets that a process holds open: the server, the prompt worker, a host",
     "stretto_stage_requests": "Requests that a stage holds something for",
     "stretto_stage_waiting": "Requests that wait for a row of a stage's batch",
     "stretto_stage_queue_seconds": "Wait of a request for a row of a stage's batch, or for a slot of the vocoder",

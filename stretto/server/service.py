@@ -96,8 +96,9 @@ class Service:
 
     def engine(self) -> Engine:
         """The engine, if it takes requests now."""
-        state = self.progress.state
-        if state == "ready":
+        progress = self.progress
+        state = progress.state
+        if state == "ready" or progress.accepts:
             assert self._engine is not None
             return self._engine
         words = {

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from stretto.connector.contract import Receiver, Sender
 from stretto.connector.courier import Incoming, Outgoing
 from stretto.observe import logs
+from stretto.observe.descriptors import OPEN_FILES, open_descriptors
 from stretto.observe.recorder import Recorder
 from stretto.stage.codec import VocoderCore
 from stretto.stage.core import StageCore
@@ -24,6 +25,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 def record_host(recorder: Recorder, loop: Loop, stages: Iterable[Stage], links: Links) -> None:
     recorder.number("stretto_host_memory_bytes", resident)
     recorder.number("stretto_host_log_lines_dropped_total", logs.dropped)
+    recorder.number(OPEN_FILES, lambda: open_descriptors() or 0)
     recorder.number("stretto_host_idle_seconds_total", lambda: loop.idle_ns / 1e9)
     recorder.number("stretto_host_busy_seconds_total", lambda: loop.age_s - loop.idle_ns / 1e9)
     for stage in stages:

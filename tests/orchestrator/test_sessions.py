@@ -394,7 +394,7 @@ def test_a_stranger_s_pictures_are_decoded_elsewhere(tiny_dir: Path, monkeypatch
             want = await plain._build(plain._setting, [await plain.item(message)])
         await engine.prompts.start()
         try:
-            monkeypatch.setattr(messages_module, "decode_image", None)
+            monkeypatch.setattr(messages_module, "load_image", None)
             async with engine.session() as s:
                 got = await s._build(s._setting, [await s.item(message)])
                 assert got.ids == want.ids

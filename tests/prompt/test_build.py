@@ -18,7 +18,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from stretto.errors import CheckpointError, Invalid, MediaError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.prompt.media import Budget, MediaLimits, decode_image, decode_pcm16
+from stretto.prompt.media import Budget, MediaLimits, decode_pcm16, load_image, open_image
 from stretto.prompt.mel import mel
 from stretto.prompt.prompt import Prompt
 from tests.prompt.samples import FIXED, b64, data_uri, image_file, picture, sound_file, tone, video_file
@@ -468,14 +468,17 @@ def test_too_long(builder: PromptBuilder) -> None:
     assert e.value.status == 400
 
 
-def test_too_many_media_are_refused_as_they_come(builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = []
-    monkeypatch.setattr("stretto.prompt.messages.decode_image", lambda *a: decoded.append(1) or decode_image(*a))
+def test_pictures_that_cannot_fit_are_not_decoded(builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their headers say how many tokens they take, and all are looked at before the first is decoded."""
+    opened, decoded = [], []
+    monkeypatch.setattr("stretto.prompt.messages.open_image", lambda *a: opened.append(1) or open_image(*a))
+    monkeypatch.setattr("stretto.prompt.messages.load_image", lambda *a: decoded.append(1) or load_image(*a))
     image = image_part(width=320, height=320)  # 100 tokens
     with pytest.raises(TooLong, match="at least 300") as e:
         shortened(builder, 250).build([user(*[image] * 50)])
     assert e.value.param == "messages[0].content[2]"
-    assert len(decoded) == 3
+    assert (len(opened), len(decoded)) == (3, 0)
+    assert len(shortened(builder, 250).build([user(*[image] * 2)]).images) == len(decoded) == 2
 
 
 def test_too_much_text(builder: PromptBuilder) -> None:

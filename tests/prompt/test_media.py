@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import subprocess
 import sys
@@ -18,13 +19,16 @@ from PIL import Image
 
 from stretto.errors import MediaError
 from stretto.prompt.media import (
+    MAX_SCANS,
     Budget,
     MediaLimits,
     decode_audio,
     decode_image,
     decode_pcm16,
     image_from_array,
+    jpeg_scans,
     mix,
+    open_image,
 )
 from stretto.prompt.video import decode_sound, decode_video
 from tests.prompt.samples import FIXED, image_file, picture, sound_file, tone, video_file
@@ -436,3 +440,34 @@ def test_imports_neither_torch_nor_transformers() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def jpeg(side: int, scans: int = 0, thumbnail: bytes = b"") -> bytes:
+    """A progressive file, its last scan so many times more; `thumbnail` stands in its first segment."""
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x927C] = thumbnail
+    Image.new("RGB", (side, side), (9, 99, 200)).save(file, "JPEG", progressive=True, exif=exif.tobytes())
+    data = file.getvalue()
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * scans + data[-2:]
+
+
+def test_scans_of_a_jpeg_are_counted() -> None:
+    """Each is a way over the whole picture, and may be ten bytes long."""
+    plain, thumbnail = jpeg(64), jpeg(8)
+    assert jpeg_scans(plain) == 10
+    assert jpeg_scans(jpeg(64, 30, thumbnail)) == 40  # the thumbnail's own do not count
+    assert jpeg_scans(plain + plain) == 10  # nor what stands behind the picture
+    assert jpeg_scans(plain[:300]) <= 10
+    assert decode_image(jpeg(64, MAX_SCANS - 10), Budget(LIMITS)).size == (64, 64)
+    with pytest.raises(MediaError, match="scans"):
+        decode_image(jpeg(64, MAX_SCANS - 9), Budget(LIMITS))
+    costs = []
+    for scans in (0, 40, 200):
+        budget = Budget(LIMITS)
+        open_image(jpeg(512, scans), budget)
+        costs.append(budget.decode_seconds)
+    assert costs[1] > costs[0]
+    assert costs[2] == pytest.approx(4.2 * costs[1])
+    with pytest.raises(MediaError, match="too large"):
+        decode_image(jpeg(512, 200), Budget(MediaLimits(decode_seconds=2 * costs[1])))

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine
@@ -36,8 +37,9 @@ from stretto.prompt.jobs import (
     JobFailed,
     decode_from_worker,
 )
-from stretto.prompt.packed import Packed, PieceMeta, PromptMeta
+from stretto.prompt.packed import Packed, PieceMeta, PromptMeta, pack
 from stretto.prompt.pool import PoolSettings, PromptPool
+from stretto.prompt.prepared import prepared
 from stretto.prompt.prompt import DIGEST_BYTES
 from stretto.prompt.spool import Spool
 from stretto.prompt.threads import InThreads
@@ -129,6 +131,71 @@ def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
     with_pool(tiny_dir, test)
 
 
+def test_sessions_have_the_same_prompts_and_their_features_stay_here(tiny_dir: Path) -> None:
+    builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+    threads = InThreads(builder)
+    seen = prepared(builder, {"role": "user", "content": [sound(), {"type": "text", "text": "?"}, picture(64), film()]})
+    heard = prepared(builder, {"role": "user", "content": [sound()]})
+    asked: list[tuple[list[Any], Any]] = [
+        (HELLO, None),
+        ([{"role": "system", "content": "Be brief."}, heard, {"role": "assistant", "content": "Oh."}, seen], TOOLS),
+        ([seen, *HELLO, heard, {"role": "user", "content": "word " * 4000}], None),  # in a process of its own
+        ([{"role": "user", "content": "half a pair: \ud83d"}], None),
+    ]
+
+    async def test(pool: PromptPool) -> None:
+        for messages, tools in asked:
+            ours, theirs = await threads.build_for("s", messages, tools), await pool.build_for("s", messages, tools)
+            assert theirs.ids == ours.ids
+            assert [id(p) for p in theirs.pieces()] == [id(p) for p in ours.pieces()]
+            assert pack(theirs).meta == pack(ours).meta
+        with pytest.raises(TooLong):
+            await pool.build_for("s", [{"role": "user", "content": "word " * 190_000}])
+        with pytest.raises(Invalid, match="role"):
+            await pool.build_for("s", [{"role": "nobody", "content": "Hello"}])
+        with pytest.raises(Invalid):
+            await pool.build_for("s", [{"role": "user", "content": object()}])
+
+    with_pool(tiny_dir, test)
+
+
+def test_short_conversations_wait_neither_for_long_ones_nor_for_media(roomy_dir: Path) -> None:
+    def said(count: int) -> list[Any]:
+        return [{"role": "user", "content": "word " * count}]
+
+    async def test(pool: PromptPool) -> None:
+        media = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "ab"]
+        await until(lambda: pool.lane.running == 2 and len(processes(pool)) == 2)
+        for pid in processes(pool):
+            os.kill(pid, signal.SIGSTOP)  # they take as long as this test
+        long = [asyncio.create_task(pool.build_for("c", said(150_000))) for _ in range(3)]
+        await until(lambda: pool.metrics()["stretto_prompts_running"] == 3 and len(processes(pool)) == 3)
+        assert pool.metrics()["stretto_prompts_waiting"] == 2  # one long one at a time
+        [talking] = set(processes(pool)) - {p for p in processes(pool) if stopped(p)}
+        await until(lambda: worked(talking) > 2 * SHORT_S)
+        os.kill(talking, signal.SIGSTOP)
+        assert os.sched_getscheduler(talking) == os.SCHED_BATCH  # whatever the machine has to do
+        for count in (5, 5000):
+            assert len((await pool.build_for("c", said(count))).ids) > count
+        assert not any(task.done() for task in (*media, *long))
+        for task in (*media, *long):
+            task.cancel()
+        await asyncio.gather(*media, *long, return_exceptions=True)
+        await until(lambda: not pool.metrics()["stretto_prompts_running"])
+
+    with_pool(roomy_dir, test)
+
+
+def worked(pid: int) -> float:
+    """CPU time of its own, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+
+
+def stopped(pid: int) -> bool:
+    return "State:\tT" in Path(f"/proc/{pid}/status").read_text()
+
+
 def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
     body = {"model": "m", "messages": HELLO * 800, "stream": True, "tools": TOOLS, "x": {"y": [1, None]}}
 
@@ -142,9 +209,14 @@ def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
         built = await pool.build(Conversation(file, outlined.long["messages"], outlined.long["tools"]))
         same(built.packed, (await pool.build(talk(body["messages"], TOOLS))).packed)
         file.close()
-        with pytest.raises(Invalid, match="stream is too large") as caught:
+        with pytest.raises(Invalid, match="x is too large") as caught:
             await pool.outline(spool, ("messages", "tools"), 12)
-        assert caught.value.param == "stream"
+        assert caught.value.param == "x"
+        fields = {"x": "y" * 900, "messages": HELLO, "logit_bias": dict.fromkeys(range(300), 1)}
+        biased = Spool.of(json.dumps(fields).encode())
+        with pytest.raises(Invalid, match=r"logit_bias is too large: [\d,]+ bytes; all fields but messages") as caught:
+            await pool.outline(biased, ("messages", "tools"), 1000)
+        assert caught.value.param == "logit_bias"
         for bad in (b"[1]", b'{"messages":', b"\xff", b"[" * 100_000):
             with pytest.raises(Invalid):
                 await pool.outline(Spool.of(bad), ("messages",), 1000)
@@ -188,6 +260,26 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError):
         with_pool(tmp_path, test)
+
+
+def test_a_start_that_cannot_succeed_ends_with_one_sentence(roomy_dir: Path, tmp_path: Path) -> None:
+    async def test(pool: PromptPool) -> None:
+        pass
+
+    for file in roomy_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(loop)
+    with pytest.raises(CheckpointError, match="does not come to an end"):
+        with_pool(tmp_path, test)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(StageDead, match="ulimit -f"):
+            with_pool(roomy_dir, test)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_limits_of_time_and_memory(roomy_dir: Path) -> None:

@@ -246,6 +246,21 @@ def test_rendering_errors_are_the_requests(source: str, tokenizer: Tokenizer) ->
     assert e.value.param == "messages"
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not come to an end"),
+        ("{% for a in range(10 ** 9) %}{% endfor %}", "ranges larger"),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
+    ],
+)
+def test_templates_without_end_are_the_checkpoints_fault(source: str, message: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(CheckpointError, match=message) as e:
+        ChatTemplate(source, tokenizer.markers).try_out("folder")
+    assert str(e.value).startswith("folder: ")
+    assert "\n" not in str(e.value)
+
+
 def test_what_templates_rely_on(tokenizer: Tokenizer) -> None:
     source = (
         "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content }}\n{% endfor %}"

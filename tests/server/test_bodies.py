@@ -109,6 +109,15 @@ def test_bad_messages_and_tools_are_named(front: Front) -> None:
     assert front.running.ask(CHAT, b'{"modle": 1}' + b" " * ON_THE_LOOP).error["param"] == "modle"
 
 
+def test_half_a_surrogate_pair_is_replaced(front: Front) -> None:
+    """As cutting a JavaScript string in two leaves it."""
+    half, whole = (json.dumps({"messages": [{"role": "user", "content": f"cut {c}"}]}) for c in ("\ud83d", "\ufffd"))
+    want = front.running.ask(CHAT, whole.encode()).json["usage"]
+    for body in (half, half + " " * ON_THE_LOOP):
+        assert front.running.ask(CHAT, body.encode()).json["usage"] == want
+    assert front.running.ask(SPEECH, b'{"input": "cut \\ud83d", "voice": "alloy"}').status == 200
+
+
 def test_a_large_body_is_the_same_request(front: Front) -> None:
     content = [sound(), {"type": "text", "text": "What is it?"}]
     small = {"messages": [{"role": "user", "content": content}], "max_tokens": 5}

@@ -11,7 +11,7 @@ from PIL import Image
 
 from stretto.errors import CheckpointError
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
-from stretto.models.qwen3_omni.patches import PatchRule, image_patches, video_patches
+from stretto.models.qwen3_omni.patches import PatchRule, fit, image_patches, video_patches
 from stretto.prompt.mel import mel
 from stretto.prompt.messages import Kind, Medium
 from stretto.prompt.prompt import Array, AudioClip, Patches
@@ -30,7 +30,16 @@ class PromptMedia:
     images: list[Patches] = field(default_factory=list)
     videos: list[Patches] = field(default_factory=list)
     num_tokens: int = 0
+    expected: int = 0  # tokens of pictures that are not decoded yet, and of those that are
     _pads: list[tuple[int, list[int]]] = field(default_factory=list)  # the template's pad, and the ids in its place
+
+    def expect_picture(self, height: int, width: int) -> None:
+        """A picture of this size is going to be added: refused before any is decoded, if all of them have too many
+        tokens together."""
+        rule = self.rule
+        h, w = fit(height, width, rule.factor, rule.min_pixels, rule.max_pixels)
+        self.expected += h * w // rule.factor**2
+        self.check_length(self.expected, so_far=True)
 
     def add(self, medium: Medium, kind: Kind) -> None:
         ids = self.config.tokens

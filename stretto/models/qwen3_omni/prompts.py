@@ -80,6 +80,7 @@ class PromptBuilder:
             sound_in_video=use_audio_in_video,
             fit=lambda height, width, frames: fit_video(height, width, frames, self.rule),
             found=media.add,
+            expect_picture=media.expect_picture,
         )
         declared = reader.read_tools(tools)
         turns = reader.read(messages)
@@ -112,7 +113,7 @@ class PromptBuilder:
 
     def _check_template(self, directory: str | Path) -> None:
         """The talker counts on an answer starting with exactly these three tokens."""
-        ids = encode_rendered(self.template.render([{"role": "user", "content": "Hello"}]), self.tokenizer)
+        ids = encode_rendered(self.template.try_out(directory), self.tokenizer)
         start = self._opening
         if ids[-len(start) :] != start or len(start) != 3:
             raise CheckpointError(f"{directory}: the chat template does not end in <|im_start|>assistant and a newline")

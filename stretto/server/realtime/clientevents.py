@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from stretto.fields import NOT_JSON, wrong_field
+from stretto.fields import NOT_JSON, read_json, wrong_field
 from stretto.server.realtime.sound import FormatName
 
 Name = Annotated[str, Meta(max_length=512)]
@@ -216,7 +216,7 @@ def decode(data: bytes) -> Event:
     if len(data) > LARGE and (large := _large_append(data)) is not None:
         return large
     try:
-        event: Event = _decoder.decode(data)
+        event: Event = read_json(data, _decoder.decode)
         return event
     except msgspec.ValidationError as e:
         raise _explain(data, e) from None
@@ -226,7 +226,7 @@ def decode(data: bytes) -> Event:
 
 def _explain(data: bytes, error: msgspec.ValidationError) -> Malformed:
     try:
-        head = _head.decode(data)
+        head = read_json(data, _head.decode)
     except msgspec.ValidationError:
         return Malformed("invalid_event", "an event must be a JSON object with a type")
     except NOT_JSON as e:

@@ -21,6 +21,12 @@ def event(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
+def test_half_a_surrogate_pair_is_replaced() -> None:
+    cut = decode(b'{"type": "response.create", "response": {"instructions": "cut \\ud83d"}}')
+    assert isinstance(cut, ResponseCreate)
+    assert cut == decode(event(type="response.create", response={"instructions": "cut \ufffd"}))
+
+
 def test_refusals() -> None:
     assert refusal(b"{") == ("invalid_json", None, None)
     assert refusal(b"\xff") == ("invalid_json", None, None)
