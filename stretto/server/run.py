@@ -191,6 +191,8 @@ def _settings(config: ServerConfig, app: Starlette, floods: Floods) -> uvicorn.C
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=config.ssl_keyfile_password,
+        proxy_headers=bool(config.trusted_proxies),  # or any client says which address it has
+        forwarded_allow_ips="*" if "*" in config.trusted_proxies else list(config.trusted_proxies),
         http="httptools",
         ws=cast(type[asyncio.Protocol], partial(Socket, floods)),
         ws_max_size=WS_MAX_BYTES,

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from stretto.errors import StrettoError
 from stretto.orchestrator.api import Engine, Progress
 from stretto.server.access import Admission
-from stretto.server.body import BodyBudget
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
 from stretto.server.keys import Keys
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
 from stretto.server.realtime.sessions import Sessions
+from stretto.server.shares import Shares
 from stretto.server.voicestore import VoiceStore
 
 log = logging.getLogger("stretto.server")
@@ -36,7 +36,7 @@ class Service:
     memory: AudioMemory
     metrics: Metrics
     voices: VoiceStore
-    bodies: BodyBudget
+    bodies: Shares  # bytes
     sessions: Sessions
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
@@ -58,7 +58,7 @@ class Service:
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
             metrics=metrics,
             voices=VoiceStore(),
-            bodies=BodyBudget(config.max_bodies_bytes),
+            bodies=Shares(config.max_bodies_bytes, floor=config.max_body_bytes),
             sessions=Sessions(config.realtime_sessions, config.realtime_sessions_per_key),
         )
 

@@ -312,6 +312,7 @@ def test_requests_of_others_count() -> None:
             place = it.running.do(take(it.running.server.service))
             tell(socket, "session.config")
             tell(socket, "input.text", text="Hello")
+            tell(socket, "input.done")
             events, _ = heard(socket)
         assert (events[-2]["error"]["code"], events[-1]["code"]) == ("server_busy", 1008)
         with pytest.raises(InvalidStatus) as e, opened(it):

@@ -28,6 +28,7 @@ from stretto.server.realtime.speaker import MAX_BESIDE, Speaker
 from stretto.server.realtime.transcribe import Transcriber
 from stretto.server.realtime.turns import Signal
 from stretto.server.service import Service
+from stretto.server.visit import Visit
 
 log = logging.getLogger("stretto.realtime")
 
@@ -51,7 +52,7 @@ class RealtimeSession:
     engine: Engine
     talk: Session  # the engine's
     outbox: Outbox
-    owner: str
+    sender: str  # whose share of the server it uses
     state: SessionState
     conversation: Conversation = field(init=False)
     listener: Listener = field(init=False)
@@ -66,17 +67,17 @@ class RealtimeSession:
         self.conversation = Conversation(self.talk)
         self.listener = Listener(self.talk, self.service.sessions.batcher, self.state.turns, self.state.input_format)
         self.speaker = Speaker(
-            self.service, self.engine, self.talk, self.outbox, self.owner, self.conversation,
+            self.service, self.engine, self.talk, self.outbox, self.sender, self.conversation,
             options=lambda: self.state.answers, on_begin=self._answering, on_end=self._answered,
         )  # fmt: skip
         count = self.service.metrics.realtime.transcriptions
         self.transcriber = Transcriber(self.talk, self.outbox.put, lambda: self.speaker.sounded, count)
 
     @classmethod
-    def open(cls, service: Service, engine: Engine, outbox: Outbox, owner: str, model: str) -> RealtimeSession:
+    def open(cls, service: Service, engine: Engine, outbox: Outbox, visit: Visit, model: str) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState(new_id("sess"), model, expires, Options(engine.info.default_voice))
-        return cls(service, engine, engine.session(owner=owner), outbox, owner, state)
+        return cls(service, engine, engine.session(owner=visit.owner), outbox, visit.sender, state)
 
     @property
     def busy(self) -> bool:
