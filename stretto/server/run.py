@@ -29,6 +29,7 @@ from stretto.server.floods import Floods
 from stretto.server.pages import WEB
 from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
+from stretto.server.shares import Shares
 from stretto.server.websocket import Socket
 
 log = logging.getLogger("stretto.server")
@@ -93,7 +94,7 @@ class Server:
         app = make_app(config, open_engine, web)
         metrics = app.state.service.metrics
         front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
-        server = _Uvicorn(_with_tls(_settings(config, app, front.floods)), front)
+        server = _Uvicorn(_with_tls(_settings(config, app, front.floods, app.state.service.sessions.memory)), front)
         metrics.connections.set_function(lambda: len(server.server_state.connections))
         return cls(config, app, [listener], server)
 
@@ -184,7 +185,7 @@ def _raise_file_limit(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _settings(config: ServerConfig, app: Starlette, floods: Floods) -> uvicorn.Config:
+def _settings(config: ServerConfig, app: Starlette, floods: Floods, memory: Shares) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         root_path=config.root_path,
@@ -194,7 +195,7 @@ def _settings(config: ServerConfig, app: Starlette, floods: Floods) -> uvicorn.C
         proxy_headers=bool(config.trusted_proxies),  # or any client says which address it has
         forwarded_allow_ips="*" if "*" in config.trusted_proxies else list(config.trusted_proxies),
         http="httptools",
-        ws=cast(type[asyncio.Protocol], partial(Socket, floods)),
+        ws=cast(type[asyncio.Protocol], partial(Socket, floods, memory)),
         ws_max_size=WS_MAX_BYTES,
         ws_per_message_deflate=False,
         access_log=False,

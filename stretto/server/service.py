@@ -59,7 +59,11 @@ class Service:
             metrics=metrics,
             voices=VoiceStore(),
             bodies=Shares(config.max_bodies_bytes, floor=config.max_body_bytes),
-            sessions=Sessions(config.realtime_sessions, config.realtime_sessions_per_key),
+            sessions=Sessions(
+                config.realtime_sessions,
+                config.realtime_sessions_per_key,
+                Shares(config.realtime_total_bytes, floor=config.realtime_held_bytes),
+            ),
         )
 
     @property

@@ -14,10 +14,12 @@ from stretto.server.shares import Shares
 
 @dataclass(slots=True)
 class Sessions:
-    """`limit_per_owner`: 0 lets each owner have its share, at most half."""
+    """`limit_per_owner`: 0 lets each owner have its share, at most half. `memory`: bytes of what all sessions hold and
+    of messages that are still arriving."""
 
     limit: int
     limit_per_owner: int
+    memory: Shares
     batcher: Batcher = field(default_factory=lambda: Batcher(Silero))
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
