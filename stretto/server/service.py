@@ -15,6 +15,7 @@ from stretto.orchestrator.api import Engine, Progress
 from stretto.server.access import Admission
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
+from stretto.server.heap import Trimmer
 from stretto.server.keys import Keys
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
@@ -43,6 +44,7 @@ class Service:
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be
     _engine: Engine | None = None
     _loading: asyncio.Task[None] | None = None
+    _trimming: asyncio.Task[None] | None = None
     _cut: asyncio.Future[None] | None = None
 
     @classmethod
@@ -75,6 +77,8 @@ class Service:
     def start(self) -> None:
         self._cut = asyncio.get_running_loop().create_future()
         self._loading = asyncio.create_task(self._open(), name="open engine")
+        trimmer = Trimmer(lambda: self.bodies.returned + self.sessions.memory.returned)
+        self._trimming = asyncio.create_task(trimmer.run(), name="trim the heap")
 
     async def _open(self) -> None:
         try:
@@ -138,6 +142,9 @@ class Service:
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
             await asyncio.wait([self._loading])
+        if self._trimming is not None:
+            self._trimming.cancel()
+            await asyncio.wait([self._trimming])
         self.sessions.close()
         if self._engine is not None:
             await self._engine.close()

@@ -20,6 +20,7 @@ class Shares:
     limit: int
     floor: int = 0
     held: int = 0
+    returned: int = 0  # of all that was ever held
     _by_owner: dict[str, int] = field(default_factory=dict)
 
     def of(self, owner: str) -> int:
@@ -45,6 +46,7 @@ class Shares:
     def add(self, owner: str, size: int) -> None:
         """Count what is held already, whether it fits or not."""
         self.held += size
+        self.returned -= min(0, size)
         self._by_owner[owner] = self.of(owner) + size
         self._forget(owner)
 
