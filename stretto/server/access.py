@@ -3,8 +3,9 @@ computed.
 
 There are so many places. Anybody may take a free one, so a single client can use the whole server. When all are taken,
 requests wait, and the next place goes to the owner (an API key or, without keys, an address) that holds the fewest; of
-those that hold equally many to the one that has waited longest, and within an owner in order of arrival. The queue is
-bounded: when it is full, the last request of the owner with the most requests in it makes room for one with fewer."""
+those that hold equally many to the one that has gone without one for longest, and within an owner in order of arrival.
+The queue is bounded: when it is full, the last request of the owner with the most requests in it makes room for one
+with fewer."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Admission:
     """`limit`: places. `queue`: requests that may wait, each for `patience` seconds.
 
     Speech of a text that is still being written holds its request in the engine open for as long as its client likes,
-    and with it what the engine has for a stream. Such readings are half as many as places, and owners share them, so
-    that others' requests always find room in the engine."""
+    and with it what the engine has for a stream. Such readings are fewer than half of the places, and owners share
+    them, so that others' requests always find room in the engine."""
 
     limit: int
     limit_per_owner: int  # 0: none
@@ -49,9 +50,11 @@ class Admission:
     _requests: Counter[str] = field(default_factory=Counter)  # with places and without, by owner
     _waiting: list[_Turn] = field(default_factory=list)  # in order of arrival
     _arrivals: int = 0
+    _handed: int = 0  # turns that have come, in all
+    _last: dict[str, int] = field(default_factory=dict)  # by owner: the count of these at its last turn
 
     def __post_init__(self) -> None:
-        self.readings = Shares(max(1, self.limit // 2), floor=1)
+        self.readings = Shares(max(2, self.limit // 2))
         self.idle.set()
 
     @property
@@ -72,6 +75,7 @@ class Admission:
         self.check(owner)
         place = Place(self, owner, reading)
         self._requests[owner] += 1
+        self._last.setdefault(owner, self._handed)  # it does not go before those who were here already
         try:
             await place.take()
             yield place
@@ -93,11 +97,11 @@ class Admission:
         self._arrivals += 1
         return self._arrivals
 
-    async def turn(self, owner: str, weight: int, number: int, reading: bool) -> None:
-        """Until places are handed over."""
+    async def turn(self, owner: str, weight: int, number: int, reading: bool, back: int = 0) -> None:
+        """Until places are handed over. `back`: so many are given back for them."""
         turn = _Turn(owner, weight, number, reading, asyncio.get_running_loop().create_future())
         insort(self._waiting, turn, key=lambda t: t.number)
-        self._hand_over()
+        self.give_back(owner, back, False)
         if not turn.ready.done() and (crowd := self._overfull(owner)):
             last = next(t for t in reversed(self._waiting) if t.owner == crowd)
             self._waiting.remove(last)
@@ -128,12 +132,16 @@ class Admission:
 
     def count(self, owner: str, more: int) -> None:
         _subtract(self._requests, owner, -more)
+        if owner not in self._requests:
+            del self._last[owner]
 
     # -- whose turn it is
 
     def _hand_over(self) -> None:
         while (turn := self._next()) is not None and turn.weight <= self.limit - self.running:
             self._waiting.remove(turn)
+            self._handed += 1
+            self._last[turn.owner] = self._handed
             self.running += turn.weight
             self._places[turn.owner] += turn.weight
             if turn.reading:
@@ -150,7 +158,7 @@ class Admission:
                 continue
             if not turn.reading or self.readings.fits(turn.owner, 1):
                 heads[turn.owner] = turn
-        return min(heads.values(), key=lambda turn: (self._places[turn.owner], turn.number), default=None)
+        return min(heads.values(), key=lambda t: (self._places[t.owner], self._last[t.owner], t.number), default=None)
 
     def _overfull(self, owner: str, more: int = 0) -> str | None:
         """The owner whose last request must leave the queue, with so `more` of this owner's: the one with the most.
@@ -183,11 +191,11 @@ class Place:
     _reads: bool = False  # holds one of the readings
 
     async def take(self, weight: int = 1) -> None:
-        """Wait for places. It has none now."""
-        assert not self.weight
+        """Wait for so many places, in place of those that it has."""
         loop, since = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         self._number = self._number or self.admission.arrive()
-        await self.admission.turn(self.owner, weight, self._number, self.reading and not self._reads)
+        back, self.weight = self.weight, 0
+        await self.admission.turn(self.owner, weight, self._number, self.reading and not self._reads, back)
         self.weight, self._reads = weight, self.reading
         self.waited += loop.time() - since
 
@@ -206,9 +214,6 @@ class Place:
         admission.check_owner(self.owner, weight - self._counted)
         admission.count(self.owner, weight - self._counted)
         self._counted = weight
-        number = self._number
-        self.give_back()
-        self._number = number
         await self.take(weight)
 
     def close(self) -> None:
