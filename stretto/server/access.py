@@ -36,13 +36,14 @@ class Admission:
     """`limit`: places. `queue`: requests that may wait, each for `patience` seconds.
 
     Speech of a text that is still being written holds its request in the engine open for as long as its client likes,
-    and with it what the engine has for a stream. Such readings are fewer than half of the places, and owners share
-    them, so that others' requests always find room in the engine."""
+    and with it what the engine has for a stream. Owners share `live` of such readings, so that others' requests always
+    find room in the engine."""
 
     limit: int
     limit_per_owner: int  # 0: none
     queue: int = 0
     patience: float = 60.0
+    live: int = 32
     running: int = 0  # places that are taken
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     readings: Shares = field(init=False)
@@ -54,7 +55,7 @@ class Admission:
     _last: dict[str, int] = field(default_factory=dict)  # by owner: the count of these at its last turn
 
     def __post_init__(self) -> None:
-        self.readings = Shares(max(2, self.limit // 2))
+        self.readings = Shares(self.live)
         self.idle.set()
 
     @property

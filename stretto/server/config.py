@@ -67,6 +67,10 @@ class ServerConfig:
     )  # fmt: skip
 
     max_concurrent: int = setting(64, "limits", "requests answered at once (default: twice --max-rows)", "N")
+    max_live: int = setting(
+        32, "limits", "texts that are read while they are written, at once; none of the API keys (without keys: "
+        "addresses) has over half of them (default: --max-rows)", "N",
+    )  # fmt: skip
     max_queue: int = setting(
         256, "limits", "requests that may wait for one of these places, in order; more are refused (429)", "N"
     )
@@ -134,6 +138,7 @@ class ServerConfig:
         checks = {
             "port": 0 <= self.port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,
+            "max_live": self.max_live >= 2,
             "max_queue": self.max_queue >= 0,
             "queue_timeout": self.queue_timeout > 0,
             "max_concurrent_per_key": self.max_concurrent_per_key >= 0,
@@ -179,6 +184,12 @@ class ServerConfig:
     @property
     def realtime_total_bytes(self) -> int:
         return int(self.realtime_total_mb * (1 << 20))
+
+    @property
+    def engine_requests(self) -> int:
+        """How many requests the engine may have at once: those that are answered, texts that wait for more, and of each
+        session one that reads ahead and one that writes down what was said."""
+        return self.max_concurrent + self.max_live + 2 * self.realtime_sessions
 
     @property
     def packets(self) -> ChunkSizes:

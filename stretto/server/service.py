@@ -50,7 +50,7 @@ class Service:
     @classmethod
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
         limits = config.max_concurrent, config.max_concurrent_per_key, config.max_queue, config.queue_timeout
-        admission, metrics = Admission(*limits), Metrics()
+        admission, metrics = Admission(*limits, config.max_live), Metrics()
         metrics.waiting.set_function(lambda: admission.waiting)
         return cls(
             config=config,

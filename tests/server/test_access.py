@@ -195,7 +195,7 @@ async def test_a_wide_request_that_leaves_lets_others_go_on(desk: Desk) -> None:
 # ---- readings
 
 
-@at_desk(Admission(8, 0, queue=16))
+@at_desk(Admission(8, 0, queue=16, live=4))
 async def test_texts_that_are_being_written_leave_others_room_in_the_engine(desk: Desk) -> None:
     await desk.come("a1", "a2", "a3", "b1", "b2", "c1", reading=True)
     assert desk.served == ["a1", "a2", "b1"], "of 4 in all: half for one, and one for each of two"
@@ -209,7 +209,7 @@ async def test_texts_that_are_being_written_leave_others_room_in_the_engine(desk
 
 def test_a_reading_without_a_place_still_counts_as_one() -> None:
     async def main() -> None:
-        admission = Admission(4, 0, queue=4)
+        admission = Admission(4, 0, queue=4, live=2)
         async with admission.place("a", reading=True) as place:
             place.give_back()
             assert (admission.running, admission.readings.held) == (0, 1)
@@ -265,7 +265,7 @@ def test_no_place_is_lost_or_made(seed: int) -> None:
     """Whatever requests do, at any moment."""
 
     async def main() -> None:
-        rng, desk = random.Random(seed), Desk(Admission(6, 0, queue=10))
+        rng, desk = random.Random(seed), Desk(Admission(6, 0, queue=10, live=3))
         for i in range(300):
             if rng.random() < 0.5:
                 places, reading = (rng.choice((1, 1, 2, 6)), False) if rng.random() < 0.7 else (1, True)

@@ -438,7 +438,7 @@ def test_dribbling_texts_leave_others_room(monkeypatch: pytest.MonkeyPatch) -> N
     with scripted(live=True) as (engine, it), dribbling(it, 64):
         admission = it.running.server.service.admission
         until(it, lambda: admission.waiting == 48 and admission.running == 0)
-        assert len(engine.ledger.running) == 16, "half of the readings, which are half of the places"
+        assert len(engine.ledger.running) == 16, "half of those that may be read at once"
         assert ask(it) == 200
         with opened(it, "two") as socket:
             tell(socket, "session.config")

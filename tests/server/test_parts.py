@@ -238,7 +238,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     assert not config.metrics
     assert config.drain_timeout == ServerConfig().drain_timeout
     assert model == "from-file"
-    assert (engine.host, engine.max_requests) == (HostSettings(device="cpu"), config.max_concurrent)
+    assert (engine.host, engine.max_requests) == (HostSettings(device="cpu"), config.engine_requests)
     model, _, config = settle(flags("here", "--api-key", "x", "--api-key", "y", "--metrics"), environ)
     assert (model, config.api_key, config.metrics) == ("here", ("x", "y"), True)
     _, _, config = settle(flags(), {"STRETTO_API_KEY": "k1, k2", "STRETTO_METRICS": "false"})
