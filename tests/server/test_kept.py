@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +14,12 @@ import pytest
 
 from stretto.errors import Busy
 from stretto.family import ModelInfo, Transcription
+from stretto.orchestrator.api import Event, TextDelta
 from stretto.prompt.cuts import do_cut
 from stretto.prompt.jobs import Windows
 from stretto.prompt.spool import Spool
 from stretto.server import memory
+from stretto.server.body import ON_THE_LOOP
 from stretto.server.memory import AudioMemory
 from tests.prompt.samples import sound_file, tone
 from tests.server.conftest import Running, serve
@@ -101,10 +105,24 @@ def test_files_of_a_transcription_go_with_it(path: str, fields: dict[str, str], 
         assert files() == before
 
 
+def test_files_of_a_large_request_that_is_wrong_go_with_it() -> None:
+    body = json.dumps({**ALOUD, "modle": 1}).encode() + b" " * ON_THE_LOOP
+    with serve(ScriptedEngine()) as running:
+        before = files()
+        for _ in range(5):
+            assert running.ask(CHAT, body).status == 400
+        running.do(running.server.service.admission.idle.wait())
+        assert files() == before
+
+
 def test_files_of_a_transcription_that_fails_go_too() -> None:
-    engine = Scribe(fail_at=1, error=Busy("no row is free"))
+    class Full(Scribe):
+        async def _events(self, *_: Any) -> AsyncIterator[Event]:
+            yield TextDelta((0,), "Hello")
+            raise Busy("no row is free")
+
     body, kind = form()
-    with serve(engine) as running:
+    with serve(Full()) as running:
         before = files()
         for _ in range(5):
             assert running.ask("/v1/audio/transcriptions", body, headers={"Content-Type": kind}).status == 429
