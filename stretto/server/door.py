@@ -117,7 +117,8 @@ class Door:
             if origin := headers.get("origin", ""):
                 self.callers.check_origin(origin, host, "https" if scope["scheme"] == "wss" else "http")
             self._identify(visit, scope, headers, _other_key(scope))
-            scope[INCOMING].belong_to(visit.sender)
+            if (incoming := scope.get(INCOMING)) is not None:  # another server may hold the connection, as Ray's does
+                incoming.belong_to(visit.sender)
             await self.app(scope, receive, watched)
         except Refused as e:
             await receive()  # websocket.connect
