@@ -86,8 +86,12 @@ MUTATIONS = [
      "            if not self.service.keys.still_valid(self.owner):\n                return REVOKED\n"
      "            self.heard = time.monotonic()\n", "            self.heard = time.monotonic()\n",
      fair("a_session_ends_with_its_key")),
-    ("all proxies are believed", "stretto/server/run.py", "proxy_headers=bool(config.trusted_proxies),",
-     "proxy_headers=True,", fair("only_named_proxies_say_who_calls")),
+    ("this machine's proxies are believed", "stretto/server/run.py",
+     "        proxy_headers=bool(config.trusted_proxies),  # or any client says which address it has\n"
+     '        forwarded_allow_ips="*" if "*" in config.trusted_proxies else list(config.trusted_proxies),\n', "",
+     fair("only_named_proxies_say_who_calls")),
+    ("all proxies are believed", "stretto/server/run.py", "else list(config.trusted_proxies),", 'else "*",',
+     fair("only_named_proxies_say_who_calls")),
     ("one client opens all sessions", SESSIONS, "else not self._open.fits(owner, 1):", "else False:",
      fair("one_client_opens_at_most_half_of_all_sessions")),
     ("sessions have no total", SESSION, "        if not self.held.fits(size):\n", "        if False:\n",
