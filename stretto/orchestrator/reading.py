@@ -189,4 +189,4 @@ async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
     except Exception as e:  # noqa: BLE001  whatever the caller's iterator raises ends its request, and no other
         t.fail(Invalid(f"the text could not be read on: {e}", "input"))
     finally:
-        t.written = False
+        t.end_writing()

@@ -57,11 +57,11 @@ be rare."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One entry of the conversation. `message` is in OpenAI's chat format; its parts may hold arrays."""
+    """One entry of the conversation. `message` is in OpenAI's chat format, with features in place of its media: the
+    media themselves are not held."""
 
     id: str
     message: Message
-    ready: Message | None = None  # with features in place of its media
 
     @property
     def role(self) -> object:
@@ -78,7 +78,7 @@ class Setting:
 
     def messages(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*system, *(dict(i.ready or i.message) for i in items)]
+        return [*system, *(dict(i.message) for i in items)]
 
 
 class Session:
@@ -227,7 +227,7 @@ class Session:
         if not self._allow_paths and (strange := encoded(message)) is not None:
             ready = with_encoded(message, await self._decoded(strange))
         ready = await asyncio.to_thread(prepared, self._engine.builder, ready, self._allow_paths)
-        return Item(id, message, ready)
+        return Item(id, ready)
 
     async def _decoded(self, message: Message) -> Prompt:
         """By the engine's prompt workers: what a stranger has encoded may take long and much memory, and there are

@@ -79,13 +79,20 @@ class Ticket:
 
     def pace(self, now: float) -> float:
         """How fast its sound is made, in times of real time. Infinite where that does not say anything: at its start,
-        while its listener has enough, and when all is made, though the listener may take a while to fetch it."""
-        if self.paced is None or self.throttled or not self.unfinished:
+        while its listener has enough, while its text is still being written, and when all is made, though the listener
+        may take a while to fetch it."""
+        if self.paced is None or self.throttled or self.written or not self.unfinished:
             return float("inf")
         since, before = self.paced
         if now - since <= SETTLED_S:
             return float("inf")
         return (self.samples - before) / self.model.info.sample_rate / (now - since)
+
+    def end_writing(self) -> None:
+        """Its text is all there. Its pace counts from now on: before, it went as fast as its writer."""
+        self.written = False
+        if self.paced is not None:
+            self.paced = (time.monotonic(), self.samples)
 
     # -- text
 

@@ -34,9 +34,11 @@ class GeneratingRoute(Generic[R]):
         max_bytes: int,
         decode: Callable[[Service, Body, Visit], Awaitable[R]],
         work: Callable[[Service, R, Exchange], Awaitable[None]],
+        places: Callable[[R], int] = lambda _: 1,
     ) -> None:
+        """`places`: how many a request takes of those for requests that are answered at once."""
         self.service, self.route, self.max_bytes = service, route, max_bytes
-        self.decode, self.work = decode, work
+        self.decode, self.work, self.places = decode, work, places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.service.config)
@@ -44,8 +46,8 @@ class GeneratingRoute(Generic[R]):
         visit.route = self.route
         try:
             self.service.engine()  # before a long body is read for nothing
-            self.service.admission.check(visit.owner)
-            with Body(self.service.bodies) as body:
+            self.service.admission.check(visit.sender)
+            with Body(self.service.bodies, visit.sender) as body:
                 await exchange.read_body(body, self.max_bytes)
                 await exchange.run(self._work(body, exchange), self.service.cut)
         except Left:
@@ -57,8 +59,13 @@ class GeneratingRoute(Generic[R]):
     async def _work(self, body: Body, exchange: Exchange) -> None:
         visit = exchange.visit
         # Only now that all of it is there: clients that send slowly hold nobody else's slot.
-        async with self.service.admission.place(visit.owner) as visit.queued:
-            await self.work(self.service, await self.decode(self.service, body, visit), exchange)
+        async with self.service.admission.place(visit.sender) as place:
+            visit.queued = place.waited
+            request = await self.decode(self.service, body, visit)
+            if (places := self.places(request)) > 1:
+                await place.widen(places)
+                visit.queued = place.waited
+            await self.work(self.service, request, exchange)
 
 
 def note(event: Event, visit: Visit) -> None:

@@ -25,7 +25,7 @@ from stretto.observe import logs
 from stretto.orchestrator.api import Engine
 from stretto.server.answer import GeneratingRoute
 from stretto.server.body import ON_THE_LOOP
-from stretto.server.chat import answer_chat, read_chat
+from stretto.server.chat import answer_chat, num_answers, read_chat
 from stretto.server.config import ServerConfig
 from stretto.server.door import Door
 from stretto.server.failures import Refused, respond
@@ -113,7 +113,7 @@ class Routes:
 
     def table(self) -> list[BaseRoute]:
         largest = self.service.config.max_body_bytes
-        chat = GeneratingRoute(self.service, "chat", largest, read_chat, answer_chat)
+        chat = GeneratingRoute(self.service, "chat", largest, read_chat, answer_chat, num_answers)
         speech = GeneratingRoute(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
         voices = GeneratingRoute(self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice)
         hears = [

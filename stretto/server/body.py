@@ -1,5 +1,5 @@
-"""A request's body while it arrives: within limits of size, rate and all bodies together, and never in one piece on the
-event loop. Small bodies are plain bytes; larger ones go into a memory file, part by part.
+"""A request's body while it arrives: within limits of size, rate and its owner's share of all bodies, and never in one
+piece on the event loop. Small bodies are plain bytes; larger ones go into a memory file, part by part.
 
 Used by `exchange.py` and the endpoints, on the event loop."""
 
@@ -9,38 +9,26 @@ from dataclasses import dataclass, field
 
 from stretto.prompt.spool import Spool
 from stretto.server.failures import Refused
+from stretto.server.shares import Shares
 
 ON_THE_LOOP = 512 << 10  # bytes that are cut into fields on the event loop, in two milliseconds at worst
 
 
-@dataclass(slots=True)
-class BodyBudget:
-    """Bytes of all bodies that are held at the moment."""
-
-    limit: int
-    held: int = 0
-
-    def take(self, size: int) -> None:
-        if self.held + size > self.limit:
-            message = "the server holds as many bytes of requests as it can; try again soon"
-            raise Refused(429, message, kind="rate_limit_error", code="server_busy", headers={"connection": "close"})
-        self.held += size
-
-    def give_back(self, size: int) -> None:
-        self.held -= size
-
-
 @dataclass(slots=True, eq=False)
 class Body:
-    """Use it in a `with` statement: what it holds is given back at its end, if not by `close` before."""
+    """Use it in a `with` statement: what it holds is given back at its end, if not by `close` before.
 
-    budget: BodyBudget
+    `shares`: bytes of all bodies that are held at the moment."""
+
+    shares: Shares
+    owner: str
     size: int = 0
     spool: Spool | None = None  # holds all of it, once it is large
     _parts: list[bytes] = field(default_factory=list)
 
     def add(self, part: bytes) -> None:
-        self.budget.take(len(part))
+        if not self.shares.take(self.owner, len(part)):
+            raise self._too_many(len(part))
         self.size += len(part)
         if self.spool is None and self.size > ON_THE_LOOP:
             self.spool = Spool.of(*self._parts)
@@ -63,11 +51,19 @@ class Body:
         self.spool = spool
 
     def close(self) -> None:
-        self.budget.give_back(self.size)
+        self.shares.give_back(self.owner, self.size)
         self.size = 0
         self._parts.clear()
         if self.spool is not None:
             self.spool.close()
+
+    def _too_many(self, size: int) -> Refused:
+        if self.shares.free < size:
+            who, code = "the server holds as many bytes of requests as it can", "server_busy"
+        else:
+            who, code = "the server holds your share of the bytes of requests", "rate_limit_exceeded"
+        headers = {"connection": "close"}
+        return Refused(429, f"{who}; try again soon", kind="rate_limit_error", code=code, headers=headers)
 
     def __enter__(self) -> Body:
         return self

@@ -135,6 +135,11 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
     return ChatAsk(request, talk, grammar_of(request, stated))
 
 
+def num_answers(asked: ChatAsk) -> int:
+    """Each of them runs in the engine like a request of its own."""
+    return asked.request.n or 1
+
+
 def variables(request: ChatRequest) -> dict[str, Any]:
     """Of the chat template."""
     given = request.chat_template_kwargs

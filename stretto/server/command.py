@@ -186,7 +186,7 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: Ma
     config = read(ServerConfig, flags, environ, file)
     cluster = read(ClusterConfig, flags, environ, file)
     here = cluster.backend == "local"
-    return model, serving_config(flags, environ, file, config.max_concurrent, here), config, cluster
+    return model, serving_config(flags, environ, file, config.engine_requests, here), config, cluster
 
 
 def settings_table() -> str:

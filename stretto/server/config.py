@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Literal
 
 from stretto.control.request import ChunkSizes
@@ -28,6 +29,14 @@ WHOLE = 8192
 
 def _is_key(word: str) -> bool:
     return bool(word) and word.isascii() and word.strip() == word
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,16 @@ class ServerConfig:
         "without an API key on a loopback address)", "NAME",
     )  # fmt: skip
 
+    trusted_proxies: tuple[str, ...] = setting(
+        (), "clients", "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto say who calls; "
+        "*: any (default: nobody's are believed)", "ADDRESS",
+    )  # fmt: skip
+
     max_concurrent: int = setting(64, "limits", "requests answered at once (default: twice --max-rows)", "N")
+    max_live: int = setting(
+        32, "limits", "texts that are read while they are written, at once; none of the API keys (without keys: "
+        "addresses) has over half of them (default: --max-rows)", "N",
+    )  # fmt: skip
     max_queue: int = setting(
         256, "limits", "requests that may wait for one of these places, in order; more are refused (429)", "N"
     )
@@ -66,7 +84,8 @@ class ServerConfig:
     max_concurrent_per_key: int = setting(
         0,
         "limits",
-        "requests of one API key answered at once; more are refused (429) and do not wait; 0: no limit",
+        "requests of one API key (without keys: address) answered at once; more are refused (429) and do not wait; "
+        "0: no limit, but when others wait the next place goes to whoever has the fewest",
         "N",
     )
     max_connections: int = setting(1024, "limits", "open connections; beyond, the longest idle one is closed", "N")
@@ -74,7 +93,7 @@ class ServerConfig:
     header_timeout: float = setting(10.0, "limits", "time in which a request's headers must arrive", "SECONDS")
     max_body_mb: float = setting(64.0, "limits", "largest request body, in MiB", "MIB")
     max_bodies_mb: float = setting(
-        512.0, "limits", "bodies of all requests that are being read or prepared, in MiB", "MIB"
+        512.0, "limits", "bodies of all requests that are being read or prepared, in MiB; none holds over half", "MIB"
     )
     min_body_kb_s: float = setting(
         16.0, "limits", "slowest rate at which a body may arrive, in KiB a second; 0: any", "KIB"
@@ -95,13 +114,19 @@ class ServerConfig:
         2, "speech", "factor by which packets grow from the first to the largest; 0: at once", "N"
     )
 
-    realtime_sessions: int = setting(64, "realtime", "sessions at once; more are refused (429)", "N")
-    realtime_sessions_per_key: int = setting(0, "realtime", "sessions of one API key at once; 0: no limit", "N")
+    realtime_sessions: int = setting(128, "realtime", "sessions at once; more are refused (429)", "N")
+    realtime_sessions_per_key: int = setting(
+        0, "realtime", "sessions of one API key (without keys: address) at once; 0: its share, at most half", "N"
+    )
     realtime_minutes: float = setting(60.0, "realtime", "longest time that a session may last", "MINUTES")
     realtime_idle: float = setting(600.0, "realtime", "time after which a session without events is closed", "SECONDS")
     realtime_held_mb: float = setting(
         256.0, "realtime", "sound and pictures that a session may hold, its conversation included, in MiB", "MIB"
     )
+    realtime_total_mb: float = setting(
+        2048.0, "realtime", "the same of all sessions, with messages that are still arriving, in MiB; none of the "
+        "API keys (without keys: addresses) holds over half", "MIB",
+    )  # fmt: skip
     realtime_lead: float = setting(10.0, "realtime", "time by which sound may be sent ahead of its playback", "SECONDS")
     realtime_speculate: bool = setting(
         True,
@@ -123,6 +148,7 @@ class ServerConfig:
             "port": 0 <= self.port <= 65535,
             "metrics_port": self.metrics_port is None or 0 <= self.metrics_port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,
+            "max_live": self.max_live >= 2,
             "max_queue": self.max_queue >= 0,
             "queue_timeout": self.queue_timeout > 0,
             "max_concurrent_per_key": self.max_concurrent_per_key >= 0,
@@ -145,10 +171,12 @@ class ServerConfig:
             "realtime_minutes": self.realtime_minutes > 0,
             "realtime_idle": self.realtime_idle > 0,
             "realtime_held_mb": self.realtime_held_mb >= 1,
+            "realtime_total_mb": self.realtime_total_mb >= self.realtime_held_mb,
             "realtime_lead": self.realtime_lead > 0,
             "api_key": all(map(_is_key, self.api_key)),
             "metrics_key": all(map(_is_key, self.metrics_key)),
             "allowed_origins": all(o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins),
+            "trusted_proxies": all(a == "*" or _is_network(a) for a in self.trusted_proxies),
             "allowed_hosts": all(h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts),
             "served_model_name": all(self.served_model_name),
             "log_format": self.log_format in ("text", "json"),
@@ -159,6 +187,20 @@ class ServerConfig:
                 raise Invalid(f"{name} is out of range: {self._shown(name)}", name)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise Invalid("TLS needs both ssl_certfile and ssl_keyfile", "ssl_certfile")
+
+    @property
+    def realtime_held_bytes(self) -> int:
+        return int(self.realtime_held_mb * (1 << 20))
+
+    @property
+    def realtime_total_bytes(self) -> int:
+        return int(self.realtime_total_mb * (1 << 20))
+
+    @property
+    def engine_requests(self) -> int:
+        """How many requests the engine may have at once: those that are answered, texts that wait for more, and of each
+        session one that reads ahead and one that writes down what was said."""
+        return self.max_concurrent + self.max_live + 2 * self.realtime_sessions
 
     @property
     def packets(self) -> ChunkSizes:

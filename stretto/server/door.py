@@ -23,6 +23,7 @@ from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.service import Service
 from stretto.server.visit import VISIT, Visit
+from stretto.server.websocket import INCOMING
 from stretto.types import RequestId
 
 log = logging.getLogger("stretto.access")
@@ -117,6 +118,8 @@ class Door:
             if origin := headers.get("origin", ""):
                 self.callers.check_origin(origin, host, "https" if scope["scheme"] == "wss" else "http")
             self._identify(visit, scope, headers, _other_key(scope))
+            if (incoming := scope.get(INCOMING)) is not None:  # another server may hold the connection, as Ray's does
+                incoming.belong_to(visit.sender)
             await self.app(scope, receive, watched)
         except Refused as e:
             await receive()  # websocket.connect

@@ -62,14 +62,17 @@ def fit_card(
 ) -> tuple[EngineConfig, ServerConfig]:
     """As many rows as a card has memory for, and twice as many requests, where nobody said how many (`said`: names of
     settings that were stated anywhere). Called by `stretto serve` when it knows its model."""
-    host, concurrent = engine.host, server.max_concurrent
+    host = engine.host
     memory = card_memory(host.device) if "max_rows" not in said and engine.placement == "one" else None
     if memory is not None:
         size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
         host = replace(host, max_rows=rows_for(memory - int(size * (FLOAT8 if host.expert_weights == "float8" else 1))))
+    rows = host.max_rows * engine.num_pipelines
     if "max_concurrent" not in said:
-        concurrent = 2 * host.max_rows * engine.num_pipelines
-    return replace(engine, host=host, max_requests=concurrent), replace(server, max_concurrent=concurrent)
+        server = replace(server, max_concurrent=2 * rows)
+    if "max_live" not in said:
+        server = replace(server, max_live=max(2, rows))
+    return replace(engine, host=host, max_requests=server.engine_requests), server
 
 
 def rows_for(spare: int) -> int:

@@ -105,9 +105,13 @@ class Exchange:
             else:
                 raise Refused(503, "the server is shutting down", kind="server_error", code="draining", headers=CLOSE)
         finally:
-            for job in (task, leaving):
+            jobs = task, leaving
+            for job in jobs:
                 job.cancel()
-            await asyncio.wait((task, leaving))
+            await asyncio.wait(jobs)
+            # An error holds this frame, and the task holds the error: without this circle all that the work held, files
+            # included, goes with the request rather than when the interpreter looks for circles.
+            del task, leaving, jobs, job
 
     async def _leave(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

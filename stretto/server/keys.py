@@ -64,6 +64,13 @@ class Keys:
             raise _unauthorized("this API key is not valid")
         return found
 
+    def still_valid(self, owner: str) -> bool:
+        """Whether the key of this owner is one still: for connections that were opened with it and stay open."""
+        if not self.needed:
+            return True
+        self._look()
+        return owner in self.stated or owner in self._read
+
     def _look(self) -> None:
         """Read the file again if it changed. One that cannot be read, or has no keys, leaves those that were there."""
         if self.file is None or self.clock() - self._looked < LOOK_S:

@@ -3,7 +3,10 @@
 An ASGI app behind the middleware, which has looked at key, name and origin; refusals come before the upgrade, as HTTP.
 The messages are vLLM-Omni's: `session.config` first, then `input.text` and `input.done`; `audio.start`, sound as binary
 messages (or base64 in events), `audio.done`, `session.done`. A connection speaks one text. One task reads what the
-client sends, one speaks; whichever ends first ends both."""
+client sends, one speaks; whichever ends first ends both.
+
+A connection holds a place among the requests that are answered while there is text ahead of its speech, and no longer:
+a client that writes slowly keeps nobody else from being answered."""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.orchestrator.api import AudioChunk, Finished
 from stretto.server import codecs
+from stretto.server.access import Place
 from stretto.server.answer import closing, note, slices, unfinished
 from stretto.server.exchange import Left, decode
 from stretto.server.failures import ErrorBody, Refused, describe, respond
@@ -33,6 +37,9 @@ MAX_MESSAGE = 6 * MAX_INPUT + 1024
 """Bytes of one: a text of the greatest length fits, however it is escaped."""
 WRITING_S = 30.0
 """From one piece of a text to the next, at most."""
+AHEAD_S = 2.0
+"""After the last piece of text and the last sound: then all of the text is spoken, and the place goes back."""
+POLL_S = 1.0
 SUBPROTOCOL = "speech"  # for pages, which bring their key as another one
 DONE, POLICY, INTERNAL, RESTART = 1000, 1008, 1011, 1012
 _encode = msgspec.json.Encoder().encode
@@ -91,8 +98,8 @@ class LiveSpeech:
         visit.route = "speech_stream"
         try:
             self.service.engine()
-            self.service.admission.check(visit.owner)
-            with self.service.sessions.slot(visit.owner):
+            self.service.admission.check(visit.sender)
+            with self.service.sessions.slot(visit.sender):
                 offered = SUBPROTOCOL in scope.get("subprotocols", ())
                 await LiveReading(self.service, visit, receive, send).run(SUBPROTOCOL if offered else None)
         except Left:
@@ -113,6 +120,7 @@ class LiveReading:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     length: int = 0  # characters that came
+    moved: float = 0.0  # when a piece was taken or sound came, on the event loop's clock
     told: bool = False  # the text has ended
 
     async def run(self, subprotocol: str | None) -> None:
@@ -129,7 +137,7 @@ class LiveReading:
             await self._close(DONE, "")
 
     async def _converse(self) -> None:
-        work = [asyncio.ensure_future(w) for w in (self._speak(), self._read(), self._leave())]
+        work = [asyncio.ensure_future(w) for w in (self._speak(), self._read(), self._leave(), self._revoked())]
         try:
             await asyncio.wait((*work, self.service.cut), return_when=asyncio.FIRST_COMPLETED)
             if ended := next((task for task in work if task.done()), None):
@@ -148,10 +156,17 @@ class LiveReading:
             raise _going()
         await asyncio.Event().wait()
 
+    async def _revoked(self) -> None:
+        """When the API key that it was opened with is none any more."""
+        while self.service.keys.still_valid(self.visit.owner):
+            await asyncio.sleep(POLL_S)
+        raise Refused(401, "this API key is no longer valid", kind="authentication_error", code="invalid_api_key")
+
     # ---- in
 
     async def _next(self) -> Message:
-        """The next message. A client that has begun a text may not be silent for long: others wait for its place."""
+        """The next message. A client that has begun a text may not be silent for long: it holds a stream in the
+        engine."""
         idle = self.service.config.realtime_idle
         patience = None if self.told else min(WRITING_S, idle) if self.length else idle
         try:
@@ -188,30 +203,60 @@ class LiveReading:
                 self.pieces.put_nowait(message.text)
             await asyncio.sleep(0)  # messages that came together are there without waiting: others have their turn
 
-    async def _text(self, first: str) -> AsyncIterator[str]:
+    async def _text(self, first: str, place: Place) -> AsyncIterator[str]:
         piece: str | None = first
         while piece is not None:
+            self._move()
             yield piece
+            piece = await self._piece(place)
+
+    def _move(self) -> None:
+        self.moved = asyncio.get_running_loop().time()
+
+    async def _piece(self, place: Place) -> str | None:
+        """The next piece. If none comes before all the others are spoken, the place goes back meanwhile."""
+        coming, loop = asyncio.ensure_future(self.pieces.get()), asyncio.get_running_loop()
+        try:
+            while not coming.done() and place.weight:
+                await asyncio.wait([coming], timeout=max(0.0, self.moved + AHEAD_S - loop.time()))
+                if not coming.done() and loop.time() >= self.moved + AHEAD_S:
+                    place.give_back()
+            piece = await coming
+        finally:
+            coming.cancel()
+        if not place.weight:
+            await place.take()
+        return piece
+
+    async def _whole(self, first: str) -> str:
+        """All of the text."""
+        parts: list[str] = []
+        piece: str | None = first
+        while piece is not None:
+            parts.append(piece)
             piece = await self.pieces.get()
+        return "".join(parts)
 
     # ---- out
 
     async def _speak(self) -> None:
-        """The whole answer. A place among the requests is taken when there is something to say."""
+        """The whole answer. A place among the requests is taken when something can be said."""
         config = await self.configured
         format, live = config.response_format or "pcm", self.service.engine().info.live_text
         first = await self.pieces.get()
         if first is None:
             raise Invalid("there is nothing to say", "text")
-        async with self.service.admission.place(self.visit.owner) as self.visit.queued:
-            coming = self._text(first)
-            text = coming if live else "".join([piece async for piece in coming])
+        whole = None if live else await self._whole(first)
+        async with self.service.admission.place(self.visit.sender, reading=live) as place:
+            self.visit.queued = place.waited
+            text = self._text(first, place) if whole is None else whole
             events = speak(self.service, config, self.visit, text)
             async with closing(events):
                 end, size = None, 0
                 encoder = codecs.streamed(format, self.visit.sample_rate)
                 async for event in events:
                     note(event, self.visit)
+                    self._move()
                     if isinstance(event, AudioChunk):
                         if not size:
                             await self._tell(AudioStart(format, self.visit.sample_rate))

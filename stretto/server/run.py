@@ -29,6 +29,7 @@ from stretto.server.listener import BACKLOG, Listener, listen, listen_for_metric
 from stretto.server.pages import WEB
 from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
+from stretto.server.shares import Shares
 from stretto.server.websocket import Socket
 
 log = logging.getLogger("stretto.server")
@@ -99,7 +100,8 @@ class Server:
             metrics = app.state.service.metrics
             front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
             apps = [app, *([make_metrics_app(app.state.service)] if for_metrics else [])]
-            first, *others = (_with_tls(_settings(config, a, front.floods)) for a in apps)
+            memory = app.state.service.sessions.memory
+            first, *others = (_with_tls(_settings(config, a, front.floods, memory)) for a in apps)
             server = _Uvicorn(first, front, others)
             metrics.connections.set_function(lambda: len(server.server_state.connections))
             taken.pop_all()
@@ -179,15 +181,17 @@ def raise_file_limit(connections: int) -> int:
     return fewer
 
 
-def _settings(config: ServerConfig, app: Starlette, floods: Floods) -> uvicorn.Config:
+def _settings(config: ServerConfig, app: Starlette, floods: Floods, memory: Shares) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         root_path=config.root_path,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=config.ssl_keyfile_password,
+        proxy_headers=bool(config.trusted_proxies),  # or any client says which address it has
+        forwarded_allow_ips="*" if "*" in config.trusted_proxies else list(config.trusted_proxies),
         http="httptools",
-        ws=cast(type[asyncio.Protocol], partial(Socket, floods)),
+        ws=cast(type[asyncio.Protocol], partial(Socket, floods, memory)),
         ws_max_size=WS_MAX_BYTES,
         ws_per_message_deflate=False,
         access_log=False,

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from stretto.errors import StrettoError
 from stretto.orchestrator.api import Engine, Progress
 from stretto.server.access import Admission
-from stretto.server.body import BodyBudget
 from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
+from stretto.server.heap import Trimmer
 from stretto.server.keys import Keys
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
 from stretto.server.realtime.sessions import Sessions
+from stretto.server.shares import Shares
 from stretto.server.voicestore import VoiceStore
 
 log = logging.getLogger("stretto.server")
@@ -36,19 +37,20 @@ class Service:
     memory: AudioMemory
     metrics: Metrics
     voices: VoiceStore
-    bodies: BodyBudget
+    bodies: Shares  # bytes
     sessions: Sessions
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be
     _engine: Engine | None = None
     _loading: asyncio.Task[None] | None = None
+    _trimming: asyncio.Task[None] | None = None
     _cut: asyncio.Future[None] | None = None
 
     @classmethod
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
         limits = config.max_concurrent, config.max_concurrent_per_key, config.max_queue, config.queue_timeout
-        admission, metrics = Admission(*limits), Metrics()
+        admission, metrics = Admission(*limits, config.max_live), Metrics()
         metrics.waiting.set_function(lambda: admission.waiting)
         return cls(
             config=config,
@@ -58,8 +60,12 @@ class Service:
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
             metrics=metrics,
             voices=VoiceStore(),
-            bodies=BodyBudget(config.max_bodies_bytes),
-            sessions=Sessions(config.realtime_sessions, config.realtime_sessions_per_key),
+            bodies=Shares(config.max_bodies_bytes, floor=config.max_body_bytes),
+            sessions=Sessions(
+                config.realtime_sessions,
+                config.realtime_sessions_per_key,
+                Shares(config.realtime_total_bytes, floor=config.realtime_held_bytes),
+            ),
         )
 
     @property
@@ -71,6 +77,8 @@ class Service:
     def start(self) -> None:
         self._cut = asyncio.get_running_loop().create_future()
         self._loading = asyncio.create_task(self._open(), name="open engine")
+        trimmer = Trimmer(lambda: self.bodies.returned + self.sessions.memory.returned)
+        self._trimming = asyncio.create_task(trimmer.run(), name="trim the heap")
 
     async def _open(self) -> None:
         try:
@@ -135,6 +143,9 @@ class Service:
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
             await asyncio.wait([self._loading])
+        if self._trimming is not None:
+            self._trimming.cancel()
+            await asyncio.wait([self._trimming])
         self.sessions.close()
         if self._engine is not None:
             await self._engine.close()

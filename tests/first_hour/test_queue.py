@@ -83,9 +83,10 @@ def test_turns_come_in_order_and_nobody_loses_a_slot() -> None:
 def test_patience_ends() -> None:
     async def work() -> None:
         admission = Admission(1, 0, queue=1, patience=0.01)
-        with admission.slot("a"), pytest.raises(Refused, match="no slot came free") as refused:
-            async with admission.place("b"):
-                raise AssertionError
+        async with admission.place("a"):
+            with pytest.raises(Refused, match="no place came free") as refused:
+                async with admission.place("b"):
+                    raise AssertionError
         assert refused.value.status == 429
         assert (admission.running, admission.waiting) == (0, 0)
 

@@ -201,10 +201,13 @@ def test_defaults_follow_from_the_card_unless_they_are_stated(tiny_dir: Path, mo
     engine, server = EngineConfig(host=HostSettings(device="cuda")), ServerConfig()
     monkeypatch.setattr(sizing, "card_memory", lambda device: 140 * GIB)
     sized, front = fit_card(engine, server, tiny_dir, {"device"})
-    assert (sized.host.max_rows, sized.max_requests, front.max_concurrent) == (128, 256, 256)
+    assert (sized.host.max_rows, front.max_concurrent, front.max_live) == (128, 256, 128)
+    assert sized.max_requests == front.engine_requests >= 256 + 128
     stated = replace(engine, host=replace(engine.host, max_rows=40))
-    sized, front = fit_card(stated, replace(server, max_concurrent=7), tiny_dir, {"max_rows", "max_concurrent"})
-    assert (sized.host.max_rows, front.max_concurrent) == (40, 7)
+    sized, front = fit_card(
+        stated, replace(server, max_concurrent=7, max_live=9), tiny_dir, {"max_rows", "max_concurrent", "max_live"}
+    )
+    assert (sized.host.max_rows, front.max_concurrent, front.max_live) == (40, 7, 9)
 
 
 def test_a_machine_without_a_card_has_no_card_memory() -> None:

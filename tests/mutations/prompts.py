@@ -91,15 +91,15 @@ MUTATIONS = [
     (
         "a slot is taken when the body is there",
         "stretto/server/answer.py",
-        "            with Body(self.service.bodies) as body:\n",
-        "            with self.service.admission.slot(visit.owner), Body(self.service.bodies) as body:\n",
+        "            with Body(self.service.bodies, visit.sender) as body:\n",
+        "            async with self.service.admission.place('x'), Body(self.service.bodies, visit.sender) as body:\n",
         [f"{BODIES}::test_bodies_on_their_way_hold_no_slot"],
     ),
     (
         "all bodies together are bounded",
         "stretto/server/body.py",
-        "        if self.held + size > self.limit:",
-        "        if False:",
+        "        if not self.shares.take(self.owner, len(part)):",
+        "        if self.shares.add(self.owner, len(part)):",
         [f"{BODIES}::test_all_bodies_together_are_bounded"],
     ),
     (

@@ -212,3 +212,17 @@ def test_a_slow_listener_does_not_slow_the_pace() -> None:
     for stage in STAGES:
         end(t, stage)
     assert t.pace(since + 2) == float("inf")
+
+
+def test_a_slow_writer_does_not_slow_the_pace() -> None:
+    """Neither while its text comes, nor by the time that it took, when all of it is there."""
+    t, _ = ticket()
+    t.written = True
+    t.add_sound(0, 1, np.zeros(SAMPLE_RATE_OUT, np.float32), ROOM_S)
+    assert t.paced is not None
+    assert t.pace(t.paced[0] + 100) == float("inf")
+    t.end_writing()
+    since, before = t.paced
+    assert before == SAMPLE_RATE_OUT
+    t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT // 2, np.float32), ROOM_S)
+    assert t.pace(since + 2) == 0.25

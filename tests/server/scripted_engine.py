@@ -33,7 +33,8 @@ from tests.server.solo_engine import Ledger, decoded
 class ScriptedEngine:
     """Says `pieces` and plays `packets`, in turn; `gate`, if given, is awaited before each event.
 
-    With `prompts`, prompts are built for real before anything is said."""
+    With `prompts`, prompts are built for real before anything is said. With `live_text` a text is read while it is
+    written: a packet for each piece, as it comes."""
 
     pieces: Sequence[str] = ("Hello", " there", ".")
     packets: Sequence[np.ndarray] = ()
@@ -49,10 +50,14 @@ class ScriptedEngine:
     numbers: Mapping[str, float] = field(default_factory=dict)
     closed: bool = False
     defaults: Params = field(default_factory=Params)
+    live_text: bool = False
 
     @property
     def info(self) -> ModelInfo:
-        return ModelInfo(self.name, ("Ethan", "Chelsie", "Aiden"), "Ethan", 24_000, 32768, defaults=self.defaults)
+        names = ("Ethan", "Chelsie", "Aiden")
+        return ModelInfo(
+            self.name, names, "Ethan", 24_000, 32768, defaults=self.defaults, live_text=self.live_text
+        )  # fmt: skip
 
     @property
     def progress(self) -> Progress:
@@ -85,9 +90,21 @@ class ScriptedEngine:
             self.calls.append({"messages": plain, **given, "tools": tools})
         return self._events(messages, "audio" in given["modalities"], given)
 
-    def speak(self, text: str, **given: Any) -> AsyncIterator[Event]:
+    def speak(self, text: str | AsyncIterator[str], **given: Any) -> AsyncIterator[Event]:
         self.calls.append({"text": text, **given})
-        return self._events(text, True, given)
+        return self._events(text, True, given) if isinstance(text, str) else self._live(text, given)
+
+    async def _live(self, text: AsyncIterator[str], given: Mapping[str, Any]) -> AsyncIterator[Event]:
+        name, count = str(given["request_id"]), 0
+        self.ledger.open(name)
+        try:
+            async for _ in text:
+                yield AudioChunk(1920 * count, np.full(1920, 0.25, np.float32))
+                count += 1
+            self.ledger.finished += 1
+            yield Finished("stop", "stop", Usage(7, count, count, 1920 * count), given["params"].seed or 0, ())
+        finally:
+            self.ledger.close(name)
 
     async def _events(self, talk: Any, spoken: bool, given: Mapping[str, Any]) -> AsyncIterator[Event]:
         name, params = str(given["request_id"]), given["params"]

@@ -17,10 +17,11 @@ import pytest
 
 from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.server import chat, exchange
-from stretto.server.body import ON_THE_LOOP, Body, BodyBudget
+from stretto.server.body import ON_THE_LOOP, Body
 from stretto.server.config import ServerConfig
 from stretto.server.exchange import Exchange
 from stretto.server.failures import Refused
+from stretto.server.shares import Shares
 from tests.prompt.test_pool import BUILDER, picture, sound
 from tests.server.conftest import Running
 from tests.server.scripted_engine import ScriptedEngine
@@ -193,7 +194,7 @@ def test_all_bodies_together_are_bounded(tiny_dir: Path) -> None:
         front.until(lambda: front.service.bodies.held == 1_000_000)
         second = front.running.ask(CHAT, b" " * 1_000_000)
         assert second.status == 429
-        assert second.error["code"] == "server_busy"
+        assert second.error["code"] == "rate_limit_exceeded"
         assert int(second.headers["retry-after"]) >= 1
         assert front.running.ask(CHAT, ASK).status == 200  # small ones still fit
         first.close()
@@ -230,7 +231,7 @@ def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> No
 
     parts: list[bytes] = []
     config = ServerConfig(body_grace=120.0, min_body_kb_s=1.0, body_timeout=limit_s)
-    with Body(BodyBudget(1 << 30)) as body:
+    with Body(Shares(1 << 31), "me") as body:
         work = Exchange({"type": "http", "headers": []}, receive, receive, config).read_body(body, 1 << 30)  # type: ignore[arg-type]
         with contextlib.closing(loop):
             if late:
@@ -242,16 +243,16 @@ def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> No
 
 
 def test_a_body_gives_back_what_it_held() -> None:
-    budget = BodyBudget(1 << 20)
-    with Body(budget) as body:
+    shares = Shares(2 << 20)
+    with Body(shares, "me") as body:
         body.add(b"a" * 1000)
         assert body.data == b"a" * 1000
         body.add(b"b" * ON_THE_LOOP)
         assert body.spool is not None
         assert bytes(body.spool.view()) == b"a" * 1000 + b"b" * ON_THE_LOOP
-        assert budget.held == body.size == 1000 + ON_THE_LOOP
+        assert shares.held == body.size == 1000 + ON_THE_LOOP
         with pytest.raises(Refused):
             body.add(b"c" * (1 << 20))
-    assert budget.held == 0
+    assert shares.held == 0
     body.close()
-    assert budget.held == 0
+    assert shares.held == 0

@@ -7,10 +7,11 @@ import base64
 import contextlib
 import json
 import runpy
+import socket
 import sys
 import wave
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,20 @@ from websockets.sync.client import ClientConnection, connect
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_tts.tiny import write_tiny
 from stretto.prompt.pool import PoolSettings
-from stretto.server import livespeech
-from tests.server.conftest import Running
+from stretto.server import keys, livespeech
+from stretto.server.access import Admission
+from stretto.server.config import ServerConfig
+from stretto.server.service import Service
+from stretto.server.visit import VISIT, Visit
+from stretto.types import RequestId
+from tests.server.conftest import Running, read_until
 from tests.server.real_engine import Served, served
 from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_bodies import Turned
+from tests.server.test_http import ASK, CHAT
 from tests.server.test_tts import SPEECH, VOICES, same, sound
+from tests.server.test_websocket import TEXT as TEXT_FRAME
+from tests.server.test_websocket import frame
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client_live_speech.py"
 TEXT = "Hello there, how are you on this fine morning?"
@@ -249,13 +259,15 @@ def test_the_example_as_it_stands(
 
 
 @contextmanager
-def scripted(**settings: Any) -> Iterator[tuple[ScriptedEngine, Served]]:
-    engine = ScriptedEngine(packets=[np.full(1920, 0.25, np.float32)])
+def scripted(live: bool = False, **settings: Any) -> Iterator[tuple[ScriptedEngine, Served]]:
+    engine = ScriptedEngine(packets=[np.full(1920, 0.25, np.float32)], live_text=live)
 
     async def open_engine() -> Any:
         return engine
 
-    with Running(open_engine, api_key=("one",), **settings) as running:
+    if "api_key_file" not in settings:
+        settings["api_key"] = ("one", "two")
+    with Running(open_engine, **settings) as running:
         yield engine, Served(running, engine)  # type: ignore[arg-type]
 
 
@@ -311,9 +323,237 @@ def test_requests_of_others_count() -> None:
             place = it.running.do(take(it.running.server.service))
             tell(socket, "session.config")
             tell(socket, "input.text", text="Hello")
+            tell(socket, "input.done")
             events, _ = heard(socket)
         assert (events[-2]["error"]["code"], events[-1]["code"]) == ("server_busy", 1008)
         with pytest.raises(InvalidStatus) as e, opened(it):
             pass
         assert e.value.response.status_code == 429
         it.running.do(leave(place))
+
+
+# ---- places: only while there is text ahead of the speech
+
+
+def until(it: Served, condition: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        async with asyncio.timeout(120):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    it.running.do(wait())
+
+
+def ask(it: Served, key: str = "two") -> int:
+    return it.running.ask(CHAT, ASK, headers={"authorization": f"Bearer {key}"}).status
+
+
+@contextmanager
+def dribbling(it: Served, count: int) -> Iterator[list[ClientConnection]]:
+    """Texts of which two words have come."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(opened(it)) for _ in range(count)]
+        for socket in sockets:
+            tell(socket, "session.config")
+            tell(socket, "input.text", text="two words ")
+        yield sockets
+
+
+def test_a_place_goes_back_when_all_of_the_text_is_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(livespeech, "AHEAD_S", 0.01)
+    with scripted(live=True, max_concurrent=4, max_queue=0) as (engine, it):
+        admission = it.running.server.service.admission
+        with dribbling(it, 1) as [socket]:
+            until(it, lambda: len(engine.ledger.running) == 1 and admission.running == 0)
+            with ExitStack() as stack:
+                for _ in range(4):
+                    it.do(stack_place(stack, it, admission.place("someone else")))
+                assert ask(it) == 429
+            assert ask(it) == 200
+            tell(socket, "input.text", text="and more")
+            tell(socket, "input.done")
+            events, data = heard(socket)
+        assert events[-1]["code"] == 1000
+        assert len(data) == 2 * 2 * 1920
+        it.do(nothing_waits(it))
+
+
+def test_a_text_that_goes_on_waits_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(livespeech, "AHEAD_S", 0.01)
+    with scripted(live=True, max_concurrent=4) as (engine, it):
+        admission = it.running.server.service.admission
+        with dribbling(it, 1) as [socket]:
+            until(it, lambda: len(engine.ledger.running) == 1 and admission.running == 0)
+            with ExitStack() as stack:
+                for _ in range(4):
+                    it.do(stack_place(stack, it, admission.place("someone else")))
+                tell(socket, "input.text", text="and more")
+                until(it, lambda: admission.waiting == 1)
+            tell(socket, "input.done")
+            events, data = heard(socket)
+        assert (events[-1]["code"], len(data)) == (1000, 2 * 2 * 1920)
+
+
+def test_a_text_with_speech_to_come_keeps_its_place() -> None:
+    """The clock begins anew with each piece of text and of sound."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        admission = Admission(2, 0)
+        async with admission.place("me", reading=True) as place:
+            reading = livespeech.LiveReading(None, None, None, None)  # type: ignore[arg-type]
+            text = reading._text("one ", place)
+            assert await anext(text) == "one "
+            for _ in range(3):
+                coming = asyncio.ensure_future(anext(text))
+                loop.ahead += 0.9 * livespeech.AHEAD_S  # type: ignore[attr-defined]
+                await turn()
+                reading._move()  # sound came
+                loop.ahead += 0.9 * livespeech.AHEAD_S  # type: ignore[attr-defined]
+                await turn()
+                assert admission.running == 1
+                reading.pieces.put_nowait("more ")
+                assert await coming == "more "
+            coming = asyncio.ensure_future(anext(text))
+            await turn()
+            loop.ahead += livespeech.AHEAD_S  # type: ignore[attr-defined]
+            while admission.running:
+                await asyncio.sleep(0)
+            reading.pieces.put_nowait("end")
+            assert await coming == "end"
+            assert admission.running == 1
+
+    async def turn() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    with contextlib.closing(Turned()) as loop:
+        loop.run_until_complete(main())
+
+
+def test_dribbling_texts_leave_others_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of one key at a server for 64, which are as many as there were places."""
+    monkeypatch.setattr(livespeech, "AHEAD_S", 0.01)
+    with scripted(live=True) as (engine, it), dribbling(it, 64):
+        admission = it.running.server.service.admission
+        until(it, lambda: admission.waiting == 48 and admission.running == 0)
+        assert len(engine.ledger.running) == 16, "half of those that may be read at once"
+        assert ask(it) == 200
+        with opened(it, "two") as socket:
+            tell(socket, "session.config")
+            tell(socket, "input.text", text="Hello")
+            tell(socket, "input.done")
+            events, _ = heard(socket)
+            assert events[-1]["code"] == 1000
+
+
+async def nothing_waits(it: Served) -> None:
+    service = it.running.server.service
+    await service.sessions.idle.wait()
+    assert (service.admission.running, service.admission.waiting, service.admission.readings.held) == (0, 0, 0)
+
+
+async def stack_place(stack: ExitStack, it: Served, place: Any) -> None:
+    await place.__aenter__()
+    stack.callback(lambda: it.do(leave_place(place)))
+
+
+async def leave_place(place: Any) -> None:
+    await place.__aexit__(None, None, None)
+
+
+# ---- limits of a connection
+
+
+def test_a_key_that_is_revoked_ends_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    monkeypatch.setattr(livespeech, "POLL_S", 0.01)
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    with scripted(live=True, api_key_file=str(file)) as (engine, it), dribbling(it, 1) as [socket]:
+        until(it, lambda: bool(engine.ledger.running))
+        with opened(it, "two") as other:
+            file.write_text("two\n# one has gone\n")
+            events, _ = heard(socket)
+            assert (events[-2]["error"]["code"], events[-1]["code"]) == ("invalid_api_key", 1008)
+            tell(other, "session.config")
+            tell(other, "input.text", text="Hello")
+            tell(other, "input.done")
+            assert heard(other)[0][-1]["code"] == 1000
+
+
+def test_a_message_has_a_greatest_size() -> None:
+    with scripted() as (_, it), opened(it) as socket:
+        send(socket, json.dumps({"type": "session.config"}) + " " * livespeech.MAX_MESSAGE)
+        events, _ = heard(socket)
+    assert (events[-2]["error"]["code"], events[-1]["code"]) == ("context_length_exceeded", 1008)
+    assert f"{livespeech.MAX_MESSAGE:,} bytes" in events[-2]["message"]
+
+
+def test_many_messages_at_once_leave_others_their_turn() -> None:
+    """Those that are here already come without any waiting."""
+    sent: list[Any] = []
+
+    async def main() -> None:
+        service = Service.of(ServerConfig(), open_engine)
+        service.start()
+        await service.opened.wait()
+        many = 2000
+        messages = iter(
+            [{"type": "websocket.connect"}, text({"type": "session.config"})]
+            + [text({"type": "input.text", "text": "a"})] * many
+            + [{"type": "websocket.disconnect"}]
+        )
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def receive() -> Any:
+            return next(messages)
+
+        async def take(message: Any) -> None:
+            sent.append(message["type"])
+
+        beside = asyncio.create_task(others())
+        visit = Visit(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
+        await livespeech.LiveSpeech(service)({"type": "websocket", VISIT: visit}, receive, take)
+        beside.cancel()
+        await service.close()
+        assert visit.ended == "left"
+        assert turns > many / 2
+
+    async def open_engine() -> Any:
+        return ScriptedEngine()
+
+    def text(message: Any) -> Any:
+        return {"type": "websocket.receive", "bytes": json.dumps(message).encode()}
+
+    asyncio.run(main())
+    assert sent == ["websocket.accept"]
+
+
+def test_a_listener_that_takes_nothing_is_dropped() -> None:
+    with scripted(send_timeout=0.2) as (engine, it):
+        engine.packets = [np.zeros(400_000, np.float32)] * 40
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            s.connect(("127.0.0.1", it.running.port))
+            s.sendall(
+                f"GET {livespeech.PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+                "Authorization: Bearer one\r\nSec-WebSocket-Version: 13\r\n"
+                "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
+            )
+            read_until(s, b"\r\n\r\n")
+            for message in (
+                {"type": "session.config"},
+                {"type": "input.text", "text": "Hello"},
+                {"type": "input.done"},
+            ):
+                s.sendall(frame(TEXT_FRAME, json.dumps(message).encode()))
+            until(it, lambda: engine.ledger.closed == 1)
+            assert engine.ledger.finished == 0
+            it.do(nothing_waits(it))

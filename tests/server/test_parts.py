@@ -22,7 +22,6 @@ from stretto.errors import Invalid
 from stretto.observe.logs import JsonLines
 from stretto.prompt.recall import recall
 from stretto.server import codecs
-from stretto.server.access import Admission
 from stretto.server.command import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
 from stretto.server.config import ServerConfig
 from stretto.server.exchange import CutConnection
@@ -190,22 +189,12 @@ def test_references_become_words() -> None:
 # ---- access
 
 
-def test_keys_and_slots() -> None:
+def test_keys() -> None:
     assert Keys.of(()).owner(Headers({})) == NOBODY
     keys = Keys.of(("a", "b"))
     assert keys.owner(Headers({"Authorization": "bearer b"})) == "key2"
     with pytest.raises(Refused):
         keys.owner(Headers({"Authorization": "Bearer ab"}))
-    admission = Admission(2, 1)
-    with admission.slot("a"):
-        assert not admission.idle.is_set()
-        with pytest.raises(Refused) as caught, admission.slot("a"):
-            pass
-        assert caught.value.status == 429
-        with admission.slot("b"), pytest.raises(Refused), admission.slot("c"):
-            pass
-    assert admission.idle.is_set()
-    assert admission.running == 0
 
 
 # ---- the playback clock
@@ -249,7 +238,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     assert not config.metrics
     assert config.drain_timeout == ServerConfig().drain_timeout
     assert model == "from-file"
-    assert (engine.host, engine.max_requests) == (HostSettings(device="cpu"), config.max_concurrent)
+    assert (engine.host, engine.max_requests) == (HostSettings(device="cpu"), config.engine_requests)
     model, _, config = settle(flags("here", "--api-key", "x", "--api-key", "y", "--metrics"), environ)
     assert (model, config.api_key, config.metrics) == ("here", ("x", "y"), True)
     _, _, config = settle(flags(), {"STRETTO_API_KEY": "k1, k2", "STRETTO_METRICS": "false"})

@@ -35,7 +35,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
 ELSEWHERE = {
     "HostSettings.trace": "trace_dir",
-    "EngineConfig.max_requests": "max_concurrent",
+    "EngineConfig.max_requests": "max_concurrent",  # and others, of which it is the sum
     "EngineConfig.prompts": "prompt_workers",  # and the other fields of PoolSettings
     "EngineConfig.host": "max_rows",  # and the others of HostSettings
     "HostSettings.device": "device",
@@ -52,7 +52,7 @@ SAMPLES = {
     "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6", "dtype": "float16",
     "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3", "first_frames": "2",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
-    "allowed_hosts": "a.example",
+    "allowed_hosts": "a.example", "trusted_proxies": "10.0.0.1",
 }  # fmt: skip
 BESIDE = {
     "link_details": {"connector": "mooncake"},

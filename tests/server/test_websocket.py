@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from stretto.server import floods, websocket
 from stretto.server.floods import Floods
+from stretto.server.shares import Shares
 from stretto.server.websocket import MANY, MAX_FRAGMENTS, MAX_UNREAD_BYTES, SLICE_BYTES, TINY_BYTES, Socket
 from tests.server.test_connections import Wire, settle
 
@@ -41,8 +42,10 @@ class Talk:
         self.turns = 0  # of the loop that it needs for a message
         config = uvicorn.Config(self.app, interface="asgi3", log_config=None, ws_ping_interval=None)
         self.line = Wire()
-        self.floods = Floods()
-        self.line.protocol = self.socket = Socket(self.floods, config=config, server_state=ServerState(), app_state={})
+        self.floods, self.memory = Floods(), Shares(64 << 20)
+        self.line.protocol = self.socket = Socket(
+            self.floods, self.memory, config=config, server_state=ServerState(), app_state={}
+        )
         self.socket.connection_made(self.line)
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:

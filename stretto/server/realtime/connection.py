@@ -43,6 +43,7 @@ class Ending:
 LEFT = Ending("left")
 EXPIRED = Ending("expired", GOING_AWAY, "the session has reached its longest duration")
 IDLE = Ending("idle", POLICY, "nothing was sent for too long")
+REVOKED = Ending("revoked", POLICY, "the API key of this session is no longer valid")
 SLOW = Ending("slow", POLICY, "the client does not read what it is sent")
 DRAINING = Ending("draining", RESTART, "the server is shutting down")
 FAILED = Ending("failed", INTERNAL, "the server failed")
@@ -63,10 +64,10 @@ class Realtime:
             model = self.service.check_model(_query(scope, "model"), engine)
             if "text" not in engine.info.output_modalities:
                 raise Invalid("this model reads texts aloud, and holds no conversations", "model")
-            with self.service.sessions.slot(visit.owner):
+            with self.service.sessions.slot(visit.sender):
                 outbox = Outbox(self.service.config.send_timeout)
-                session = RealtimeSession.open(self.service, engine, outbox, visit.owner, model)
-                connection = Connection(self.service, session, outbox, receive, send)
+                session = RealtimeSession.open(self.service, engine, outbox, visit, model)
+                connection = Connection(self.service, session, outbox, receive, send, visit.owner)
                 try:
                     await connection.run(SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None)
                 finally:
@@ -84,6 +85,7 @@ class Connection:
     outbox: Outbox
     receive: Receive
     send: Send
+    owner: str = ""
     ending: Ending = LEFT
     heard: float = field(default_factory=time.monotonic)  # when the client last sent something
 
@@ -141,6 +143,8 @@ class Connection:
             message = await self.receive()
             if message["type"] == "websocket.disconnect":
                 return LEFT
+            if not self.service.keys.still_valid(self.owner):
+                return REVOKED
             self.heard = time.monotonic()
             data = message.get("bytes")
             event = await self._decode(bytes(data) if data is not None else message["text"].encode())
@@ -164,6 +168,8 @@ class Connection:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(draining.wait(), POLL_S)
+            if not self.service.keys.still_valid(self.owner):
+                return REVOKED
             now = time.monotonic()
             if now >= ends:
                 words = f"Your session hit the maximum duration of {config.realtime_minutes:g} minutes."

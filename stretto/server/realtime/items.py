@@ -6,7 +6,9 @@ an empty message, has no counterpart there. All on the event loop, by the sessio
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from stretto.errors import Invalid
 from stretto.orchestrator.api import Message
 from stretto.orchestrator.session import END, INPUT_RATE, Session
 from stretto.orchestrator.session import Item as EngineItem
+from stretto.prompt.prompt import AudioClip, Patches
 from stretto.server.realtime import clientevents as c
 from stretto.server.realtime.heard import heard
 from stretto.server.realtime.serverevents import Item, Part
@@ -92,7 +95,10 @@ class Conversation:
             raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
 
     async def insert(self, entry: Entry, message: Message | None, after: str | None) -> None:
-        """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses is not there."""
+        """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses is not there.
+
+        The entry's size is then that of the features that the engine has made of it, which may be many times larger
+        than a compressed picture."""
         place = len(self.entries) if after is None else 0 if after == FRONT else self._place(after) + 1
         self.check_new(entry.id)
         self.entries.insert(place, entry)
@@ -103,6 +109,9 @@ class Conversation:
             self.entries.remove(entry)
             self.size -= entry.size
             raise
+        if (held := self.engine_item(entry)) is not None:
+            more = max(0, held_by(held.message) - entry.size)
+            entry.size, self.size = entry.size + more, self.size + more
 
     def _place(self, id: str) -> int:
         for at, entry in enumerate(self.entries):
@@ -232,6 +241,23 @@ def _meant(part: c.Part, format: FormatName) -> dict[str, Any] | None:
 
 def audio_part(samples: Any) -> dict[str, Any]:
     return {"type": "audio", "data": np.asarray(samples, np.float32), "sample_rate": INPUT_RATE}
+
+
+def held_by(message: Message) -> int:
+    """Bytes of the features of a message's media, or of its media where it has no features."""
+    content = message.get("content")
+    return sum(map(_features, content)) if isinstance(content, list | tuple) else 0
+
+
+def _features(part: Mapping[str, Any]) -> int:
+    match part.get("data"):
+        case AudioClip(pieces=pieces):
+            return sum(4 * prod(p.shape) for p in pieces)
+        case Patches(piece=piece):
+            return 4 * prod(piece.shape)
+        case np.ndarray(nbytes=size):
+            return size
+    return 0
 
 
 def _size(part: dict[str, Any]) -> int:

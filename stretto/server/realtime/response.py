@@ -43,7 +43,7 @@ class Response:
     start: Callable[[Callable[[Usage], None]], AsyncGenerator[Event]]  # given who is told what is asked
     outbox: Outbox
     admission: Admission
-    owner: str
+    sender: str  # whose turn it is where requests wait
     lead: float  # seconds that sound may be ahead of its playback
     parser: ToolParser | None = None
     speculative: bool = False
@@ -122,7 +122,7 @@ class Response:
 
     async def run(self) -> None:
         try:
-            with self.admission.slot(self.owner):
+            async with self.admission.place(self.sender):
                 end = await self._generate()
             await self._released.wait()
             await self._end(end)

@@ -28,6 +28,8 @@ from stretto.server.realtime.speaker import MAX_BESIDE, Speaker
 from stretto.server.realtime.transcribe import Transcriber
 from stretto.server.realtime.turns import Signal
 from stretto.server.service import Service
+from stretto.server.shares import Holding
+from stretto.server.visit import Visit
 
 log = logging.getLogger("stretto.realtime")
 
@@ -51,8 +53,9 @@ class RealtimeSession:
     engine: Engine
     talk: Session  # the engine's
     outbox: Outbox
-    owner: str
+    sender: str  # whose share of the server it uses
     state: SessionState
+    held: Holding = field(init=False)  # of the memory of all sessions
     conversation: Conversation = field(init=False)
     listener: Listener = field(init=False)
     speaker: Speaker = field(init=False)
@@ -63,20 +66,21 @@ class RealtimeSession:
     _idle_from: int | None = None  # position in the sound at which waiting for the user began
 
     def __post_init__(self) -> None:
+        self.held = Holding(self.service.sessions.memory, self.sender)
         self.conversation = Conversation(self.talk)
         self.listener = Listener(self.talk, self.service.sessions.batcher, self.state.turns, self.state.input_format)
         self.speaker = Speaker(
-            self.service, self.engine, self.talk, self.outbox, self.owner, self.conversation,
+            self.service, self.engine, self.talk, self.outbox, self.sender, self.conversation,
             options=lambda: self.state.answers, on_begin=self._answering, on_end=self._answered,
         )  # fmt: skip
         count = self.service.metrics.realtime.transcriptions
         self.transcriber = Transcriber(self.talk, self.outbox.put, lambda: self.speaker.sounded, count)
 
     @classmethod
-    def open(cls, service: Service, engine: Engine, outbox: Outbox, owner: str, model: str) -> RealtimeSession:
+    def open(cls, service: Service, engine: Engine, outbox: Outbox, visit: Visit, model: str) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState(new_id("sess"), model, expires, Options(engine.info.default_voice))
-        return cls(service, engine, engine.session(owner=owner), outbox, owner, state)
+        return cls(service, engine, engine.session(owner=visit.owner), outbox, visit.sender, state)
 
     @property
     def busy(self) -> bool:
@@ -91,8 +95,11 @@ class RealtimeSession:
         if self._closed:
             return
         self._closed = True
-        await asyncio.gather(self.speaker.close(), self.transcriber.close())
-        await self.talk.close()
+        try:
+            await asyncio.gather(self.speaker.close(), self.transcriber.close())
+            await self.talk.close()
+        finally:
+            self.held.close()
 
     # -- events of the client
 
@@ -107,6 +114,8 @@ class RealtimeSession:
             _, failure = describe(e)
             kind = failure.error.type
             self.error(failure.error.code or "server_error", failure.error.message, None, event.event_id, kind)
+        finally:
+            self.held.resize(self._size if not self._closed else 0)
 
     def error(
         self,
@@ -168,10 +177,8 @@ class RealtimeSession:
     async def _append(self, data: bytes) -> None:
         if len(data) > MAX_APPEND:
             raise Invalid(f"one event holds at most {MAX_APPEND >> 20} MiB of sound", "audio")
-        most = int(self.service.config.realtime_held_mb * (1 << 20))
         coming = int(seconds_of(data, self.state.input_format) * INPUT_RATE) * SAMPLE_BYTES
-        if self.listener.held + self.conversation.size + coming > most:
-            raise Problem("input_audio_buffer_full", f"a session holds at most {most >> 20} MiB of sound", "audio")
+        self._make_room(coming, "input_audio_buffer_full", "audio")
         await self.listener.hear(data, self._signal)
         await self._look_for_idle()
 
@@ -262,10 +269,14 @@ class RealtimeSession:
             if self.listener.turn is not None and event.item.id == self._item_id:
                 raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
             item, message, size = await self._read(event.item)
-            if self.listener.held + self.conversation.size + size > self.service.config.realtime_held_mb * (1 << 20):
-                raise Problem("conversation_full", "the session holds as much as it may", "item")
+            self._make_room(size, "conversation_full", "item")
             entry = Entry(item, size=size)
             await self.conversation.insert(entry, message, event.previous_item_id)
+            try:
+                self._make_room(0, "conversation_full", "item")  # now that its pictures are decoded
+            except Problem:
+                await self.conversation.delete(entry.id)
+                raise
         except DuplicateItem as e:
             raise Problem("item_create_duplicate_item_id", str(e), e.param) from None
         except NoSuchItem as e:
@@ -280,6 +291,20 @@ class RealtimeSession:
         if sum(len(p.audio or b"") for p in given.content or ()) > IN_A_THREAD:
             return await asyncio.to_thread(read_item, given, self.state.input_format)
         return read_item(given, self.state.input_format)
+
+    @property
+    def _size(self) -> int:
+        """Bytes that it holds, about."""
+        return self.listener.held + self.conversation.size
+
+    def _make_room(self, coming: int, code: str, param: str) -> None:
+        """For so many bytes more, within what one session and the sessions of its sender may hold."""
+        size, most = self._size + coming, self.service.config.realtime_held_bytes
+        if size > most:
+            raise Problem(code, f"a session holds at most {most >> 20} MiB of sound and pictures", param)
+        if not self.held.fits(size):
+            raise Problem(code, "your sessions hold all that they may of the server's memory for sessions", param)
+        self.held.resize(size)
 
     def _find(self, id: str, what: str) -> Entry:
         try:

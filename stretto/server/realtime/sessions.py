@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from stretto.server.failures import Refused
 from stretto.server.realtime.vad import Batcher, Silero
+from stretto.server.shares import Shares
 
 
 @dataclass(slots=True)
 class Sessions:
+    """`limit_per_owner`: 0 lets each owner have its share, at most half. `memory`: bytes of what all sessions hold and
+    of messages that are still arriving."""
+
     limit: int
-    limit_per_owner: int  # 0: none
+    limit_per_owner: int
+    memory: Shares
     batcher: Batcher = field(default_factory=lambda: Batcher(Silero))
-    running: int = 0
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _by_owner: Counter[str] = field(default_factory=Counter)
+    _open: Shares = field(init=False)
 
     def __post_init__(self) -> None:
+        self._open = Shares(self.limit, floor=1)
         self.idle.set()
+
+    @property
+    def running(self) -> int:
+        return self._open.held
 
     @contextmanager
     def slot(self, owner: str) -> Iterator[None]:
         """A place, from before the handshake is answered to when all work of the session has ended."""
         if self.running >= self.limit:
             raise _full(f"{self.limit} realtime sessions are open already", "server_busy")
-        if self.limit_per_owner and self._by_owner[owner] >= self.limit_per_owner:
-            words = f"{self.limit_per_owner} realtime sessions of this API key are open already"
-            raise _full(words, "rate_limit_exceeded")
-        self.running += 1
-        self._by_owner[owner] += 1
+        mine = self._open.of(owner)
+        if mine >= self.limit_per_owner if self.limit_per_owner else not self._open.fits(owner, 1):
+            raise _full(f"{mine} realtime sessions of this client are open already", "rate_limit_exceeded")
+        self._open.add(owner, 1)
         self.idle.clear()
         try:
             yield
         finally:
-            self.running -= 1
-            self._by_owner[owner] -= 1
-            if not self._by_owner[owner]:
-                del self._by_owner[owner]
+            self._open.give_back(owner, 1)
             if not self.running:
                 self.idle.set()
 

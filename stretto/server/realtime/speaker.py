@@ -37,7 +37,7 @@ class Speaker:
     engine: Engine
     talk: Session  # the engine's
     outbox: Outbox
-    owner: str
+    sender: str
     conversation: Conversation
     options: Callable[[], Options]  # of answers that the client has not asked for itself
     on_begin: Callable[[], None]  # a response of the conversation is told to the client
@@ -107,7 +107,7 @@ class Speaker:
             start=start,
             outbox=self.outbox,
             admission=self.service.admission,
-            owner=self.owner,
+            sender=self.sender,
             lead=config.realtime_lead,
             parser=ToolParser() if tools else None,
         )

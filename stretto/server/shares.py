@@ -1,0 +1,86 @@
+"""How a bounded whole is shared by those who use it: bytes of bodies, memory of sessions, sessions.
+
+An owner is an API key or, without keys, a client's address. It may take more as long as what it then holds is at most
+what is then still free. So one owner alone gets half of the whole, `n` owners get an `n + 1`th each, and a newcomer
+always finds room. On the event loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+RESERVE = 16
+"""The part of the whole that floors leave free, for those who need little."""
+
+
+@dataclass(slots=True)
+class Shares:
+    """`floor`: an owner may hold this much beyond the rule above, if it is free. It is the size of the largest thing
+    that one request may need, which would otherwise be refused on a busy server however long it waits."""
+
+    limit: int
+    floor: int = 0
+    held: int = 0
+    returned: int = 0  # of all that was ever held
+    _by_owner: dict[str, int] = field(default_factory=dict)
+
+    def of(self, owner: str) -> int:
+        return self._by_owner.get(owner, 0)
+
+    @property
+    def free(self) -> int:
+        return self.limit - self.held
+
+    def fits(self, owner: str, size: int) -> bool:
+        """Whether the owner may take so much more now."""
+        mine, free = self.of(owner) + size, self.free - size
+        reserve = min(self.limit // RESERVE, self.limit - self.floor)
+        return size <= 0 or mine <= free or (mine <= self.floor and free >= reserve)
+
+    def take(self, owner: str, size: int) -> bool:
+        """Take so much more, if the owner may."""
+        if not self.fits(owner, size):
+            return False
+        self.add(owner, size)
+        return True
+
+    def add(self, owner: str, size: int) -> None:
+        """Count what is held already, whether it fits or not."""
+        self.held += size
+        self.returned -= min(0, size)
+        self._by_owner[owner] = self.of(owner) + size
+        self._forget(owner)
+
+    def give_back(self, owner: str, size: int) -> None:
+        self.add(owner, -size)
+
+    def _forget(self, owner: str) -> None:
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """What one connection or session holds of a whole; `owner` can change while it does."""
+
+    shares: Shares
+    owner: str
+    size: int = 0
+
+    def fits(self, size: int) -> bool:
+        """Whether it may grow to this size."""
+        return self.shares.fits(self.owner, size - self.size)
+
+    def resize(self, size: int) -> None:
+        """It has this size now, whether that fits or not."""
+        if size != self.size:
+            self.shares.add(self.owner, size - self.size)
+            self.size = size
+
+    def belong_to(self, owner: str) -> None:
+        size = self.size
+        self.resize(0)
+        self.owner = owner
+        self.resize(size)
+
+    def close(self) -> None:
+        self.resize(0)

@@ -1,0 +1,353 @@
+"""Nobody uses up what all share: with many requests, stalled bodies, idle sessions, wide requests or forged headers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from stretto.errors import Invalid
+from stretto.server import heap, keys
+from stretto.server.config import ServerConfig
+from stretto.server.realtime import connection
+from stretto.server.realtime.sessions import Sessions
+from stretto.server.shares import Shares
+from tests.server.conftest import HEAD, PATIENCE_S, Reply, Running, read_until, serve
+from tests.server.realtime.client import Client, talk
+from tests.server.realtime.conftest import talking
+from tests.server.realtime.scripted import TalkEngine
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_http import ALOUD, ASK, CHAT
+from tests.server.test_limits import HeldServer
+from tests.server.test_websocket import CONTINUED, TEXT, frame
+
+ME, OTHER = "127.0.0.1", "127.0.0.2"
+MIB = 1 << 20
+
+
+def until(running: Running, condition: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    running.do(wait())
+
+
+def ask(running: Running, body: bytes | dict[str, Any], address: str = ME, **headers: str) -> Reply:
+    """A chat request from one of the addresses of the loopback."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    line = http.client.HTTPConnection(ME, running.port, timeout=PATIENCE_S, source_address=(address, 0))
+    with contextlib.closing(line):
+        line.request("POST", CHAT, data, {"Content-Type": "application/json", **headers})
+        answer = line.getresponse()
+        return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+
+
+# ---- bodies
+
+
+def test_stalled_uploads_of_one_client_refuse_nobody_else() -> None:
+    with serve(ScriptedEngine(), max_body_mb=1.0, max_bodies_mb=8.0) as running, ExitStack() as stack:
+        bodies = running.server.service.bodies
+        stalled = [
+            stack.enter_context(socket.create_connection((ME, running.port), timeout=PATIENCE_S)) for _ in range(8)
+        ]
+        for i, s in enumerate(stalled):
+            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {MIB}\r\n\r\n".encode() + b" " * (MIB - 1))
+            if i < 4:
+                until(running, lambda i=i: bodies.held == (i + 1) * (MIB - 1))  # type: ignore[misc]
+            else:
+                assert s.recv(4096).startswith(b"HTTP/1.1 429 "), "half of all is the most for one"
+        mine = ask(running, ASK)
+        assert mine.status == 429
+        assert mine.error["code"] == "rate_limit_exceeded"
+        large = json.dumps(ASK).encode()
+        for _ in range(3):
+            assert ask(running, large + b" " * (MIB - len(large)), OTHER).status == 200
+        for s in stalled:
+            s.close()
+        until(running, lambda: not bodies.held)
+        assert ask(running, ASK).status == 200
+
+
+# ---- places
+
+
+def test_several_answers_take_several_places() -> None:
+    with HeldServer(max_concurrent=8, max_queue=0) as held:
+        wide = json.dumps({**ASK, "n": 8, "stream": True}).encode()
+        with socket.create_connection((ME, held.running.port), timeout=PATIENCE_S) as s:
+            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(wide)}\r\n\r\n".encode() + wide)
+            read_until(s, b'"content"')
+            assert held.running.server.service.admission.running == 8
+            assert ask(held.running, ASK, OTHER).error["code"] == "server_busy"
+            held.release()
+            held.running.do(held.running.server.service.admission.idle.wait())
+        assert ask(held.running, ASK, OTHER).status == 200
+
+
+def test_several_answers_wait_until_there_is_room() -> None:
+    with HeldServer(max_concurrent=8) as held:
+        first = held.start(ALOUD)
+        wide = json.dumps({**ASK, "n": 8}).encode()
+        with socket.create_connection((ME, held.running.port), timeout=PATIENCE_S) as s:
+            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(wide)}\r\n\r\n".encode() + wide)
+            until(held.running, lambda: held.running.server.service.admission.waiting == 1)
+            assert len(held.engine.ledger.running) == 1
+            held.release()
+            held.rest(first)
+            answer = read_until(s, b'"usage"')
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert answer.count(b'"index"') == 8
+
+
+def test_a_client_that_fills_the_queue_refuses_nobody_else() -> None:
+    """It keeps its places; the last of its waiting requests makes room, and the next place is the other's."""
+    with HeldServer(max_concurrent=2, max_queue=4) as held, ExitStack() as stack:
+        admission = held.running.server.service.admission
+        first = [held.start(ALOUD) for _ in range(2)]
+        data = json.dumps(ASK).encode()
+        waiting = []
+        for i in range(4):
+            s = stack.enter_context(socket.create_connection((ME, held.running.port), timeout=PATIENCE_S))
+            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            waiting.append(s)
+            until(held.running, lambda i=i: admission.waiting == i + 1)  # type: ignore[misc]
+        assert ask(held.running, ASK).error["code"] == "server_busy"
+        other = socket.create_connection((ME, held.running.port), timeout=PATIENCE_S, source_address=(OTHER, 0))
+        with other:
+            other.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            assert waiting[-1].recv(4096).startswith(b"HTTP/1.1 429 "), "it came last of the one with the most"
+            first[0].close()
+            until(held.running, lambda: len(held.engine.calls) == 3)
+            assert admission.waiting == 3
+            held.release()
+            assert read_until(other, b'"usage"').startswith(b"HTTP/1.1 200 ")
+        for s in waiting[:3]:
+            assert read_until(s, b'"usage"').startswith(b"HTTP/1.1 200 ")
+        held.rest(first[1])
+
+
+# ---- who is who
+
+
+@pytest.mark.parametrize(
+    ("trusted", "second"), [((), 429), (("10.0.0.0/8",), 429), (("127.0.0.0/8",), 400), (("*",), 400)]
+)
+def test_only_named_proxies_say_who_calls(trusted: tuple[str, ...], second: int) -> None:
+    with HeldServer(max_concurrent_per_key=1, trusted_proxies=trusted) as held:
+        first = held.start(ALOUD)
+        forged = ask(held.running, {**ASK, "modle": 1}, **{"X-Forwarded-For": "203.0.113.7"})
+        assert forged.status == second
+        held.release()
+        held.rest(first)
+
+
+@pytest.mark.parametrize(("trusted", "status"), [((), 200), ((ME,), 403)])
+def test_only_named_proxies_say_how_a_client_came(trusted: tuple[str, ...], status: int) -> None:
+    """A page that was sent in the clear is not that of a server behind TLS."""
+    with serve(ScriptedEngine(), trusted_proxies=trusted, allowed_hosts=("omni.example",)) as running:
+        headers = {"Host": "omni.example", "Origin": "http://omni.example", "X-Forwarded-Proto": "https"}
+        assert ask(running, ASK, **headers).status == status
+
+
+@pytest.mark.parametrize("wrong", ["", "localhost", "10.0.0.0/99", "1.2.3"])
+def test_proxies_are_addresses(wrong: str) -> None:
+    with pytest.raises(Invalid, match="trusted_proxies is out of range"):
+        ServerConfig(trusted_proxies=(wrong,))
+
+
+# ---- sessions
+
+
+def refused(running: Running, **options: Any) -> tuple[int, str]:
+    with pytest.raises(InvalidStatus) as e, talk(running, **options):
+        pass
+    return e.value.response.status_code, json.loads(e.value.response.body)["error"]["code"]
+
+
+def test_one_client_opens_at_most_half_of_all_sessions() -> None:
+    with talking(TalkEngine(), realtime_sessions=8) as running, ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(talk(running))
+        assert refused(running) == (429, "rate_limit_exceeded")
+        for _ in range(2):
+            stack.enter_context(talk(running, source_address=(OTHER, 0)))
+        stack.enter_context(talk(running, source_address=("127.0.0.3", 0)))
+
+
+def test_by_default_that_is_64() -> None:
+    config = ServerConfig()
+    sessions = Sessions(config.realtime_sessions, config.realtime_sessions_per_key, Shares(1))
+    with ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(sessions.slot("me"))
+        assert sessions.running == 64
+        with (
+            pytest.raises(Exception, match="64 realtime sessions of this client are open already"),
+            sessions.slot("me"),
+        ):
+            pass
+        with sessions.slot("other"):
+            pass
+    assert sessions.idle.is_set()
+
+
+@contextmanager
+def keyed(tmp_path: Path, **settings: Any) -> Iterator[tuple[Running, Path]]:
+    file = tmp_path / "keys"
+    file.write_text("mine\nother\n")
+    with talking(TalkEngine(), api_key_file=str(file), **settings) as running:
+        yield running, file
+
+
+MINE = {"additional_headers": {"Authorization": "Bearer mine"}}
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_a_session_ends_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speaks: bool) -> None:
+    """By itself; and at the next event, before it is answered."""
+    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    monkeypatch.setattr(connection, "POLL_S", 3600.0 if speaks else 0.01)
+    with keyed(tmp_path) as (running, file), talk(running, **MINE) as c:
+        c.manual()
+        with talk(running, additional_headers={"Authorization": "Bearer other"}) as other:
+            file.write_text("# mine has gone\nother\n")
+            if speaks:
+                c.send("response.create")
+            with pytest.raises(ConnectionClosed) as closed:
+                c.next()
+            assert closed.value.rcvd is not None
+            assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (
+                1008, "the API key of this session is no longer valid",
+            )  # fmt: skip
+            other.manual()
+        engine = running.server.service.maybe_engine
+        assert isinstance(engine, TalkEngine)
+        assert not engine.asks
+
+
+def test_an_answer_to_a_request_is_finished_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("mine\nother\n")
+    with HeldServer(api_key_file=str(file)) as held:
+        s = held.start(ALOUD, key="mine")
+        file.write_text("other\n# mine has gone\n")
+        assert ask(held.running, ASK, Authorization="Bearer mine").status == 401
+        held.release()
+        assert held.rest(s).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+# ---- memory of sessions
+
+
+def fill(c: Client, size: int) -> str:
+    """Sound until there is no room; what is said then."""
+    for _ in range(size // 1_440_000 + 1):
+        c.append(bytes(1_440_000), 1_440_000)
+        c.send("conversation.item.retrieve", item_id="nothing")
+        errors = [c.until("error")["error"]]
+        while errors[-1]["code"] != "item_retrieve_invalid_item_id":
+            errors.append(c.until("error")["error"])
+        if len(errors) > 1:
+            return str(errors[0]["message"])
+    return ""
+
+
+def test_all_sessions_of_one_client_have_half_of_the_memory() -> None:
+    with talking(TalkEngine(), realtime_held_mb=16.0, realtime_total_mb=48.0) as running, ExitStack() as stack:
+        memory = running.server.service.sessions.memory
+        mine, more = (stack.enter_context(talk(running)) for _ in range(2))
+        mine.manual()
+        more.manual()
+        assert fill(mine, 20 * MIB) == "a session holds at most 16 MiB of sound and pictures"
+        assert "your sessions hold all that they may" in fill(more, 20 * MIB)
+        assert 20 * MIB < memory.of(ME) <= 24 * MIB
+        with talk(running, source_address=(OTHER, 0)) as other:
+            other.manual()
+            assert fill(other, 8 * MIB) == ""
+        more.send("input_audio_buffer.clear")
+        more.until("input_audio_buffer.cleared")
+        until(running, lambda: memory.of(ME) < 16 * MIB)
+        assert fill(more, 4 * MIB) == ""
+        stack.close()
+        until(running, lambda: not memory.held)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_of_sessions_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "POLL_S", 0.01)
+    with talking(TalkEngine(), realtime_held_mb=64.0) as running:
+        with talk(running) as c:
+            c.manual()
+            for _ in range(100):
+                c.append(bytes(96_000), 96_000)
+            c.sync()
+        heap.trim()
+        before = resident()
+        with talk(running) as c:
+            c.manual()
+            for _ in range(1000):
+                c.append(bytes(48_000), 48_000)
+            c.sync()
+            assert resident() > before + 48 * MIB
+        until(running, lambda: resident() < before + 16 * MIB)
+
+
+def test_unfinished_messages_count_and_are_bounded() -> None:
+    """Beyond its half of the memory, a client's connections are closed; those with little in them are not."""
+    with talking(TalkEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running, ExitStack() as stack:
+        memory = running.server.service.sessions.memory
+        lines = [stack.enter_context(by_hand(running)) for _ in range(4)]
+        part = frame(CONTINUED, bytes(60_000), False)
+        for s in lines[:2]:
+            s.sendall(frame(TEXT, b"{", False) + part * 50)
+        until(running, lambda: memory.of(ME) == 2 * (50 * 60_000 + 1))
+        lines[3].sendall(frame(TEXT, b"{", False) + frame(CONTINUED, bytes(20_000), False))
+        until(running, lambda: memory.of(ME) == 2 * (50 * 60_000 + 1) + 20_001)
+        with contextlib.suppress(OSError):
+            lines[2].sendall(frame(TEXT, b"{", False) + part * 100)
+        assert b"too much of your messages lies here unfinished" in rest_of(lines[2])
+        assert memory.of(ME) == 2 * (50 * 60_000 + 1) + 20_001
+        with talk(running, source_address=(OTHER, 0)) as other:
+            other.manual()
+            assert fill(other, 2 * MIB) == ""
+        lines[3].sendall(frame(CONTINUED, b"}"))
+        read_until(lines[3], b"invalid_json")
+        stack.close()
+        until(running, lambda: not memory.held)
+
+
+@contextmanager
+def by_hand(running: Running) -> Iterator[socket.socket]:
+    with socket.create_connection((ME, running.port), timeout=PATIENCE_S) as s:
+        s.sendall(
+            b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        read_until(s, b"session.created")
+        yield s
+
+
+def rest_of(s: socket.socket) -> bytes:
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        while part := s.recv(65536):
+            got += part
+    return got
