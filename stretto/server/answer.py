@@ -16,6 +16,7 @@ from stretto.errors import Bug, Gone
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.server.body import Body
 from stretto.server.exchange import Exchange, Left
+from stretto.server.looptime import HEAVY
 from stretto.server.schema import Report, TimelineEntry
 from stretto.server.service import Service
 from stretto.server.visit import Visit
@@ -58,6 +59,8 @@ class GeneratingRoute(Generic[R]):
         visit = exchange.visit
         # Only now that all of it is there: clients that send slowly hold nobody else's slot.
         async with self.service.admission.place(visit.owner) as visit.queued:
+            if body.size > HEAVY:
+                await self.service.turns.take()
             await self.work(self.service, await self.decode(self.service, body, visit), exchange)
 
 
