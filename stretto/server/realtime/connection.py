@@ -91,7 +91,10 @@ class Connection:
 
     async def run(self, subprotocol: str | None) -> None:
         metrics = self.service.metrics.realtime
-        await self.send({"type": "websocket.accept", "subprotocol": subprotocol})
+        try:
+            await self.send({"type": "websocket.accept", "subprotocol": subprotocol})
+        except OSError:
+            return
         metrics.sessions.inc()
         self.session.greet()
         work = [asyncio.create_task(w) for w in (self._read(), self._write(), self._watch())]
@@ -127,7 +130,10 @@ class Connection:
 
     async def _write(self) -> Ending:
         async def send(data: bytes) -> None:
-            await self.send({"type": "websocket.send", "text": data.decode()})
+            try:
+                await self.send({"type": "websocket.send", "text": data.decode()})
+            except RuntimeError as e:  # the server's word for a connection that is closing, or never opened
+                raise ConnectionError("the client is leaving") from e
 
         try:
             await self.outbox.run(send)

@@ -291,6 +291,8 @@ def split_tools(written: Raw) -> list[Raw]:
         tools = _array.decode(written)
     except msgspec.ValidationError:
         raise Invalid("tools must be a list", "tools") from None
+    except NOT_JSON as e:
+        raise Invalid(f"tools: {not_json(e)}", "tools") from None
     if len(tools) > MAX_TOOLS:
         raise Invalid(f"tools has more than {MAX_TOOLS} functions", "tools")
     if any(len(memoryview(tool)) > MAX_TOOL_BYTES for tool in tools):
