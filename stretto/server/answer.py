@@ -16,6 +16,7 @@ from stretto.errors import Bug, Gone
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
 from stretto.server.body import Body
 from stretto.server.exchange import Exchange, Left
+from stretto.server.looptime import HEAVY
 from stretto.server.schema import Report, TimelineEntry
 from stretto.server.service import Service
 from stretto.server.visit import Visit
@@ -61,6 +62,8 @@ class GeneratingRoute(Generic[R]):
         # Only now that all of it is there: clients that send slowly hold nobody else's slot.
         async with self.service.admission.place(visit.sender) as place:
             visit.queued = place.waited
+            if body.size > HEAVY:
+                await self.service.turns.take()
             request = await self.decode(self.service, body, visit)
             if (places := self.places(request)) > 1:
                 await place.widen(places)

@@ -235,11 +235,15 @@ def nearest(path: str, known: Mapping[str, str]) -> str | None:
 
 
 def metrics_of(service: Service) -> bytes:
-    """All numbers of a server, as Prometheus reads them."""
-    engine = service.maybe_engine
-    numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
-    numbers["stretto_log_lines_dropped_total"] = logs.dropped()
-    return service.metrics.render(service.admission.running, numbers)
+    """All numbers of a server, as Prometheus reads them; at most a second old."""
+
+    def render() -> bytes:
+        engine = service.maybe_engine
+        numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+        numbers["stretto_log_lines_dropped_total"] = logs.dropped()
+        return service.metrics.render(service.admission.running, numbers)
+
+    return service.metrics.page(render)
 
 
 async def _tell(request: Request, error: Exception) -> Response:

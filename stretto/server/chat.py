@@ -16,20 +16,26 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
+from stretto.prompt.cuts import outline
 from stretto.prompt.jobs import Conversation, references
-from stretto.prompt.template import check_variables
 from stretto.server import codecs
 from stretto.server.answer import closing, finish_reason, note, report, slices, unfinished
 from stretto.server.body import ON_THE_LOOP, Body
-from stretto.server.chatparams import NONE, audio_format, refuse_unsupported, to_params
+from stretto.server.chatparams import (
+    LONGEST,
+    NONE,
+    audio_format,
+    check_schema_size,
+    refuse_unsupported,
+    to_params,
+    variables,
+)
 from stretto.server.exchange import Exchange, decode
 from stretto.server.grammar import calls_required, grammar_of
 from stretto.server.schema import (
-    ABSENT,
     Audio,
     AudioDelta,
     CalledFunction,
@@ -108,11 +114,14 @@ class ChatAsk:
 async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
     """Cuts a body into its fields: on the event loop if it is small, else in another process."""
     if body.spool is None:
-        request = decode(body.data, _decoder)
-        if request.messages is ABSENT:
+        short, found = outline(body.data, LONG, MOST_SHORT)
+        request = _decoded(short)
+        if "messages" not in found:
             raise _no_messages()
-        messages, tools = bytes(request.messages), bytes(request.tools)
+        messages, tools = bytes(found["messages"]), bytes(found.get("tools", b"null"))
         used = tools if calls_functions(request, tools) else None
+        if used is not None and calls_required(request):
+            check_schema_size(len(used), "tools")
         recalled = service.memory.recall(references(messages), visit.owner)
         grammar = grammar_of(request, used)
         more = {"recalled": recalled, "sender": visit.sender, "close": body.close, "variables": variables(request)}
@@ -120,18 +129,21 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
         return ChatAsk(request, talk, grammar)
     outlined, file = await service.engine().outline(body.spool, LONG, MOST_SHORT, visit.sender)
     body.replace(file)
-    view = file.view()
-    request = decode(bytes(view[: outlined.short]), _decoder)
+    await service.turns.take()
+    request = _decoded(file.read(0, outlined.short))
     if "messages" not in outlined.long:
         raise _no_messages()
     span = outlined.long.get("tools")
-    if span is None or not calls_functions(request, bytes(view[span[0] : min(span[1], span[0] + 5)])):
+    if span is None or not calls_functions(request, file.read(span[0], min(span[1], span[0] + 5))):
         span = None
     recalled = service.memory.recall(outlined.references, visit.owner)
     talk = Conversation(
         file, outlined.long["messages"], span, recalled, visit.sender, body.close, variables(request)
     )  # fmt: skip
-    stated = bytes(view[span[0] : min(span[1], span[0] + MAX_GRAMMAR)]) if span and calls_required(request) else None
+    stated = None
+    if span is not None and calls_required(request):
+        check_schema_size(span[1] - span[0], "tools")
+        stated = file.read(*span)
     return ChatAsk(request, talk, grammar_of(request, stated))
 
 
@@ -140,10 +152,12 @@ def num_answers(asked: ChatAsk) -> int:
     return asked.request.n or 1
 
 
-def variables(request: ChatRequest) -> dict[str, Any]:
-    """Of the chat template."""
-    given = request.chat_template_kwargs
-    return {} if given == ABSENT else check_variables(msgspec.json.decode(given))
+def _decoded(short: bytes) -> ChatRequest:
+    request = decode(short, _decoder, LONGEST)
+    shape = request.response_format
+    if shape is not None and shape.json_schema is not None:
+        check_schema_size(len(memoryview(shape.json_schema.schema)), "response_format.json_schema.schema")
+    return request
 
 
 def calls_functions(request: ChatRequest, tools: bytes) -> bool:

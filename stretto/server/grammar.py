@@ -1,16 +1,16 @@
 """What a text must look like, as a grammar: of `response_format` and `tool_choice`. Used by chat, on the event loop.
 
-The grammar is text in llguidance's form of Lark. Schemas go into it as JSON, encoded by us, so nothing in them can end
-it; whether one can be followed is found out where it is compiled (`stage/guide.py`)."""
+The grammar is text in llguidance's form of Lark. Schemas go into it as the JSON that the client wrote, which takes no
+time on the event loop: the decoder has checked that each is one whole JSON value, so nothing in it can end the rule of
+the grammar. Whether a schema can be followed is found out where it is compiled (`stage/guide.py`)."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, field
 
 from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Invalid
@@ -19,6 +19,8 @@ from stretto.server.schema import ABSENT, ChatRequest, ResponseFormat
 NONE, AUTO, REQUIRED = Raw(b'"none"'), Raw(b'"auto"'), Raw(b'"required"')
 SPACE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,8}"}
 """Between the parts of JSON there is room, but not without end: a model that is lost would fill its answer with it."""
+_SPACE = json.dumps(SPACE)
+_OBJECT = Raw(b'{"type":"object"}')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -35,7 +37,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 class Function(msgspec.Struct, frozen=True):
     name: str
-    parameters: Any = None
+    parameters: Raw = field(default_factory=lambda: ABSENT)
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -64,11 +66,11 @@ def grammar_of(request: ChatRequest, tools: bytes | None) -> str:
 
 def of_format(shape: ResponseFormat) -> str:
     if shape.type == "json_object":
-        return f"start: {_json({'type': 'object'}, 'response_format')}\n"
+        return f"start: {_json(_OBJECT, 'response_format')}\n"
     at = "response_format.json_schema"
     if shape.json_schema is None or shape.json_schema.schema == ABSENT:
         raise Invalid(f"{at}.schema is missing", at)
-    return f"start: {_json(_decoded(shape.json_schema.schema, at), at)}\n"
+    return f"start: {_json(shape.json_schema.schema, at)}\n"
 
 
 def of_calls(request: ChatRequest, tools: bytes | None) -> str:
@@ -84,7 +86,8 @@ def of_calls(request: ChatRequest, tools: bytes | None) -> str:
     for i, name in enumerate(wanted):
         if not _NAME.fullmatch(name):
             raise Invalid("tools: names of functions are letters, digits, _ . and -", "tools")
-        schema = known[name].parameters or {"type": "object", "properties": {}}
+        schema = known[name].parameters
+        schema = _OBJECT if schema == ABSENT else schema
         head = json.dumps(f'\n{{"name": "{name}", "arguments": ')
         rules += [f'c{i}: <tool_call> {head} a{i} "}}\\n" </tool_call>', f"a{i}: {_json(schema, 'tools')}"]
     any_call = " | ".join(f"c{i}" for i in range(len(wanted)))
@@ -97,21 +100,21 @@ MOST_CALLS = 8
 """In one answer, where a call is required."""
 
 
-def _json(schema: Any, at: str) -> str:
-    if not isinstance(schema, dict | bool):
+def _json(schema: Raw, at: str) -> str:
+    try:
+        text = str(memoryview(schema), "utf-8")
+    except UnicodeDecodeError as e:
+        raise Invalid(f"{at}: the schema is not UTF-8 ({e.reason})", at) from None
+    if text.startswith("{"):
+        fields = text[1:-1].strip()
+        # The last of two fields of one name counts: ours.
+        text = f'{{{fields}{"," if fields else ""}"x-guidance":{_SPACE}}}'
+    elif text not in ("true", "false"):
         raise Invalid(f"{at}: a JSON schema is an object", at)
-    told = {**schema, "x-guidance": SPACE} if isinstance(schema, dict) else schema
-    return _bounded(f"%json {json.dumps(told)}", at)
+    return _bounded(f"%json {text}", at)
 
 
 def _bounded(grammar: str, at: str) -> str:
     if len(grammar) > MAX_GRAMMAR:
         raise Invalid(f"{at}: the schema is too long: {len(grammar)} letters of at most {MAX_GRAMMAR}", at)
     return grammar
-
-
-def _decoded(raw: Raw, at: str) -> Any:
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as e:
-        raise Invalid(f"{at}.schema: {e}", at) from None

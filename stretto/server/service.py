@@ -17,6 +17,7 @@ from stretto.server.config import ServerConfig
 from stretto.server.failures import Refused
 from stretto.server.heap import Trimmer
 from stretto.server.keys import Keys
+from stretto.server.looptime import LoopTurns
 from stretto.server.memory import AudioMemory
 from stretto.server.metrics import Metrics
 from stretto.server.realtime.sessions import Sessions
@@ -39,6 +40,7 @@ class Service:
     voices: VoiceStore
     bodies: Shares  # bytes
     sessions: Sessions
+    turns: LoopTurns = field(default_factory=LoopTurns)
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be

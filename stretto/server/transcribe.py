@@ -5,7 +5,6 @@ after the other, so that a sound may be longer than its context. All else runs o
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import re
@@ -25,7 +24,7 @@ from stretto.prompt.spool import Spool
 from stretto.server.answer import closing, drop_none, finish_reason, note
 from stretto.server.body import Body
 from stretto.server.exchange import Exchange
-from stretto.server.forms import Form, boundary, parse_form
+from stretto.server.forms import Form, Source, boundary, in_thread, parse_form, part_of
 from stretto.server.schema import (
     Segment,
     Transcript,
@@ -56,13 +55,19 @@ class Sound:
 def reader(translate: bool) -> Callable[[Service, Body, Visit], Awaitable[Sound]]:
     async def read(service: Service, body: Body, visit: Visit) -> Sound:
         mark = boundary(visit.content_type)
-        data = bytes(body.spool.view()) if body.spool is not None else body.data
-        form = await asyncio.to_thread(parse_form, data, mark)
-        if "file" not in form.files or not len(form.files["file"]):
-            raise Invalid("file: there is none; send a sound as the form's field file", "file")
-        return Sound(fields(form), Spool.of(form.files["file"]), translate)
+        source = body.data if body.spool is None else body.spool
+        return await in_thread(source, lambda s: _of_form(s, mark, translate), lambda sound: sound.file.close())
 
     return read
+
+
+def _of_form(source: Source, mark: bytes, translate: bool) -> Sound:
+    """The caller closes the file."""
+    form = parse_form(source, mark)
+    start, stop = form.files.get("file", (0, 0))
+    if start == stop:
+        raise Invalid("file: there is none; send a sound as the form's field file", "file")
+    return Sound(fields(form), part_of(source, (start, stop)), translate)
 
 
 def fields(form: Form) -> TranscriptionRequest:

@@ -5,10 +5,9 @@ Stock clients know OpenAI's names only, so these mean something too."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +16,11 @@ import msgspec
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.fields import wrong_field
-from stretto.prompt.jobs import Conversation
+from stretto.prompt.jobs import ByteRange, Conversation
+from stretto.prompt.spool import Spool
 from stretto.server.body import Body
 from stretto.server.exchange import Exchange, decode
-from stretto.server.forms import boundary, parse_form
+from stretto.server.forms import Source, boundary, copy_part, in_thread, parse_form
 from stretto.server.origins import is_form
 from stretto.server.schema import VoiceId, VoiceRequest
 from stretto.server.service import Service
@@ -41,6 +41,9 @@ FORM_FIELDS = {
 }  # fmt: skip
 """Fields of a form, and what they are called in JSON. OpenAI calls the file `audio_sample`, and has more:"""
 IGNORED = ("consent",)
+LONG = ("audio",)  # in JSON
+MOST_SHORT = 64 << 10  # bytes of all other fields
+PIECE = 3 << 16  # bytes of a file that become base64 in one call
 _WHERE = re.compile(r"^messages\[0\]\.content(\[0\](\.input_audio)?)?(\.data|\.format)?:? ?")
 
 _decoder = msgspec.json.Decoder(VoiceRequest)
@@ -72,25 +75,48 @@ def find_voice(asked: str | VoiceId | None, info: ModelInfo, param: str, own: li
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A request to make a voice, and what its sender calls its fields."""
+    """A request to make a voice, and what its sender calls its fields. Whoever has it closes it."""
 
     request: VoiceRequest
+    message: Spool  # a conversation of one message, which holds the sound
     names: Mapping[str, str] = field(default_factory=dict)  # where they are not ours
 
     def called(self, param: str) -> str:
         return self.names.get(param, param)
 
+    def close(self) -> None:
+        self.message.close()
+
 
 async def read_voice(service: Service, body: Body, visit: Visit) -> Clip:
-    data = bytes(body.spool.view()) if body.spool is not None else body.data
-    if not is_form(visit.content_type):
-        return Clip(decode(data, _decoder))
-    return await asyncio.to_thread(_of_form, data, boundary(visit.content_type))
+    source = body.data if body.spool is None else body.spool
+    if is_form(visit.content_type):
+        mark = boundary(visit.content_type)
+        return await in_thread(source, lambda s: _of_form(s, mark), Clip.close)
+    if isinstance(source, bytes):
+        request = decode(source, _decoder)
+        return _of_json(request, bytes(request.audio), (0, len(memoryview(request.audio))))
+    outlined, file = await service.engine().outline(source, LONG, MOST_SHORT, visit.sender)
+    try:
+        request = decode(file.read(0, outlined.short), _decoder)
+        span = outlined.long.get("audio", (0, 0))
+        return await in_thread(file, lambda s: _of_json(request, s, span), Clip.close)
+    finally:
+        file.close()
 
 
-def _of_form(data: bytes, mark: bytes) -> Clip:
-    """The fields of a form as ours. Called on a worker thread: the file may be large."""
-    form = parse_form(data, mark)
+def _of_json(request: VoiceRequest, source: Source, audio: ByteRange) -> Clip:
+    """`audio`: where the sound stands, with its quotation marks."""
+    start, stop = audio
+    first = source[start : start + 1] if isinstance(source, bytes) else source.read(start, min(start + 1, stop))
+    if first != b'"' or stop - start <= 2:
+        raise Invalid("audio must be a sound file in base64", "audio")
+    return Clip(request, _message(request, lambda to: copy_part(source, audio, to)))
+
+
+def _of_form(source: Source, mark: bytes) -> Clip:
+    """The fields of a form as ours."""
+    form = parse_form(source, mark)
     names: dict[str, str] = {}
     given: dict[str, Any] = {}
     for name, value in form.fields.items():
@@ -105,10 +131,10 @@ def _of_form(data: bytes, mark: bytes) -> Clip:
     files = {name: file for name, file in form.files.items() if FORM_FIELDS.get(name) == "audio"}
     if strange := set(form.files) - set(files):
         raise Invalid(f"{min(strange)} must not be a file", min(strange))
-    name, file = next(iter(files.items()), ("file", memoryview(b"")))
-    if len(files) != 1 or not len(file):
+    name, (start, stop) = next(iter(files.items()), ("file", (0, 0)))
+    if len(files) != 1 or start == stop:
         raise Invalid("file: send one sound as the form's field file", "file")
-    if len(file) > MAX_FILE:
+    if stop - start > MAX_FILE:
         raise Invalid(f"{name}: a clip has at most {MAX_FILE >> 20} MiB", name)
     names["audio"] = name
     try:
@@ -116,38 +142,54 @@ def _of_form(data: bytes, mark: bytes) -> Clip:
     except msgspec.ValidationError as e:
         wrong = wrong_field(e)
         raise Invalid(str(wrong), names.get(wrong.param or "", wrong.param)) from None
-    return Clip(msgspec.structs.replace(request, audio=msgspec.Raw(b'"' + b64encode(file) + b'"')), names)
+    return Clip(request, _message(request, lambda to: _encode(source, (start, stop), to)), names)
+
+
+def _encode(source: Source, part: ByteRange, to: Spool) -> None:
+    """Append a file as base64, in quotation marks."""
+    to.append(b'"')
+    for at in range(part[0], part[1], PIECE):
+        stop = min(at + PIECE, part[1])
+        to.append(b64encode(source[at:stop] if isinstance(source, bytes) else source.read(at, stop)))
+    to.append(b'"')
+
+
+def _message(request: VoiceRequest, write_sound: Callable[[Spool], None]) -> Spool:
+    """The clip as a message of a conversation; `write_sound` appends its base64."""
+    text, file = (request.text or "").strip(), Spool.new()
+    try:
+        file.append(b'[{"role":"user","content":[{"type":"input_audio","input_audio":{"data":')
+        write_sound(file)
+        file.append(b',"format":' + msgspec.json.encode(request.format or "wav") + b"}}")
+        if text:
+            file.append(b',{"type":"text","text":' + msgspec.json.encode(text) + b"}")
+        file.append(b"]}]")
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 async def answer_voice(service: Service, clip: Clip, exchange: Exchange) -> None:
-    request = clip.request
+    try:
+        await _answer(service, clip, exchange)
+    finally:
+        clip.close()
+
+
+async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
+    request, file = clip.request, clip.message
     engine, owner = service.engine(), exchange.visit.owner
     service.check_model(request.model, engine)
     if not engine.info.cloning:
         raise Invalid("this model has no voices but its own", "model")
     service.voices.check(owner, request.name, engine.info)
-    audio = bytes(request.audio)
-    if not audio.startswith(b'"') or len(audio) <= 2:
-        raise Invalid("audio must be a sound file in base64", "audio")
-    text = (request.text or "").strip()
     try:
-        data = await engine.enrol(_message(audio, request.format, text, exchange.visit.sender), owner=owner)
+        talk = Conversation(file, (0, file.size), sender=exchange.visit.sender, close=clip.close)
+        data = await engine.enrol(talk, owner=owner)
     except Invalid as e:
         param = e.param if e.param is not None and not e.param.startswith("messages") else "audio"
         raise Invalid(_WHERE.sub("", str(e)) or "the clip cannot be used", clip.called(param)) from None
     service.voices.check(owner, request.name, engine.info)  # another request may have taken the name meanwhile
-    await exchange.reply(service.voices.keep(owner, request.name, data, bool(text)))
-
-
-def _message(audio: bytes, format: str | None, text: str, sender: str) -> Conversation:
-    """The clip as a message of a conversation, its base64 as it came."""
-    kind = msgspec.json.encode(format or "wav")
-    words = [b',{"type":"text","text":', msgspec.json.encode(text), b"}"] if text else []
-    parts = (
-        b'[{"role":"user","content":[{"type":"input_audio","input_audio":{"data":',
-        audio,
-        b',"format":',
-        kind,
-        b"}}",
-    )
-    return Conversation.of(b"".join((*parts, *words, b"]}]")), sender=sender)
+    has_text = bool((request.text or "").strip())
+    await exchange.reply(service.voices.keep(owner, request.name, data, has_text))

@@ -108,7 +108,7 @@ def test_forms() -> None:
     )
     form = parse_form(body, mark)
     assert form.fields == {"model": "x"}
-    assert bytes(form.files["file"]) == b"\r\n\r\n\x00--a"
+    assert body[slice(*form.files["file"])] == b"\r\n\r\n\x00--a"
     for i in range(len(body) - 4):
         with pytest.raises(Invalid):
             parse_form(body[:i], mark)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stretto.prompt import cuts
 from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.server import chat, exchange
 from stretto.server.body import ON_THE_LOOP, Body
@@ -143,11 +144,16 @@ def test_the_loop_decodes_nothing_large(front: Front, monkeypatch: pytest.Monkey
     """While the worker stands still, so does a large request, and nothing else."""
     decoded: list[int] = []
 
-    def decode(data: bytes, decoder: Any) -> Any:
+    def outline(body: bytes, *how: Any) -> Any:
+        decoded.append(len(body))
+        return cuts.outline(body, *how)
+
+    def decode(data: bytes, *how: Any) -> Any:
         decoded.append(len(data))
-        return exchange.decode(data, decoder)
+        return exchange.decode(data, *how)
 
     monkeypatch.setattr(chat, "decode", decode)
+    monkeypatch.setattr(chat, "outline", outline)
     os.kill(front.worker, signal.SIGSTOP)
     nested = b'{"messages":[' + b"[{}]," * (1 << 18) + b"0]}"
     s = front.post(nested)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from stretto.control.settings import EngineConfig, HostSettings
 from stretto.models.qwen3_tts.tiny import write_tiny
 from stretto.prompt.pool import PoolSettings
 from stretto.server import voicestore
-from tests.server.conftest import read_open
+from tests.server.conftest import Reply, read_open
 from tests.server.real_engine import Served, served
 
 KEYS = ("one", "two")
@@ -262,6 +264,40 @@ def test_bad_forms_are_refused_and_nothing_is_kept(base: Served, change: dict[st
     assert reply.status == (404 if "model" in change else 400), reply.body
     assert reply.error["param"] == param, reply.error
     assert not base.running.server.service.voices._kept
+
+
+def test_a_clip_has_so_many_bytes(base: Served) -> None:
+    body, headers = form({"name": "fine", "file": bytes((9 << 20) + 1)})
+    reply = base.running.ask(VOICES, body, headers=headers)
+    assert (reply.status, reply.error["param"]) == (400, "file")
+    assert "at most 9 MiB" in reply.error["message"]
+
+
+def test_of_two_clips_for_one_name_one_is_kept(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find the name free; the one that is done later does not take the other's place."""
+    engine = base.running.server.service.engine()
+    inside: list[int] = []
+    both = asyncio.Event()
+    enrol = engine.enrol
+
+    async def together(*args: Any, **more: Any) -> bytes:
+        inside.append(1)
+        if len(inside) == 2:
+            both.set()
+        await both.wait()
+        return await enrol(*args, **more)
+
+    monkeypatch.setattr(engine, "enrol", together)
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(lambda _: ask_key(base, {"name": "twin", "audio": sound()}), range(2)))
+    assert sorted(r.status for r in replies) == [200, 400]
+    assert next(r for r in replies if r.status == 400).error["param"] == "name"
+    base.running.ask(f"{VOICES}/twin", method="DELETE", headers={"authorization": "Bearer one"})
+    assert not base.running.server.service.voices._kept
+
+
+def ask_key(base: Served, body: dict[str, Any]) -> Reply:
+    return base.running.ask(VOICES, body, headers={"authorization": "Bearer one"})
 
 
 def test_what_is_no_form_is_refused(base: Served) -> None:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.errors import Invalid, StrettoError
 from stretto.server.failures import respond
+from stretto.server.looptime import HEAVY
 from stretto.server.realtime import serverevents as s
 from stretto.server.realtime.clientevents import LARGE, Event, Malformed, decode
 from stretto.server.realtime.outbox import Outbox, Slow
@@ -25,7 +26,8 @@ from stretto.server.visit import VISIT, Visit
 
 PATHS = ("/v1/realtime", "/realtime")
 SUBPROTOCOL = "realtime"
-TURN_S = 0.002  # how long one client's small events may keep the event loop
+TURN_S = 0.002  # how long one client's events may keep the event loop, and how many bytes of them
+TURN_BYTES = 64 << 10
 POLL_S = 1.0
 LAST_WORDS_S = 2.0  # for what is left to send, and for the close frame
 GOING_AWAY, POLICY, INTERNAL, RESTART = 1001, 1008, 1011, 1012
@@ -91,7 +93,10 @@ class Connection:
 
     async def run(self, subprotocol: str | None) -> None:
         metrics = self.service.metrics.realtime
-        await self.send({"type": "websocket.accept", "subprotocol": subprotocol})
+        try:
+            await self.send({"type": "websocket.accept", "subprotocol": subprotocol})
+        except OSError:
+            return
         metrics.sessions.inc()
         self.session.greet()
         work = [asyncio.create_task(w) for w in (self._read(), self._write(), self._watch())]
@@ -127,7 +132,10 @@ class Connection:
 
     async def _write(self) -> Ending:
         async def send(data: bytes) -> None:
-            await self.send({"type": "websocket.send", "text": data.decode()})
+            try:
+                await self.send({"type": "websocket.send", "text": data.decode()})
+            except RuntimeError as e:  # the server's word for a connection that is closing, or never opened
+                raise ConnectionError("the client is leaving") from e
 
         try:
             await self.outbox.run(send)
@@ -138,7 +146,7 @@ class Connection:
         return self.ending
 
     async def _read(self) -> Ending:
-        began = time.perf_counter()
+        began, size, turns = time.perf_counter(), 0, self.service.turns
         while True:
             message = await self.receive()
             if message["type"] == "websocket.disconnect":
@@ -147,12 +155,17 @@ class Connection:
                 return REVOKED
             self.heard = time.monotonic()
             data = message.get("bytes")
-            event = await self._decode(bytes(data) if data is not None else message["text"].encode())
+            data = bytes(data) if data is not None else message["text"].encode()
+            size += len(data)
+            if size > TURN_BYTES or len(data) > HEAVY:
+                await turns.take()
+                began, size = time.perf_counter(), len(data)
+            event = await self._decode(data)
             if event is not None:
                 await self.session.handle(event)
             if time.perf_counter() - began > TURN_S:
-                await asyncio.sleep(0)  # messages that came together are there without waiting
-                began = time.perf_counter()
+                await turns.take()  # messages that came together are there without waiting
+                began, size = time.perf_counter(), 0
 
     async def _decode(self, data: bytes) -> Event | None:
         try:

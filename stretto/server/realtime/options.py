@@ -1,20 +1,23 @@
 """A session's settings: what holds now, how an update changes it, and how all of it is told. Pure.
 
-Only fields that an update names change; objects merge; null clears or goes back to the default. What we do not support
-is taken and ignored: an error would end some clients' session."""
+Only fields that an update names change; objects merge; null clears or goes back to the default. Much of what we do not
+support is taken and ignored, since stock clients send it unasked and an error would end their session; what changes how
+an answer is made or cut (`speed`, `truncation`, `include`) is refused, unless it says what we do anyway."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
+from stretto.fields import NOT_JSON, not_json
 from stretto.prompt.tools import check_tools
 from stretto.server.realtime import clientevents as c
 from stretto.server.realtime.sound import RATES, FormatName, check_rate
@@ -27,6 +30,12 @@ Modality = Literal["text", "audio"]
 VadType = Literal["server_vad", "semantic_vad"]
 SEMANTIC_PAUSE_MS = {"low": 1600, "medium": 800, "auto": 800, "high": 400}
 MAX_SAID = 768 << 10  # bytes of instructions and tools: all of a session is told in one message of less than a MiB
+MAX_TOOLS, MAX_TOOLS_BYTES, MAX_TOOL_BYTES = 256, 256 << 10, 64 << 10
+BRIEF = 4 << 10  # bytes of instructions or tools that are told again only where an update changes them
+LOGPROBS = "item.input_audio_transcription.logprobs"
+# Python's own reading of numbers: it takes 1 us where msgspec takes 8.
+_values = msgspec.json.Decoder(float_hook=float)
+_array = msgspec.json.Decoder(list[Raw])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +72,22 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
+class Function:
+    """One that the model may call."""
+
+    name: str
+    written: Raw  # as the client wrote it
+    chat: dict[str, Any]  # in the format of chats
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What holds for the next answer. A response may say otherwise for itself alone."""
 
     voice: str
     modalities: tuple[Modality, ...] = ("audio",)
     instructions: str = ""
-    tools: tuple[dict[str, Any], ...] = ()  # as clients write them here
+    tools: tuple[Function, ...] = ()
     tool_choice: str = "auto"
     only_tool: str | None = None  # the one that may be called
     max_output_tokens: int | Literal["inf"] = "inf"
@@ -88,8 +106,7 @@ class Options:
         """The functions the model may call, as it is told of them."""
         if self.tool_choice == "none":
             return None
-        offered = [t for t in self.tools if self.only_tool in (None, t.get("name"))]
-        return _chat_tools(offered) or None
+        return [t.chat for t in self.tools if self.only_tool in (None, t.name)] or None
 
     def params(self, packets: ChunkSizes, defaults: Params) -> Params:
         """`defaults`: what the checkpoint says where nobody does."""
@@ -102,9 +119,10 @@ class Options:
         }
         return replace(defaults, **{k: v for k, v in given.items() if v is not None}, packets=packets)  # type: ignore[arg-type]
 
-    def updated(self, fields: c.Common, info: ModelInfo) -> Options:
+    def updated(self, fields: c.Common, info: ModelInfo, tools: Sequence[Function] | None = None) -> Options:
         """With what an update says. A null of a session's goes back to the default, one of a response's means what
-        the session has: some clients write out every field of a response."""
+        the session has: some clients write out every field of a response. `tools`: those of the update, if they have
+        been read already."""
         changes: dict[str, Any] = {}
         default = self if isinstance(fields, c.ResponseFields) else Options(info.default_voice)
         for name, target in _SAME_NAMES.items():
@@ -112,10 +130,11 @@ class Options:
                 changes[target] = getattr(default, target) if value is None else value
         if "modalities" in changes:
             changes["modalities"] = ("audio",) if "audio" in changes["modalities"] else ("text",)
-        if "tools" in changes:
-            # Tools of other kinds are nothing we could call, and strict clients would not have them back as they came.
-            changes["tools"] = tuple(t for t in changes["tools"] if t.get("type", "function") == "function")
-            _chat_tools(changes["tools"])
+        written = bytes(fields.tools)
+        if written == b"null":
+            changes["tools"] = default.tools
+        elif written:
+            changes["tools"] = tuple(tools if tools is not None else read_tools(fields.tools))
         if fields.tool_choice is None:
             changes["tool_choice"], changes["only_tool"] = default.tool_choice, default.only_tool
         elif not isinstance(fields.tool_choice, UnsetType):
@@ -126,8 +145,10 @@ class Options:
             changes["output_format"] = _format(given, "audio.output.format") if given else default.output_format
         if "voice" in output:
             changes["voice"] = _voice(output["voice"], info) if output["voice"] else default.voice
+        if output.get("speed") not in (None, 1.0):
+            raise Invalid("audio.output.speed: only 1 is supported", "audio.output.speed")
         result = replace(self, **changes)
-        said = len(msgspec.json.encode(result.instructions)) + len(msgspec.json.encode(result.tools))
+        said = len(msgspec.json.encode(result.instructions)) + tools_size(result.tools)
         if said > MAX_SAID:
             raise Invalid(f"instructions and tools have {said:,} bytes, more than the {MAX_SAID:,} allowed", "session")
         return result
@@ -136,7 +157,6 @@ class Options:
 _SAME_NAMES = {
     "output_modalities": "modalities",
     "instructions": "instructions",
-    "tools": "tools",
     "max_output_tokens": "max_output_tokens",
     "temperature": "temperature",
     "seed": "seed",
@@ -157,10 +177,20 @@ class SessionState:
     input_format: FormatName = "audio/pcm"
     transcription: c.Transcription | None = None
     noise_reduction: c.NoiseReduction | None = None
+    logprobs: bool = False  # of transcriptions
     turns: Turns | None = field(default_factory=Turns)
 
-    def updated(self, fields: c.SessionFields, info: ModelInfo) -> SessionState:
-        changes: dict[str, Any] = {"answers": self.answers.updated(fields, info)}
+    def updated(
+        self, fields: c.SessionFields, info: ModelInfo, tools: Sequence[Function] | None = None
+    ) -> SessionState:
+        changes: dict[str, Any] = {"answers": self.answers.updated(fields, info, tools)}
+        truncation = fields.truncation.type if isinstance(fields.truncation, c.Truncation) else fields.truncation
+        if truncation not in (UNSET, None, "auto"):
+            raise Invalid("truncation: only auto is supported (the oldest turns are forgotten)", "truncation")
+        if fields.include is not UNSET:
+            if strange := [name for name in fields.include or () if name != LOGPROBS]:
+                raise Invalid(f"include: there is only {LOGPROBS}, not {strange[0][:100]!r}", "include")
+            changes["logprobs"] = bool(fields.include)
         heard = _fields(_fields(fields.audio).get("input"))
         if "format" in heard:
             changes["input_format"] = _format(heard["format"], "audio.input.format")
@@ -170,8 +200,14 @@ class SessionState:
             changes["turns"] = None if patch is None else _turns(self.turns, patch)
         return replace(self, **changes)
 
-    def told(self) -> dict[str, Any]:
-        a = self.answers
+    def told(self, since: SessionState | None = None) -> dict[str, Any]:
+        """All of it. `since`: what the client knows; of that, long instructions and tools are left out."""
+        a, known = self.answers, since.answers if since is not None else None
+        long: dict[str, Any] = {}
+        if known is None or a.instructions != known.instructions or len(a.instructions) <= BRIEF:
+            long["instructions"] = a.instructions
+        if known is None or a.tools != known.tools or tools_size(a.tools) <= BRIEF:
+            long["tools"] = [t.written for t in a.tools]
         transcription = None
         if self.transcription is not None:
             said = {k: v for k, v in msgspec.to_builtins(self.transcription).items() if v is not None}
@@ -183,14 +219,13 @@ class SessionState:
             "model": self.model,
             "expires_at": self.expires_at,
             "output_modalities": list(a.modalities),
-            "instructions": a.instructions,
-            "tools": list(a.tools),
+            **long,
             "tool_choice": a.tool_choice,
             "max_output_tokens": a.max_output_tokens,
             "tracing": None,
             "truncation": "auto",
             "prompt": None,
-            "include": None,
+            "include": [LOGPROBS] if self.logprobs else None,
             "audio": {
                 "input": {
                     "format": told_format(self.input_format),
@@ -239,17 +274,51 @@ def _turns(now: Turns | None, patch: c.TurnDetection) -> Turns:
     return replace(base, **{k: getattr(default, k) if v is None else v for k, v in given.items()})
 
 
-def _choice(given: str | dict[str, Any]) -> tuple[str, str | None]:
+def _choice(given: str | c.NamedTool) -> tuple[str, str | None]:
     """The choice as it is told, which must be a word, and the one function that it allows."""
-    if isinstance(given, dict):
-        name = given.get("name")
-        return "required", name if isinstance(name, str) else None
+    if isinstance(given, c.NamedTool):
+        return "required", given.name
     if given not in ("auto", "none", "required"):
         raise Invalid(f"tool_choice must be auto, none, required or a function, got {given[:40]!r}", "tool_choice")
     return given, None
 
 
-def _chat_tools(tools: Any) -> list[dict[str, Any]]:
-    """Functions in the chat format."""
+def split_tools(written: Raw) -> list[Raw]:
+    """The tools one by one, none of them decoded."""
+    if len(memoryview(written)) > MAX_TOOLS_BYTES:
+        raise Invalid(f"tools have more than the {MAX_TOOLS_BYTES:,} bytes allowed", "tools")
+    try:
+        tools = _array.decode(written)
+    except msgspec.ValidationError:
+        raise Invalid("tools must be a list", "tools") from None
+    except NOT_JSON as e:
+        raise Invalid(f"tools: {not_json(e)}", "tools") from None
+    if len(tools) > MAX_TOOLS:
+        raise Invalid(f"tools has more than {MAX_TOOLS} functions", "tools")
+    if any(len(memoryview(tool)) > MAX_TOOL_BYTES for tool in tools):
+        raise Invalid(f"a tool has at most {MAX_TOOL_BYTES:,} bytes", "tools")
+    return tools
+
+
+def read_tool(written: Raw) -> Function | None:
+    """None: it is of another kind. We could not call it, and strict clients would not have it back as it came."""
+    try:
+        tool = _values.decode(written)
+    except NOT_JSON as e:
+        raise Invalid(f"tools: {not_json(e)}", "tools") from None
+    if not isinstance(tool, dict):
+        raise Invalid("tools must be objects", "tools")
+    if tool.get("type", "function") != "function":
+        return None
     known = ("name", "description", "parameters", "strict")
-    return check_tools([{"type": "function", "function": {k: t[k] for k in known if k in t}} for t in tools])
+    [chat] = check_tools([{"type": "function", "function": {k: tool[k] for k in known if k in tool}}])
+    return Function(chat["function"]["name"], Raw(bytes(written)), chat)
+
+
+def read_tools(written: Raw) -> list[Function]:
+    return [tool for part in split_tools(written) if (tool := read_tool(part)) is not None]
+
+
+def tools_size(tools: Sequence[Function]) -> int:
+    """Bytes of them as they are told."""
+    return sum(len(memoryview(t.written)) + 1 for t in tools)

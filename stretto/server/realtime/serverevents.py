@@ -190,10 +190,17 @@ class TimeoutTriggered(ServerEvent, tag="input_audio_buffer.timeout_triggered"):
     item_id: str
 
 
+class TranscriptLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
 class TranscriptionDelta(ServerEvent, tag="conversation.item.input_audio_transcription.delta"):
     item_id: str
     content_index: int
     delta: str
+    logprobs: list[TranscriptLogprob] | UnsetType = UNSET
 
 
 class TranscriptionCompleted(ServerEvent, tag="conversation.item.input_audio_transcription.completed"):
@@ -201,6 +208,7 @@ class TranscriptionCompleted(ServerEvent, tag="conversation.item.input_audio_tra
     content_index: int
     transcript: str
     usage: dict[str, Any]
+    logprobs: list[TranscriptLogprob] | UnsetType = UNSET
 
 
 class TranscriptionFailed(ServerEvent, tag="conversation.item.input_audio_transcription.failed"):

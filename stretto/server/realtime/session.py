@@ -7,6 +7,7 @@ answers the event that caused it, and the session goes on."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from stretto.server.realtime import clientevents as c
 from stretto.server.realtime import serverevents as s
 from stretto.server.realtime.items import Conversation, DuplicateItem, Entry, NoSuchItem, new_id, read_item
 from stretto.server.realtime.listener import SAMPLE_BYTES, Listener, Turn, to_ms
-from stretto.server.realtime.options import Options, SessionState
+from stretto.server.realtime.options import Function, Options, SessionState, read_tool, split_tools
 from stretto.server.realtime.outbox import Outbox
 from stretto.server.realtime.response import Response, SpeechEnd, clock
 from stretto.server.realtime.sound import seconds_of
@@ -35,6 +36,8 @@ log = logging.getLogger("stretto.realtime")
 
 MIN_COMMIT = INPUT_RATE // 10  # samples: 100 ms
 IN_A_THREAD = 64 << 10
+SOUNDS_AT_ONCE = 4  # of an item, that are converted on the event loop: each has a resampler of its own
+TOOLS_AT_ONCE = 16 << 10  # bytes of tools that are read before others have a turn
 MAX_APPEND = 15 << 20  # bytes of one event
 MAX_MS = 1 << 32
 
@@ -63,6 +66,7 @@ class RealtimeSession:
     _item_id: str = ""  # of the turn that is being spoken
     _committed: SpeechEnd | None = None  # when the client ended a turn that was not answered yet
     _closed: bool = False
+    _tools_read: tuple[bytes, tuple[Function, ...]] = (b"", ())  # the last ones that were read, by their digest
     _idle_from: int | None = None  # position in the sound at which waiting for the user began
 
     def __post_init__(self) -> None:
@@ -141,7 +145,7 @@ class RealtimeSession:
                 await self.listener.clear()
                 self.outbox.put(s.Cleared())
             case c.SessionUpdate():
-                self._update(event.session)
+                await self._update(event.session)
             case c.ItemCreate():
                 await self._create_item(event)
             case c.ItemTruncate():
@@ -158,11 +162,12 @@ class RealtimeSession:
             case c.OutputClear():
                 pass  # there is no buffer of output here
 
-    def _update(self, fields: c.SessionFields) -> None:
-        state = self.state.updated(fields, self.engine.info)
+    async def _update(self, fields: c.SessionFields) -> None:
+        tools = await self._read_tools(fields)
+        state = self.state.updated(fields, self.engine.info, tools)
         if self.speaker.spoken:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
-        self.state = state
+        before, self.state = self.state, state
         answers = state.answers
         self.talk.expect(  # so that sound is read ahead behind the same words as the answer's prompt begins with
             modalities=("text", "audio") if answers.spoken else ("text",),
@@ -170,7 +175,24 @@ class RealtimeSession:
             tools=answers.chat_tools(),
         )
         self.listener.configure(state.turns, state.input_format)
-        self.outbox.put(s.SessionUpdated(session=state.told()))
+        self.outbox.put(s.SessionUpdated(session=state.told(since=before)))
+
+    async def _read_tools(self, fields: c.Common) -> tuple[Function, ...] | None:
+        """The tools of an update, in turns of the event loop; those of the update before, if they are the same."""
+        if bytes(fields.tools) in (b"", b"null"):
+            return None
+        digest = hashlib.blake2b(fields.tools).digest()
+        if digest != self._tools_read[0]:
+            tools, size = [], 0
+            for part in split_tools(fields.tools):
+                size += len(memoryview(part))
+                if size > TOOLS_AT_ONCE:
+                    await self.service.turns.take()
+                    size = len(memoryview(part))
+                if (tool := read_tool(part)) is not None:
+                    tools.append(tool)
+            self._tools_read = digest, tuple(tools)
+        return self._tools_read[1]
 
     # -- sound
 
@@ -214,7 +236,10 @@ class RealtimeSession:
             self.speaker.tell_guess(end)
         elif turns.create_response:
             self.speaker.answer(end)
-        self.transcriber.begin(self.state.transcription, entry, item, seconds)
+        self._transcribe(entry, item, seconds)
+
+    def _transcribe(self, entry: Entry, item: EngineItem, seconds: float) -> None:
+        self.transcriber.begin(self.state.transcription, entry, item, seconds, self.state.logprobs)
 
     def _add_spoken(self, id: str, item: EngineItem, seconds: float) -> Entry:
         """What was said is part of the conversation: the engine's item is there already."""
@@ -242,7 +267,7 @@ class RealtimeSession:
         item = await self.talk.commit(id)
         self._committed = SpeechEnd(clock())
         entry = self._add_spoken(id, item, samples / INPUT_RATE)
-        self.transcriber.begin(self.state.transcription, entry, item, samples / INPUT_RATE)
+        self._transcribe(entry, item, samples / INPUT_RATE)
 
     async def _look_for_idle(self) -> None:
         """Nobody has said anything for long: the model is asked to."""
@@ -288,7 +313,8 @@ class RealtimeSession:
         self.outbox.put(s.ItemDone(previous_item_id=previous, item=item))
 
     async def _read(self, given: c.Item) -> tuple[s.Item, Message | None, int]:
-        if sum(len(p.audio or b"") for p in given.content or ()) > IN_A_THREAD:
+        sounds = [len(p.audio) for p in given.content or () if p.audio]
+        if sum(sounds) > IN_A_THREAD or len(sounds) > SOUNDS_AT_ONCE:
             return await asyncio.to_thread(read_item, given, self.state.input_format)
         return read_item(given, self.state.input_format)
 
@@ -333,7 +359,7 @@ class RealtimeSession:
 
     async def _create_response(self, fields: c.ResponseFields | None) -> None:
         fields = fields or c.ResponseFields()
-        options = self.state.answers.updated(fields, self.engine.info)
+        options = self.state.answers.updated(fields, self.engine.info, await self._read_tools(fields))
         given = await self._input(fields.input) if isinstance(fields.input, list) else None
         beside = fields.conversation == "none"
         if (active := self.speaker.active) is not None and not beside:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
 from prometheus_client import Counter
 
 from stretto.control.request import Params
@@ -41,20 +42,28 @@ async def transcribe(
     item: Item,
     seconds: float,
     put: Callable[[s.ServerEvent], None],
+    logprobs: bool = False,
 ) -> bool:
     """Whether it worked; the client is told either way."""
+    chances: list[s.TranscriptLogprob] = []
     said: list[str] = []
     usage: Usage | None = None
-    params = Params(priority=PRIORITY, max_text_tokens=LEAST_TOKENS + int(TOKENS_A_SECOND * seconds))
+    most = LEAST_TOKENS + int(TOKENS_A_SECOND * seconds)
+    params = Params(priority=PRIORITY, max_text_tokens=most, logprobs=0 if logprobs else None)
     try:
         events = session.respond(
             modalities=("text",), params=params, instructions=instructions(wanted), items=[item], remember=False
         )
         async with aclosing(events):
             async for event in events:
-                if isinstance(event, TextDelta) and event.text:
-                    said.append(event.text)
-                    put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=event.text))
+                if isinstance(event, TextDelta):
+                    new = [s.TranscriptLogprob(t.token, t.logprob, list(t.said)) for t in event.logprobs if t.said]
+                    chances += new
+                    if event.text:
+                        said.append(event.text)
+                        delta = s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=event.text)
+                        delta.logprobs = new if logprobs else UNSET
+                        put(delta)
                 elif isinstance(event, Finished):
                     usage = event.usage
     except Exception as e:  # noqa: BLE001 - the task's boundary: the client is told, the session goes on
@@ -76,7 +85,9 @@ async def transcribe(
             "audio_tokens": usage.audio_prompt_tokens,
         },
     }
-    put(s.TranscriptionCompleted(item_id=entry.id, content_index=0, transcript=text, usage=told_usage))
+    completed = s.TranscriptionCompleted(item_id=entry.id, content_index=0, transcript=text, usage=told_usage)
+    completed.logprobs = chances if logprobs else UNSET
+    put(completed)
     return True
 
 
@@ -98,7 +109,9 @@ class Transcriber:
     count: Counter  # by how they ended
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by item
 
-    def begin(self, wanted: Transcription | None, entry: Entry, item: Item, seconds: float) -> None:
+    def begin(
+        self, wanted: Transcription | None, entry: Entry, item: Item, seconds: float, logprobs: bool = False
+    ) -> None:
         """If the client wants the words of this item."""
         if wanted is None:
             return
@@ -111,13 +124,14 @@ class Transcriber:
             how = "cancelled"
             try:
                 await after_first_sound(self.sounded, GRACE_S)
-                fine = await transcribe(self.talk, wanted, entry, item, seconds, self.put)
+                fine = await transcribe(self.talk, wanted, entry, item, seconds, self.put, logprobs)
                 how = "completed" if fine else "failed"
             finally:
-                self._tasks.pop(entry.id, None)
                 self.count.labels(how).inc()
 
-        self._tasks[entry.id] = asyncio.create_task(run(), name="transcription")
+        task = self._tasks[entry.id] = asyncio.create_task(run(), name="transcription")
+        # Not in `run`: a task that is cancelled before its first step never runs.
+        task.add_done_callback(lambda _: self._tasks.pop(entry.id, None))
 
     def cancel(self, id: str) -> None:
         if (task := self._tasks.get(id)) is not None:

@@ -1,6 +1,6 @@
 """A session's settings and what an update makes of them."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -11,6 +11,7 @@ from stretto.family import ModelInfo
 from stretto.server.realtime import clientevents as c
 from stretto.server.realtime.options import MAX_SAID, Options, SessionState
 
+F = TypeVar("F", bound=c.Common)
 INFO = ModelInfo("m", ("Ethan", "Chelsie"), "Ethan", 24_000, 32768)
 
 
@@ -19,7 +20,11 @@ def state() -> SessionState:
 
 
 def update(to: SessionState, **session: Any) -> SessionState:
-    return to.updated(msgspec.convert(session, c.SessionFields), INFO)
+    return to.updated(fields(c.SessionFields, **session), INFO)
+
+
+def fields(kind: type[F], **given: Any) -> F:
+    return msgspec.json.decode(msgspec.json.encode(given), type=kind)
 
 
 def test_defaults_are_told_in_full() -> None:
@@ -95,7 +100,7 @@ def test_another_type_of_detection_replaces_the_object() -> None:
 def test_what_stock_clients_send_unasked_is_taken() -> None:
     livekit = {
         "type": "realtime", "model": "gpt-realtime", "tracing": None, "max_output_tokens": "inf", "tool_choice": "auto",
-        "prompt": {"id": "p"}, "include": ["x"], "truncation": {"type": "auto"}, "reasoning": {"effort": "low"},
+        "prompt": {"id": "p"}, "include": [], "truncation": {"type": "auto"}, "reasoning": {"effort": "low"},
         "audio": {"output": {"voice": "marin", "speed": 1.0, "format": {"type": "audio/pcm", "rate": 24000}},
                   "input": {"noise_reduction": None, "turn_detection": {"type": "semantic_vad"}}},
     }  # fmt: skip
@@ -136,7 +141,7 @@ def test_tools_become_the_model_s() -> None:
     ]
     options = update(state(), tools=tools).answers
     assert [t["function"]["name"] for t in options.chat_tools() or ()] == ["a", "b"]
-    only = options.updated(c.ResponseFields(tool_choice={"type": "function", "name": "b"}), INFO)
+    only = options.updated(c.ResponseFields(tool_choice=c.NamedTool("b")), INFO)
     assert [t["function"]["name"] for t in only.chat_tools() or ()] == ["b"]
     assert only.tool_choice == "required"  # strict clients want a word
     assert options.updated(c.ResponseFields(tool_choice="none"), INFO).chat_tools() is None
@@ -150,9 +155,9 @@ def test_null_in_a_response_is_what_the_session_has() -> None:
         max_output_tokens=20, output_modalities=["text"],
         audio={"output": {"voice": "Chelsie", "format": {"type": "audio/pcmu"}}},
     ).answers  # fmt: skip
-    fields = ("instructions", "tools", "tool_choice", "seed", "max_output_tokens", "output_modalities")
+    names = ("instructions", "tools", "tool_choice", "seed", "max_output_tokens", "output_modalities")
     audio = {"output": {"voice": None, "format": None}}
-    null = msgspec.convert({**dict.fromkeys(fields), "audio": audio}, c.ResponseFields)
+    null = fields(c.ResponseFields, **dict.fromkeys(names), audio=audio)
     assert options.updated(null, INFO) == options
     assert options.updated(msgspec.convert({"audio": None}, c.ResponseFields), INFO) == options
     assert options.updated(msgspec.convert({"instructions": ""}, c.ResponseFields), INFO).instructions == ""

@@ -1,0 +1,205 @@
+"""What a request may cost on the event loop: fields have limits before they are decoded, turns are one a pass."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from stretto.server import chatparams, exchange
+from stretto.server.app import metrics_of
+from stretto.server.body import ON_THE_LOOP
+from stretto.server.chatparams import LONGEST, MAX_SCHEMA
+from stretto.server.exchange import SMALL
+from stretto.server.looptime import HEAVY, LoopTurns
+from stretto.server.metrics import PAGE_S, Metrics
+from tests.server.conftest import Running, serve
+from tests.server.scripted_engine import ScriptedEngine
+
+CHAT = "/v1/chat/completions"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+SHAPE = b'{"type":"json_schema","json_schema":{"name":"a","schema":%s}}'
+DEEP = b"[" * 60 + b"]" * 60
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def running(engine: ScriptedEngine) -> Iterator[Running]:
+    with serve(engine, drain_timeout=1.0) as it:
+        yield it
+
+
+class Decoders:
+    """Counts the bytes that decoders of untyped values are given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> None:
+        self.sizes: list[int] = []
+        for module, name in places:
+            monkeypatch.setattr(module, name, Counting(getattr(module, name), self.sizes))
+
+
+class Counting:
+    def __init__(self, decoder: Any, sizes: list[int]) -> None:
+        self.decoder, self.sizes = decoder, sizes
+
+    def decode(self, data: Any) -> Any:
+        self.sizes.append(len(memoryview(data)))
+        return self.decoder.decode(data)
+
+
+def many(unit: bytes, size: int) -> bytes:
+    return b"[" + unit * (size // len(unit)) + b"0]"
+
+
+def with_field(name: str, value: bytes) -> bytes:
+    return b'{"messages":[{"role":"user","content":"hi"}],"%s":%s}' % (name.encode(), value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("chat_template_kwargs", b'{"a":' + many(b"1e300,", LONGEST["chat_template_kwargs"]) + b"}", None),
+        ("tool_choice", b'{"function":{"name":"f"},"x":' + many(b"1e300,", LONGEST["tool_choice"]) + b"}", None),
+        ("logit_bias", b'{"1":0' + b',"1":9.5e-324' * (LONGEST["logit_bias"] // 13) + b"}", None),
+        (
+            "response_format",
+            SHAPE % (b'{"enum":' + many(DEEP + b",", MAX_SCHEMA + 4096) + b"}"),
+            "response_format.json_schema.schema",
+        ),
+        ("response_format", b'{"type":"text","x":' + many(b"[],", LONGEST["response_format"]) + b"}", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("pad", [0, ON_THE_LOOP])
+def test_long_fields_are_refused_before_they_are_decoded(
+    name: str,
+    value: bytes,
+    param: str | None,
+    pad: int,
+    running: Running,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = Decoders(monkeypatch, (chatparams, "_values"))
+    reply = running.ask(CHAT, with_field(name, value) + b" " * pad)
+    assert reply.status == 400
+    assert reply.error["param"] == (param or name)
+    assert "more than the" in reply.error["message"]
+    assert not seen.sizes
+    assert not engine.calls
+
+
+@pytest.mark.parametrize("pad", [0, ON_THE_LOOP])
+def test_tools_are_limited_where_a_call_is_required(pad: int, running: Running, engine: ScriptedEngine) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "description": "x" * MAX_SCHEMA}}
+    body = {**ASK, "tools": [{"type": "function", "function": function}]}
+    assert running.ask(CHAT, json.dumps(body).encode() + b" " * pad).status == 200
+    reply = running.ask(CHAT, json.dumps({**body, "tool_choice": "required"}).encode() + b" " * pad)
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    assert "more than the" in reply.error["message"]
+    assert len(engine.calls) == 1
+
+
+def test_a_field_counts_once(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them in one body are thousands of numbers to read, of which one is good for something."""
+    decoded: list[int] = []
+    decoder = exchange._fields
+
+    class Fields:
+        def decode(self, data: bytes) -> Any:
+            fields = decoder.decode(data)
+            decoded.append(len(fields))
+            return fields
+
+    monkeypatch.setattr(exchange, "_fields", Fields())
+    body = b'{"input":"hi",' + b'"seed":1,' * SMALL + b'"response_format":"pcm"}'
+    assert running.ask("/v1/audio/speech", body).status == 200
+    assert decoded == [3]
+
+
+def test_schemas_are_not_decoded(running: Running, engine: ScriptedEngine) -> None:
+    """What the client wrote is what the grammar says, with our word on white space as the last."""
+    schema = '{ "type" : "object",\n "x-guidance" : {"whitespace_flexible": false}, "title": "é\\u00e9" }'
+    assert running.ask(CHAT, with_field("response_format", SHAPE % schema.encode())).status == 200
+    grammar = engine.calls[0]["params"].grammar
+    written = grammar.removeprefix("start: %json ").strip()
+    assert written.startswith("{" + schema[1:-1].strip() + ",")
+    assert json.loads(written)["x-guidance"]["whitespace_flexible"] is True
+    tool = b'{"type":"function","function":{"name":"f","parameters":%s}}'
+    body = with_field("tools", b"[" + tool % b"{}" + b"]")[:-1] + b',"tool_choice":"required"}'
+    assert running.ask(CHAT, body).status == 200
+    assert '%json {"x-guidance":' in engine.calls[1]["params"].grammar
+    for bad in (b"[]", b"3", b'"{}"'):
+        body = with_field("tools", b"[" + tool % bad + b"]")[:-1] + b',"tool_choice":"required"}'
+        assert running.ask(CHAT, body).error["param"] == "tools"
+    bad = running.ask(CHAT, with_field("response_format", SHAPE % schema.encode("latin-1")))
+    assert (bad.status, bad.error["param"]) == (400, "response_format.json_schema")
+
+
+def test_template_variables_that_nest_without_end(running: Running) -> None:
+    for depth in (500, 1500):
+        body = with_field("chat_template_kwargs", b'{"a":' + b"[" * depth + b"]" * depth + b"}")
+        assert running.ask(CHAT, body).error["param"] in ("chat_template_kwargs", None)
+
+
+def test_heavy_requests_take_turns(running: Running) -> None:
+    turns = running.server.service.turns
+    taken: list[int] = []
+
+    class Counted(LoopTurns):
+        async def take(self) -> None:
+            taken.append(1)
+            await turns.take()
+
+    running.server.service.turns = Counted()
+    assert running.ask(CHAT, ASK).status == 200
+    assert not taken
+    assert running.ask(CHAT, json.dumps(ASK).encode() + b" " * HEAVY).status == 200
+    assert len(taken) == 1
+
+
+def test_one_turn_in_each_pass_of_the_loop() -> None:
+    async def main() -> list[int]:
+        turns, passes, done = LoopTurns(), 0, []
+
+        async def count() -> None:
+            nonlocal passes
+            while len(done) < 10:
+                passes += 1
+                await asyncio.sleep(0)
+
+        async def work() -> None:
+            await turns.take()
+            done.append(passes)
+
+        waiting = [asyncio.create_task(work()) for _ in range(10)]
+        leaves = asyncio.create_task(turns.take())
+        leaves.cancel()
+        await asyncio.gather(count(), *waiting)
+        return done
+
+    done = asyncio.run(main())
+    assert len(set(done)) == len(done)
+
+
+def test_many_readers_of_metrics_get_one_page(running: Running, engine: ScriptedEngine) -> None:
+    clock, made = [0.0], []
+    service = running.server.service
+    service.metrics = Metrics(lambda: clock[0])
+    render = service.metrics.render
+    service.metrics.render = lambda *a: (made.append(1), render(*a))[1]  # type: ignore[method-assign]
+    pages = [running.ask("/metrics").body for _ in range(5)]
+    assert len(set(pages)) == len(made) == 1
+    engine.numbers = {"stretto_new": 1.0}
+    clock[0] = PAGE_S - 0.01
+    assert b"stretto_new" not in running.ask("/metrics").body
+    clock[0] = PAGE_S
+    assert b"stretto_new 1.0" in running.ask("/metrics").body
+    assert b"stretto_new 1.0" in metrics_of(service)
+    assert len(made) == 2
