@@ -28,7 +28,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "plan": (),
     "faults": ("kills", "soak"),
     "cluster": (),
-    "hostile": (),
+    "hostile": ("attacks", "floods"),
     "fuzz": ("wire", "realtime"),
     "gpu_tests": (),
     "report": (),
