@@ -26,7 +26,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding"),
     "connectors": ("hops", "copies"),
     "plan": (),
-    "faults": ("kills", "soak"),
+    "faults": ("kills", "soak", "server"),
     "cluster": (),
     "hostile": ("attacks", "floods"),
     "fuzz": ("wire", "realtime"),

@@ -15,7 +15,7 @@ from typing import Any
 
 PROC = Path("/proc")
 SAMPLE_S = 0.25
-PROMPT_WORKER = "prompt worker"
+PROMPT_WORKER, PROMPT_JOB = "prompt worker", "prompt job"
 GONE = (FileNotFoundError, ProcessLookupError, PermissionError)  # a process that ended meanwhile
 
 
@@ -106,7 +106,7 @@ class Tree:
             with suppress(*GONE):
                 found[one] = Holding.of(one)
                 if parent in found and found[parent].name == PROMPT_WORKER:
-                    found[one].name = "prompt job"  # forked from it, with its command line
+                    found[one].name = PROMPT_JOB  # forked from it, with its command line
         return cls(time.monotonic(), found)
 
     @property

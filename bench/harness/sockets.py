@@ -124,6 +124,14 @@ class Refused(Exception):
         self.status = status
 
 
+class Failed(ValueError):
+    """The server said that something was wrong: its code, or its words."""
+
+    def __init__(self, event: dict[str, Any]) -> None:
+        error = event.get("error") or {}
+        super().__init__(f"error {error.get('code') or error.get('message') or event}"[:300])
+
+
 class Closed(EOFError):
     """The other side closed the WebSocket."""
 
@@ -183,14 +191,14 @@ class Socket:
         return event
 
     async def until(self, *kinds: str) -> dict[str, Any]:
-        """The next event of one of these kinds; others before it are dropped. An error is `ValueError` unless it is
-        one of them."""
+        """The next event of one of these kinds; others before it are dropped. An error is `Failed` unless it is one
+        of them."""
         while True:
             event = await self.receive()
             if isinstance(event, dict) and event.get("type") in kinds:
                 return event
             if isinstance(event, dict) and event.get("type") == "error":
-                raise ValueError(f"the server said {json.dumps(event)[:300]}")
+                raise Failed(event)
 
     def close(self) -> None:
         self.writer.close()

@@ -12,8 +12,8 @@ Then everybody leaves, and what the server's processes hold is compared with wha
 Printed and kept for each: the worst latency of /live; the longest gap in a stream, and how many times the longest quiet
 one it is; ordinary requests that were refused, failed or had no answer; how the attack was answered, and after how
 long; memory, memory files and descriptors of all processes before, at most, and after. Problems are: /live took more
-than 50 ms; a gap above 1.5 times the quiet one; a refusal; descriptors, threads, processes or memory files that did
-not come back; more than 64 MiB of memory that did not. The exit status is 1 if there are any. A server that takes more
+than 50 ms; a gap above 1.5 times the quiet one; a refusal, or an ordinary request that took 2 s longer than any quiet
+one; descriptors, processes or memory files that did not come back; more than 64 MiB of memory that did not. The exit status is 1 if there are any. A server that takes more
 than `--memory-limit-mb` is killed, since some attacks would take all of the machine.
 
 `--tree` runs the server of another checkout (the clients are this one's), to compare two versions. The lowest priority
@@ -48,6 +48,7 @@ from stretto.models.qwen3_omni.tiny import write_tiny
 
 LIVE_MOST_S = 0.05
 GAP_MOST = 1.5  # times the quiet one
+WAIT_MOST_S = 2.0  # by which an ordinary request may take longer than the slowest quiet one
 MEMORY_MOST = 64 << 20
 START_S = 0.3  # from the last word to the common beginning
 Notes = dict[str, Any]
@@ -209,6 +210,10 @@ def judged(quiet: Notes, attacked: Notes, before: Tree, after: Tree, peak: Peak)
         problems.append("no stream had two pieces")
     elif gap > GAP_MOST * calm:
         problems.append(f"a stream had a gap of {1e3 * gap:.0f} ms, {gap / calm:.1f} times the quiet {1e3 * calm:.0f}")
+    slow, calm = (max(of["slowest_s"].values(), default=0.0) for of in (attacked, quiet))
+    if slow > calm + WAIT_MOST_S:
+        kind = max(attacked["slowest_s"], key=attacked["slowest_s"].get)
+        problems.append(f"an ordinary request ({kind}) took {slow:.1f} s (quiet: {calm:.1f} s)")
     if attacked["refusals"]:
         problems.append(f"{attacked['refusals']} ordinary requests failed: {attacked['refused']}")
     problems += before.growth(after)
@@ -281,7 +286,8 @@ def line(found: Notes) -> str:
     return (
         f"{found['attack']:<22} /live {ms(attacked['live_s']['max'])} (quiet {ms(quiet['live_s']['max'])}) ms, "
         f"gap {ms(attacked['gaps_s']['max'])} (quiet {ms(quiet['gaps_s']['max'])}) ms, "
-        f"refused {attacked['refusals']} of {sum(attacked['asked'].values())}, "
+        f"refused {attacked['refusals']} of {sum(attacked['asked'].values())}, slowest "
+        f"{max(attacked['slowest_s'].values(), default=0.0):.1f} s, "
         f"memory {mib[0]}, {mib[1]}, {mib[2]} MiB, files {held['peak']['file_bytes'] >> 20} MiB at most, "
         f"descriptors {fds[0]}, {fds[1]}; answered: {answers}"
     )

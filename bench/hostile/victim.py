@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from bench.harness.sockets import FAILURES, Closed, Http, Refused, websocket
+from bench.harness.sockets import FAILURES, Closed, Failed, Http, Refused, websocket
 from bench.hostile import bodies
 
 PROBE_S = 0.02
@@ -138,7 +138,7 @@ class Victim:
             outcome = "no answer"
         except Refused as e:
             outcome = str(e.status)
-        except (Wrong, Closed) as e:
+        except (Wrong, Closed, Failed) as e:
             outcome = str(e)[:200]
         except FAILURES as e:
             outcome = f"{type(e).__name__} {e}"[:200]
