@@ -13,8 +13,9 @@ Printed and kept for each: the worst latency of /live; the longest gap in a stre
 one it is; ordinary requests that were refused, failed or had no answer; how the attack was answered, and after how
 long; memory, memory files and descriptors of all processes before, at most, and after. Problems are: /live took more
 than 50 ms; a gap above 1.5 times the quiet one; a refusal, or an ordinary request that took 2 s longer than any quiet
-one; descriptors, processes or memory files that did not come back; more than 64 MiB of memory that did not. The exit status is 1 if there are any. A server that takes more
-than `--memory-limit-mb` is killed, since some attacks would take all of the machine.
+one; descriptors, processes or memory files that did not come back; more than 64 MiB of memory that did not. The exit
+status is 1 if there are any. A server that takes more than `--memory-limit-mb` is killed, since some attacks would take
+all of the machine.
 
 `--tree` runs the server of another checkout (the clients are this one's), to compare two versions. The lowest priority
 of attackers, who stand for other machines, is the default; on a machine that is busy they would come too late:

@@ -106,16 +106,20 @@ async def many_properties(a: Attacker) -> None:
 
 @case(watch=15)
 async def stalled_uploads(a: Attacker) -> None:
-    """Eight uploads of 64 MiB that stop one byte short, and wait for the server to end them."""
+    """Eight uploads of 64 MiB that stop one byte short and wait for the server to end them. One that is refused is sent
+    again at half the size, for a quarter of a minute, so that whatever room there is gets filled."""
     data = b"[" + b" " * (64 * MIB - 2)
     await a.begin()
 
     async def upload(_: int) -> None:
-        since = time.monotonic()
-        async with Http(a.port, a.key) as http, a.noted(75):
-            await http.send("POST", "/v1/chat/completions", [data], "application/json", len(data) + 1)
-            answer = await http.begin()
-            a.note(answer.status, since)
+        size, status = len(data), 429
+        while status in (413, 429) and time.monotonic() - a.began < HOLD_S:
+            since = time.monotonic()
+            async with Http(a.port, a.key) as http, a.noted(75):
+                await http.send("POST", "/v1/chat/completions", [data[:size]], "application/json", size + 1)
+                status = (await http.begin()).status
+                a.note(status, since)
+            size = max(size // 2, 4096)
 
     await at_once(8, upload)
 
