@@ -18,6 +18,9 @@ from typing import Any
 from bench.harness.sockets import FAILURES, Closed, Http, Refused, Socket, connect
 
 
+RETRY_S = 0.5
+
+
 @dataclass(slots=True)
 class Attacker:
     """What an attack sends with, and what came of it."""
@@ -80,12 +83,18 @@ class Attacker:
         await self.post("/v1/chat/completions", body, patience=patience)
 
     @asynccontextmanager
-    async def session(self, path: str = "/v1/realtime", patience: float = 60.0) -> AsyncIterator[Socket | None]:
-        """A WebSocket; None, and noted, if it is refused."""
-        since, socket = time.monotonic(), None
-        async with self.noted(patience):
-            socket = await connect(self.port, path, self.key)
-            self.note(101, since)
+    async def session(self, path: str = "/v1/realtime", insist: float = 0.0) -> AsyncIterator[Socket | None]:
+        """A WebSocket; None if it is refused, though tried again until `insist` seconds after the beginning. Each
+        refusal is noted."""
+        socket = None
+        while True:
+            since = time.monotonic()
+            async with self.noted(60):
+                socket = await connect(self.port, path, self.key)
+                self.note(101, since)
+            if socket is not None or time.monotonic() - self.began > insist:
+                break
+            await asyncio.sleep(RETRY_S)
         try:
             yield socket
         finally:

@@ -52,6 +52,7 @@ GAP_MOST = 1.5  # times the quiet one
 WAIT_MOST_S = 2.0  # by which an ordinary request may take longer than the slowest quiet one
 MEMORY_MOST = 64 << 20
 START_S = 0.3  # from the last word to the common beginning
+LEAD_S = 2.0  # by which the others come before attackers
 Notes = dict[str, Any]
 
 
@@ -82,9 +83,13 @@ def wait_ready(processes: Sequence[subprocess.Popen[str]]) -> None:
             raise RuntimeError(f"a client did not start: {line!r}")
 
 
-def begin(processes: Sequence[subprocess.Popen[str]]) -> float:
+def begin(processes: Sequence[subprocess.Popen[str]], attackers: Sequence[subprocess.Popen[str]]) -> float:
+    """Tell all when; attackers come when the streams of the others flow."""
     at = time.monotonic() + START_S
     for process in processes:
+        tell(process, repr(at))
+    at += LEAD_S if attackers else 0.0
+    for process in attackers:
         tell(process, repr(at))
     return at
 
@@ -111,12 +116,12 @@ class Watch:
 
     @contextmanager
     def watching(self, attackers: Sequence[subprocess.Popen[str]] = ()) -> Iterator[float]:
-        """Yields the moment at which all begin."""
+        """Yields the moment at which the last of them begin."""
         try:
             for role in ("probe", "client"):
                 self._processes.append(started("bench.hostile.victim", self._job(role)))
             wait_ready((*self._processes, *attackers))
-            yield begin((*self._processes, *attackers))
+            yield begin(self._processes, attackers)
             for process in self._processes:
                 tell(process, "stop")
             probe, client = (result_of(p, 30) for p in self._processes)
@@ -173,7 +178,7 @@ def summary(found: Notes) -> Notes:
 
     asked: Counter[str] = Counter(kind for _, kind, _, _ in found["asked"])
     refused = Counter(f"{kind}: {outcome}" for _, kind, outcome, _ in found["asked"] if outcome != "ok")
-    slowest = {kind: max(s for _, k, _, s in found["asked"] if k == kind) for kind in asked}
+    slowest = {kind: max(s for _, k, _, s in found["asked"] if k == kind) for kind in asked if kind != "stream"}
     return {
         "seconds": found["seconds"],
         **{f"{name}_s": spread(found[name]) for name in ("live", "gaps", "first")},
@@ -328,7 +333,8 @@ def main(given: Sequence[str]) -> int:
         found["took_s"] = time.monotonic() - began
         result["attacks"].append(found)
         result["problems"] = [f"{a['attack']}: {problem}" for a in result["attacks"] for problem in a["problems"]]
-        print(line(found), *(f"\n    {problem}" for problem in found["problems"]), flush=True, sep="")
+        words = [f"answered {s}: {text}" for s, text in found["attackers"]["messages"].items() if text and s != "200"]
+        print(line(found), *(f"\n    {text}" for text in (*found["problems"], *words)), flush=True, sep="")
         write(args.out, result)
     print("nobody noticed, nothing is held" if not result["problems"] else f"{len(result['problems'])} problems")
     return 1 if result["problems"] else 0

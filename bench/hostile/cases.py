@@ -137,7 +137,7 @@ async def dribbling_speech(a: Attacker) -> None:
             await socket.send({"type": "input.text", "text": "a "})
 
     async def stream(_: int) -> None:
-        async with a.session("/v1/audio/speech/stream") as socket:
+        async with a.session("/v1/audio/speech/stream", insist=20) as socket:
             if socket is not None:
                 work = [asyncio.ensure_future(w) for w in (dribble(socket), a.reading(socket))]
                 await asyncio.wait(work, timeout=42, return_when=asyncio.FIRST_COMPLETED)
@@ -154,9 +154,8 @@ async def idle_sessions(a: Attacker) -> None:
     await a.begin()
 
     async def idle(_: int) -> None:
-        async with a.session() as socket:
-            if socket is not None:
-                await asyncio.sleep(HOLD_S)
+        async with a.session(insist=HOLD_S) as socket:
+            await asyncio.sleep(max(0.0, HOLD_S - (time.monotonic() - a.began)) if socket is not None else 0.0)
 
     await at_once(64, idle)
 
@@ -168,7 +167,7 @@ async def unfinished_messages(a: Attacker) -> None:
     await a.begin()
 
     async def session(_: int) -> None:
-        async with a.session() as socket:
+        async with a.session(insist=HOLD_S) as socket:
             if socket is None:
                 return
             async with a.noted(40):
