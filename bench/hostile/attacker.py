@@ -17,7 +17,6 @@ from typing import Any
 
 from bench.harness.sockets import FAILURES, Closed, Http, Refused, Socket, connect
 
-
 RETRY_S = 0.5
 
 
