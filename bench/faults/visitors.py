@@ -263,7 +263,7 @@ async def looks(v: Visitor) -> str:
 async def refused(v: Visitor) -> str:
     """What cannot work."""
     fine = question("Hello")
-    path, body, want, key = v.rng.choice([
+    choices: list[tuple[str, Any, int, str | None]] = [
         (CHAT, b"{", 400, None),
         (CHAT, {**fine, "temperature": 9}, 400, None),
         (CHAT, {**fine, "no_such_field": 1}, 400, None),
@@ -276,7 +276,8 @@ async def refused(v: Visitor) -> str:
         ("/v1/nothing", fine, 404, None),
         (CHAT, {**fine, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400,
          None),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    path, body, want, key = v.rng.choice(choices)
     await v.ask(path, body, want=want, key=key)
     return str(want)
 

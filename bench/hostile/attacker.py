@@ -85,7 +85,7 @@ class Attacker:
     async def session(self, path: str = "/v1/realtime", insist: float = 0.0) -> AsyncIterator[Socket | None]:
         """A WebSocket; None if it is refused, though tried again until `insist` seconds after the beginning. Each
         refusal is noted."""
-        socket = None
+        socket: Socket | None = None
         while True:
             since = time.monotonic()
             async with self.noted(60):

@@ -200,10 +200,11 @@ async def unread_log(a: Attacker) -> None:
 # ---- the event loop
 
 
-async def storm(a: Attacker, count: int, body: bytes, path: str = "/v1/chat/completions", kind: str = "") -> None:
+async def storm(
+    a: Attacker, count: int, body: bytes, path: str = "/v1/chat/completions", kind: str = "application/json"
+) -> None:
     await a.begin()
-    more = {"content_type": kind} if kind else {}
-    await at_once(count, lambda _: a.post(path, body, **more))
+    await at_once(count, lambda _: a.post(path, body, content_type=kind))
 
 
 @case()
