@@ -104,24 +104,34 @@ async def many_properties(a: Attacker) -> None:
 # ---- what is held
 
 
-@case(watch=15)
+@case(watch=20)
 async def stalled_uploads(a: Attacker) -> None:
-    """Eight uploads of 64 MiB that stop one byte short and wait for the server to end them. One that is refused is sent
-    again at half the size, for a quarter of a minute, so that whatever room there is gets filled."""
+    """Eight uploads of 64 MiB that stop one byte short, and smaller ones into what room they leave, until not even 16
+    KiB are taken. They wait for the server to end them."""
     data = b"[" + b" " * (64 * MIB - 2)
     await a.begin()
 
-    async def upload(_: int) -> None:
-        size, status = len(data), 429
-        while status in (413, 429) and time.monotonic() - a.began < HOLD_S:
-            since = time.monotonic()
-            async with Http(a.port, a.key) as http, a.noted(75):
-                await http.send("POST", "/v1/chat/completions", [data[:size]], "application/json", size + 1)
-                status = (await http.begin()).status
-                a.note(status, since)
-            size = max(size // 2, 4096)
+    async def upload(size: int, sent: asyncio.Event) -> None:
+        since = time.monotonic()
+        async with Http(a.port, a.key) as http, a.noted(75):
+            await http.send("POST", "/v1/chat/completions", [data[:size]], "application/json", size + 1)
+            sent.set()
+            a.note((await http.begin()).status, since)
 
-    await at_once(8, upload)
+    async def fill() -> None:
+        """As long as one of this size is held, send another; then one of half the size."""
+        size, held = 32 * MIB, set()
+        while size >= 16 << 10 and len(held) < 100:
+            sent = asyncio.Event()
+            held.add(one := asyncio.ensure_future(upload(size, sent)))
+            there = asyncio.ensure_future(sent.wait())
+            await asyncio.wait((one, there), return_when=asyncio.FIRST_COMPLETED)
+            there.cancel()
+            await asyncio.wait((one,), timeout=0.3)
+            size = size // 2 if one.done() else size
+        await asyncio.gather(*held)
+
+    await asyncio.gather(*(upload(len(data), asyncio.Event()) for _ in range(8)), fill())
 
 
 @case(watch=40)
@@ -295,8 +305,8 @@ async def long_conversations(a: Attacker) -> None:
 
 @case()
 async def many_sounds(a: Attacker) -> None:
-    """240 sounds of a fifth of a second in one event, in four realtime sessions, three times."""
-    sounds = [{"type": "input_audio", "audio": bodies.pcm(0.2)}] * 240
+    """240 sounds in one event of 18 MiB, in four realtime sessions, three times."""
+    sounds = [{"type": "input_audio", "audio": bodies.pcm(1.2)}] * 240
     body = bodies.item(*sounds)
     await a.begin()
 
