@@ -2,7 +2,7 @@
 they have gone, each process has as many descriptors as before, and there are as many processes, memory files and
 segments.
 
-Cheap visits are made 300 times, those that take the tiny model some time 60 times or eight: counts are exact, so that
+Cheap visits are made 300 times, those that take the tiny model some time 50 times or six: counts are exact, so that
 one descriptor left by one of them is seen. The same at length: `python -m bench faults --parts server`."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_S = 0.2
 AT_ONCE = 6
 POOLS = 8  # threads by which a process's pools may still grow, whatever they are asked
 CALM = 3  # looks at the processes that show the same
-OFTEN, MORE, SOME = 300, 60, 8
+OFTEN, MORE, SOME = 300, 50, 6
 COUNTS = {
     **dict.fromkeys(("text", "looks", "voices", "refused"), OFTEN),
     **dict.fromkeys(("leaves: connected", "leaves: headers", "leaves: body", "left_session"), OFTEN),
