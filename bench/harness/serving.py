@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -77,8 +78,11 @@ class Server:
 
 
 @contextmanager
-def serving(args: argparse.Namespace, directory: Path, folder: Path) -> Iterator[Server]:
-    """Started with the settings of a service with many listeners; ended by SIGTERM, then by SIGKILL."""
+def serving(
+    args: argparse.Namespace, directory: Path, folder: Path, *, tree: Path = ROOT, unread_log: bool = False
+) -> Iterator[Server]:
+    """Started with the settings of a service with many listeners; ended by SIGTERM, then by SIGKILL. `tree`: the
+    checkout whose server it is. `unread_log`: its output goes into a pipe that nobody reads."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,8 +99,9 @@ def serving(args: argparse.Namespace, directory: Path, folder: Path) -> Iterator
     log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "stretto", "serve", str(directory), *words, *args.serve],
-            cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, "-m", "stretto", "serve", str(directory), *words, *args.serve], cwd=tree,
+            env=environment(tree), stdout=subprocess.PIPE if unread_log else out, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=_usual_limit_of_files,
         )  # fmt: skip
     # Ended from outside, by `timeout` for one: the server must not outlive us, with a GPU in its hands.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))
@@ -112,8 +117,13 @@ def serving(args: argparse.Namespace, directory: Path, folder: Path) -> Iterator
         process.wait()
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+def _usual_limit_of_files() -> None:
+    """As most systems begin, so that a result does not depend on the shell that it was started from."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def environment(tree: Path = ROOT) -> dict[str, str]:
+    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 

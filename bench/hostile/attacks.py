@@ -1,309 +1,340 @@
-"""The attacks of `hostile`, and the process that makes them."""
+"""Attacks by name, one server each: what another client notices, and whether all is given back.
+
+    python -m bench hostile --out bench/results/attacks.json
+    python -m bench hostile --only descriptors,idle_sessions --tree OTHER_CHECKOUT --out FILE
+
+For each attack `stretto serve` is started on the tiny model with two API keys. The client of one key listens to two
+streamed answers and sends ordinary requests of six kinds (text, structured text, speech, a transcription, a realtime
+session, live speech); a probe asks /live all the time. First alone (`quiet`), then beside the attack, which one or more
+processes make with the other key; they are watched for some seconds at least, and until the attack has been answered.
+Then everybody leaves, and what the server's processes hold is compared with what they held before.
+
+Printed and kept for each: the worst latency of /live; the longest gap in a stream, and how many times the longest quiet
+one it is; ordinary requests that were refused, failed or had no answer; how the attack was answered, and after how
+long; memory, memory files and descriptors of all processes before, at most, and after. Problems are: /live took more
+than 50 ms; a gap above 1.5 times the quiet one; a refusal, or an ordinary request that took 2 s longer than any quiet
+one; descriptors, processes or memory files that did not come back; more than 64 MiB of memory that did not. The exit
+status is 1 if there are any. A server that takes more than `--memory-limit-mb` is killed, since some attacks would take
+all of the machine.
+
+`--tree` runs the server of another checkout (the clients are this one's), to compare two versions. The lowest priority
+of attackers, who stand for other machines, is the default; on a machine that is busy they would come too late:
+`--attackers normal`."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import io
+import argparse
 import json
 import os
-import random
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from bench.harness.env import describe, sources
+from bench.harness.proctree import Peak, Tree, settled, watched
+from bench.harness.results import ROOT, parser, quantile, write
+from bench.harness.serving import Server, environment, serving
+from bench.hostile.cases import CASES, Case
+from stretto.models.qwen3_omni.tiny import write_tiny
 
-PART_BYTES = 256 << 10
-HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-HANDSHAKE = (
-    b"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-)
-Attack = Callable[["Enemy"], Awaitable[None]]
+LIVE_MOST_S = 0.05
+GAP_MOST = 1.5  # times the quiet one
+WAIT_MOST_S = 2.0  # by which an ordinary request may take longer than the slowest quiet one
+MEMORY_MOST = 64 << 20
+START_S = 0.3  # from the last word to the common beginning
+LEAD_S = 2.0  # by which the others come before attackers
+Notes = dict[str, Any]
+
+
+# ---- processes
+
+
+def started(module: str, job: dict[str, Any]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", module], cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, start_new_session=bool(job.get("idle")),
+    )  # fmt: skip
+    tell(process, json.dumps(job))
+    return process
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+
+def wait_ready(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        if line != "ready":
+            raise RuntimeError(f"a client did not start: {line!r}")
+
+
+def begin(processes: Sequence[subprocess.Popen[str]], attackers: Sequence[subprocess.Popen[str]]) -> float:
+    """Tell all when; attackers come when the streams of the others flow."""
+    at = time.monotonic() + START_S
+    for process in processes:
+        tell(process, repr(at))
+    at += LEAD_S if attackers else 0.0
+    for process in attackers:
+        tell(process, repr(at))
+    return at
+
+
+def result_of(process: subprocess.Popen[str], seconds: float) -> Notes:
+    try:
+        out, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise RuntimeError("a client did not end") from None
+    found: Notes = json.loads(out.splitlines()[-1])
+    return found
 
 
 @dataclass(slots=True)
-class Enemy:
-    """One kind of attack: what it sends, and what it was answered."""
+class Watch:
+    """The other key's client and the probe, while the block lasts."""
 
     port: int
-    until: float  # by time.monotonic()
-    bodies: dict[str, bytes]
-    rounds: int = 0
-    connections: int = 0
-    bytes: int = 0  # that the server's side took, into its sockets at least
-    statuses: Counter[str] = field(default_factory=Counter)
+    key: str
+    found: Notes = field(default_factory=dict)
+    _processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    @property
-    def going(self) -> bool:
-        return time.monotonic() < self.until
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        streams = await asyncio.open_connection("127.0.0.1", self.port)
-        self.connections += 1
-        return streams
-
-    async def write(self, writer: asyncio.StreamWriter, *data: bytes) -> None:
-        """Part by part, as fast as the server takes them, and count them. Nothing is copied on the way."""
-        writer.transport.set_write_buffer_limits(0)
-        for view in map(memoryview, data):
-            for at in range(0, len(view), PART_BYTES):
-                part = view[at : at + PART_BYTES]
-                writer.write(part)
-                await writer.drain()
-                self.bytes += len(part)
-
-    async def send(self, *data: bytes, leave_after: float | None = None) -> None:
-        """Bare bytes on a connection of its own; what the server answers is counted."""
+    @contextmanager
+    def watching(self, attackers: Sequence[subprocess.Popen[str]] = ()) -> Iterator[float]:
+        """Yields the moment at which the last of them begin."""
         try:
-            async with asyncio.timeout(min(30.0, max(0.1, self.until - time.monotonic()) + 5.0)):
-                reader, writer = await self.connect()
-                try:
-                    self.statuses[await self._answer(reader, writer, data, leave_after)] += 1
-                finally:
-                    writer.close()
-        except (TimeoutError, OSError, IndexError) as e:
-            self.statuses[type(e).__name__] += 1
+            for role in ("probe", "client"):
+                self._processes.append(started("bench.hostile.victim", self._job(role)))
+            wait_ready((*self._processes, *attackers))
+            yield begin(self._processes, attackers)
+            for process in self._processes:
+                tell(process, "stop")
+            probe, client = (result_of(p, 30) for p in self._processes)
+            self.found = {**client, "live": probe["live"]}
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.wait()
 
-    async def _answer(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        data: Sequence[bytes],
-        leave_after: float | None,
-    ) -> str:
-        if leave_after is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(leave_after):
-                    await self.write(writer, *data)
-                    await asyncio.sleep(leave_after)
-            return "left"
-        with suppress(ConnectionError):
-            await self.write(writer, *data)
-        line = await reader.readline()
-        return line.split(b" ")[1].decode() if line else "closed"
-
-    async def post(self, name: str, leave_after: float | None = None) -> None:
-        """A request with the body of this name."""
-        body = self.bodies[name]
-        await self.send(head(body), body, leave_after=leave_after)
+    def _job(self, role: str) -> dict[str, Any]:
+        return {"role": role, "port": self.port, "key": self.key}
 
 
-def head(body: bytes) -> bytes:
-    return f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
+# ---- one attack
 
 
-def ask(content: Any, **more: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}).encode()
+def watch_quiet(port: int, key: str, seconds: float) -> Notes:
+    watch = Watch(port, key)
+    with watch.watching() as at:
+        time.sleep(max(0.0, at + seconds - time.monotonic()))
+    return watch.found
 
 
-def letters(count: int) -> str:
-    return "".join(random.choices("etaoin shrdlu", k=count))
+def watch_attack(case: Case, port: int, keys: dict[str, str], args: argparse.Namespace) -> tuple[Notes, list[Notes]]:
+    attackers = [
+        started(
+            "bench.hostile.attacker",
+            {"attack": case.name, "port": port, "key": keys["attacker"], "index": i, "limit": case.limit_s,
+             "idle": args.attackers == "idle"},
+        )
+        for i in range(case.processes)
+    ]  # fmt: skip
+    watch = Watch(port, keys["victim"])
+    try:
+        with watch.watching(attackers) as at:
+            told = [result_of(p, case.limit_s + 60) for p in attackers]
+            time.sleep(max(0.0, at + case.watch_s - time.monotonic(), args.linger))
+    finally:
+        for process in attackers:
+            process.kill()
+            process.wait()
+    return watch.found, told
 
 
-def described(size: int) -> bytes:
-    tool = {"type": "function", "function": {"name": "f", "description": letters(size), "parameters": {}}}
-    return ask("hi", tools=[tool])
+def summary(found: Notes) -> Notes:
+    """Of what the others noticed."""
 
+    def spread(pairs: list[list[float]]) -> Notes:
+        values = [v for _, v in pairs]
+        if not values:
+            return {"count": 0, "p50": None, "p99": None, "max": None}
+        of = {"p50": statistics.median(values), "p99": quantile(values, 0.99), "max": max(values)}
+        return {"count": len(values), **of}
 
-async def nested(e: Enemy) -> None:
-    """16 MiB of `[{}],`."""
-    await e.post("nested")
-
-
-async def nested_elsewhere(e: Enemy) -> None:
-    """The same in a field that nobody reads."""
-    await e.post("nested elsewhere")
-
-
-async def tools(e: Enemy) -> None:
-    """Descriptions of 1 and 8 MiB."""
-    for name in ("tool of 1 MiB", "tool of 8 MiB"):
-        await e.post(name)
-
-
-def sound() -> bytes:
-    import soundfile
-
-    out = io.BytesIO()
-    soundfile.write(out, np.zeros(15 << 20, np.int16), 16_000, format="WAV", subtype="PCM_16")
-    data = base64.b64encode(out.getvalue()).decode()
-    return ask([{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}])
-
-
-async def upload(e: Enemy) -> None:
-    """A valid sound of 40 MiB."""
-    await e.post("sound")
-
-
-async def text(e: Enemy) -> None:
-    """900,000 characters."""
-    await e.post("text")
-
-
-def video() -> bytes:
-    """30 kB that are 1,000 frames of 2048 x 2048."""
-    import av
-
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.width = stream.height = 2048
-        stream.pix_fmt = "yuv420p"
-        stream.gop_size = 1000
-        frame = av.VideoFrame.from_ndarray(np.zeros((2048, 2048, 3), np.uint8), format="rgb24")
-        for i in range(1000):
-            frame.pts = i
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    url = "data:video/mp4;base64," + base64.b64encode(out.getvalue()).decode()
-    return ask([{"type": "video_url", "video_url": {"url": url}}])
-
-
-def pictures(side: int, count: int) -> bytes:
-    """White pixels, in a few kB each."""
-    from PIL import Image
-
-    out = io.BytesIO()
-    Image.new("L", (side, side), 255).save(out, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-    return ask([{"type": "image_url", "image_url": {"url": url}}] * count)
-
-
-def frame(kind: int) -> bytes:
-    """Of a WebSocket, with nothing in it."""
-    return bytes([kind, 0x80]) + bytes(4)
-
-
-BODIES: dict[str, Callable[[], bytes]] = {
-    "nested": lambda: b'{"messages":[' + b"[{}]," * ((16 << 20) // 5) + b"0]}",
-    "nested elsewhere": lambda: ask("hi")[:-1] + b',"metadata":[' + b"[{}]," * 100_000 + b"0]}",
-    "tool of 1 MiB": lambda: described(1 << 20),
-    "tool of 8 MiB": lambda: described(8 << 20),
-    "text": lambda: ask(letters(900_000)),
-    "sound": sound,
-    "video": video,
-    "pictures": lambda: pictures(7000, 4),  # as many pixels as are taken
-    "a large picture": lambda: pictures(2700, 1),  # as large as the model takes
-    "chunks": lambda: b"1\r\n \r\n" * 700_000,
-    "fragments": lambda: frame(0x01) + frame(0x00) * 300_000,
-    "pings": lambda: frame(0x89) * 300_000,
-    "a MiB of headers": lambda: (b"X-A: " + b"a" * 8000 + b"\r\n") * 131,
-}
-"""Made once, before the listeners come: attackers stand for other machines, so that making them must cost this one
-nothing while it is measured."""
-
-
-async def videos(e: Enemy) -> None:
-    await asyncio.gather(*(e.post("video") for _ in range(4)))
-
-
-async def media(e: Enemy) -> None:
-    await asyncio.gather(*(e.post("pictures") for _ in range(4)))
-
-
-async def large_pictures(e: Enemy) -> None:
-    """One that is answered, if they wait for it, and three that leave when it is on its way to the encoder."""
-    large = "a large picture"
-    await asyncio.gather(e.post(large), *(e.post(large, leave_after=3.0) for _ in range(3)))
-
-
-async def leavers(e: Enemy) -> None:
-    """Ten that send a video or pictures and leave."""
-    bodies = ("video", "pictures")
-    await asyncio.gather(*(e.post(bodies[i % 2], leave_after=0.3) for i in range(10)))
-
-
-async def slow_bodies(e: Enemy) -> None:
-    """64 that begin to send a body and then stop."""
-    await asyncio.gather(*(e.send(f"{HEAD}Content-Length: 60000\r\n\r\n{{".encode()) for _ in range(64)))
-
-
-async def pieces(e: Enemy) -> None:
-    """Bodies in chunks of one byte, from four at once."""
-    chunked = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
-    await asyncio.gather(*(e.send(chunked, e.bodies["chunks"]) for _ in range(4)))
-
-
-async def frames(e: Enemy) -> None:
-    """Empty fragments of one message on a WebSocket, and pings, as fast as they are taken."""
-    for flood in ("fragments", "pings"):
-        with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
-            async with asyncio.timeout(max(0.1, e.until - time.monotonic()) + 5.0):
-                reader, writer = await e.connect()
-                writer.write(HANDSHAKE)
-                e.statuses[(await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()] += 1
-                await e.write(writer, e.bodies[flood])
-                writer.close()
-
-
-async def headers(e: Enemy) -> None:
-    """64 MiB of headers."""
-    lines = e.bodies["a MiB of headers"]
-    await e.send(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n", *[lines] * 64)
-
-
-async def silent(e: Enemy) -> None:
-    """300 connections that say nothing."""
-    await asyncio.gather(*(e.send(b"", leave_after=2.0) for _ in range(300)))
-
-
-async def strangers(e: Enemy) -> None:
-    """What a page of another origin can send, bad hosts, and a handshake for a WebSocket."""
-    hi = ask("hi")
-    request = head(hi) + hi
-    await e.send(request.replace(b"Host:", b"Origin: https://evil.example\r\nHost:"))
-    await e.send(request.replace(b"application/json", b"text/plain"))
-    await e.send(request.replace(b"Host: 127.0.0.1", b"Host: evil.example"))
-    await e.send(HANDSHAKE)
-    await e.send(os.urandom(4096))
-
-
-ATTACKS: dict[str, Attack] = {
-    f.__name__: f
-    for f in (nested, nested_elsewhere, tools, upload, text, videos, media, large_pictures,
-              leavers, slow_bodies, pieces, frames, headers, silent, strangers)
-}  # fmt: skip
-
-
-async def control(e: Enemy) -> None:
-    """Load of the same kind that no server should mind: large answers are read from another process's socket."""
-    data = os.urandom(1 << 20)
-    for _ in range(20):
-        base64.b64encode(data)
-        await asyncio.sleep(0)
-    await e.send(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-
-
-async def attack(port: int, names: list[str], seconds: float, bodies: dict[str, bytes]) -> dict[str, Any]:
-    until, before = time.monotonic() + seconds, time.process_time()
-
-    async def keep_on(name: str) -> Enemy:
-        enemy = Enemy(port, until, bodies)
-        while enemy.going:
-            await (control if name == "control" else ATTACKS[name])(enemy)
-            enemy.rounds += 1
-            await asyncio.sleep(0.05)
-        return enemy
-
-    enemies = dict(zip(names, await asyncio.gather(*(keep_on(n) for n in names)), strict=True))
+    asked: Counter[str] = Counter(kind for _, kind, _, _ in found["asked"])
+    refused = Counter(f"{kind}: {outcome}" for _, kind, outcome, _ in found["asked"] if outcome != "ok")
+    slowest = {kind: max(s for _, k, _, s in found["asked"] if k == kind) for kind in asked if kind != "stream"}
     return {
-        "answers": dict(sum((e.statuses for e in enemies.values()), Counter())),
-        "rounds": {name: e.rounds for name, e in enemies.items()},
-        "connections": {name: e.connections for name, e in enemies.items()},
-        "bytes": {name: e.bytes for name, e in enemies.items()},
-        "cpu_s": time.process_time() - before,
+        "seconds": found["seconds"],
+        **{f"{name}_s": spread(found[name]) for name in ("live", "gaps", "first")},
+        "asked": dict(asked),
+        "refused": dict(refused),
+        "refusals": sum(refused.values()),
+        "slowest_s": slowest,
     }
 
 
-def step_back() -> None:
-    """Of all processes, this one comes last: attackers stand for other machines. Linux shares cores out between
-    sessions first, so that priorities count within one only: this one's session gets the least weight, too."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with suppress(OSError):  # no Linux, or one without autogroups
-        Path("/proc/self/autogroup").write_text("19")
+def answered(told: list[Notes]) -> Notes:
+    """How an attack was answered."""
+    answers = [a for t in told for a in t["answers"]]
+    times: dict[str, list[float]] = {}
+    for status, seconds in answers:
+        times.setdefault(status, []).append(seconds)
+    return {
+        "answers": {status: len(values) for status, values in times.items()},
+        "seconds": {s: {"p50": statistics.median(v), "max": max(v)} for s, v in times.items()},
+        "messages": {s: words for t in reversed(told) for s, words in t["messages"].items()},
+        "errors": [t["error"] for t in told if t["error"]],
+        "lasted_s": max(t["seconds"] for t in told),
+        "cpu_s": sum(t["cpu_s"] for t in told),
+    }
+
+
+def judged(quiet: Notes, attacked: Notes, before: Tree, after: Tree, peak: Peak) -> list[str]:
+    problems = []
+    if peak.stopped:
+        problems.append(f"the server was killed at {peak.anonymous + peak.file_bytes >> 20} MiB")
+    live, gap, calm = attacked["live_s"]["max"], attacked["gaps_s"]["max"], quiet["gaps_s"]["max"]
+    if live is None or live > LIVE_MOST_S:
+        problems.append(f"/live took {1e3 * (live or 0):.0f} ms (quiet: {1e3 * quiet['live_s']['max']:.0f} ms)")
+    if gap is None:
+        problems.append("no stream had two pieces")
+    elif gap > GAP_MOST * calm:
+        problems.append(f"a stream had a gap of {1e3 * gap:.0f} ms, {gap / calm:.1f} times the quiet {1e3 * calm:.0f}")
+    slow, calm = (max(of["slowest_s"].values(), default=0.0) for of in (attacked, quiet))
+    if slow > calm + WAIT_MOST_S:
+        kind = max(attacked["slowest_s"], key=attacked["slowest_s"].get)
+        problems.append(f"an ordinary request ({kind}) took {slow:.1f} s (quiet: {calm:.1f} s)")
+    if attacked["refusals"]:
+        problems.append(f"{attacked['refusals']} ordinary requests failed: {attacked['refused']}")
+    problems += before.growth(after)
+    for what in ("anonymous", "file_bytes"):
+        more = getattr(after, what) - getattr(before, what)
+        if more > MEMORY_MOST:
+            problems.append(f"{more >> 20} MiB more of {what.replace('_', ' ')} than before")
+    return problems
+
+
+def one(case: Case, directory: Path, folder: Path, args: argparse.Namespace) -> Notes:
+    keys = {who: secrets.token_hex(8) for who in ("attacker", "victim")}
+    (folder / "keys").write_text("\n".join(keys.values()) + "\n")
+    flags = ["--api-key-file", str(folder / "keys"), "--each-frames", "2", *case.flags, *args.serve]
+    settings = argparse.Namespace(device="cpu", model="tiny", max_rows=32, serve=flags)
+    with serving(settings, directory, folder, tree=args.tree, unread_log=case.unread_log) as server:
+        server.wait(300)
+        return observed(case, server, keys, args)
+
+
+def observed(case: Case, server: Server, keys: dict[str, str], args: argparse.Namespace) -> Notes:
+    pid = server.process.pid
+
+    def stop() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+    watch_quiet(server.port, keys["victim"], args.warmup)
+    quiet = watch_quiet(server.port, keys["victim"], args.quiet)
+    time.sleep(1.0)  # the last client's connections end
+    before = Tree.of(pid)
+    with watched(pid, args.memory_limit_mb << 20, stop) as peak:
+        attacked, told = watch_attack(case, server.port, keys, args)
+    after = settled(pid, before, args.settle)
+    of = {"quiet": summary(quiet), "attacked": summary(attacked)}
+    problems = judged(of["quiet"], of["attacked"], before, after, peak)
+    gap, calm = of["attacked"]["gaps_s"]["max"], of["quiet"]["gaps_s"]["max"]
+    return {
+        "attack": case.name,
+        "about": case.about,
+        **of,
+        "gap_ratio": gap / calm if gap is not None and calm else None,
+        "attackers": answered(told),
+        "held": {
+            "before": before.told(),
+            "peak": {k: getattr(peak, k) for k in ("resident", "anonymous", "file_bytes", "descriptors")},
+            "after": after.told(),
+        },
+        "server_ended": server.process.poll(),
+        "problems": problems,
+        "samples": {
+            "quiet": quiet,
+            "attacked": attacked,
+            "attackers": [t["answers"][:5000] for t in told],
+            "held": {"columns": ["s", "resident", "anonymous", "file_bytes", "descriptors"], "rows": peak.samples},
+        },
+    }
+
+
+def line(found: Notes) -> str:
+    quiet, attacked, held = found["quiet"], found["attacked"], found["held"]
+
+    def ms(value: float | None) -> str:
+        return "-" if value is None else f"{1e3 * value:.0f}"
+
+    answers = ", ".join(f"{n} x {s} ({found['attackers']['seconds'][s]['max']:.1f} s)" for s, n in
+                        found["attackers"]["answers"].items())  # fmt: skip
+    mib = [held["before"]["anonymous"] >> 20, held["peak"]["anonymous"] >> 20, held["after"]["anonymous"] >> 20]
+    fds = [held["before"]["descriptors"], held["after"]["descriptors"]]
+    return (
+        f"{found['attack']:<22} /live {ms(attacked['live_s']['max'])} (quiet {ms(quiet['live_s']['max'])}) ms, "
+        f"gap {ms(attacked['gaps_s']['max'])} (quiet {ms(quiet['gaps_s']['max'])}) ms, "
+        f"refused {attacked['refusals']} of {sum(attacked['asked'].values())}, slowest "
+        f"{max(attacked['slowest_s'].values(), default=0.0):.1f} s, "
+        f"memory {mib[0]}, {mib[1]}, {mib[2]} MiB, files {held['peak']['file_bytes'] >> 20} MiB at most, "
+        f"descriptors {fds[0]}, {fds[1]}; answered: {answers}"
+    )
+
+
+def names(given: str) -> list[str]:
+    wanted = [name for name in given.split(",") if name]
+    if unknown := sorted(set(wanted) - set(CASES)):
+        raise argparse.ArgumentTypeError(f"no such attack: {', '.join(unknown)}")
+    return wanted
+
+
+def main(given: Sequence[str]) -> int:
+    p = parser("hostile --parts attacks", __doc__)
+    p.add_argument("--only", type=names, default=list(CASES), metavar="NAME,...", help="default: all, see --list")
+    p.add_argument("--list", action="store_true", help="the attacks and what they are")
+    p.add_argument("--tree", type=Path, default=ROOT, metavar="CHECKOUT", help="whose server is attacked")
+    p.add_argument("--warmup", type=float, default=4.0, metavar="S", help="of each server (default: %(default)s)")
+    p.add_argument("--quiet", type=float, default=10.0, metavar="S", help="without an attack (default: %(default)s)")
+    p.add_argument("--linger", type=float, default=2.0, metavar="S", help="watched after an attack, at least")
+    p.add_argument("--settle", type=float, default=20.0, metavar="S", help="until all is given back, at most")
+    p.add_argument("--memory-limit-mb", type=int, default=4096, metavar="MIB", help="of a server (default: 4096)")
+    p.add_argument("--attackers", choices=("idle", "normal"), default="idle", help="their priority")
+    p.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last")
+    args = p.parse_args(given)
+    if args.list:
+        for case in CASES.values():
+            print(f"{case.name:<22} {case.about}")
+        return 0
+    args.tree = args.tree.resolve()
+    result: Notes = {"env": describe(), "tree": sources(args.tree), "attacks": []}
+    for name in args.only:
+        with tempfile.TemporaryDirectory(prefix="stretto-hostile-") as place:
+            write_tiny(Path(place) / "tiny")
+            began = time.monotonic()
+            found = one(CASES[name], Path(place) / "tiny", Path(place), args)
+        found["took_s"] = time.monotonic() - began
+        result["attacks"].append(found)
+        result["problems"] = [f"{a['attack']}: {problem}" for a in result["attacks"] for problem in a["problems"]]
+        words = [f"answered {s}: {text}" for s, text in found["attackers"]["messages"].items() if text and s != "200"]
+        print(line(found), *(f"\n    {text}" for text in (*found["problems"], *words)), flush=True, sep="")
+        write(args.out, result)
+    print("nobody noticed, nothing is held" if not result["problems"] else f"{len(result['problems'])} problems")
+    return 1 if result["problems"] else 0
