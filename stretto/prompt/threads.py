@@ -45,6 +45,10 @@ class Prompts(Protocol):
         """Cut a sound file into windows; the caller closes the file that comes back."""
         ...
 
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Raises `Invalid` for a grammar that cannot be compiled, or not within limits. An empty one is fine."""
+        ...
+
     def metrics(self) -> Mapping[str, float]: ...
 
 
@@ -70,6 +74,9 @@ class InThreads:
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
         return await asyncio.to_thread(do_cut, sound.view(), seconds)
+
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Not checked: what cannot be compiled is refused by its stage, and trusted callers send nothing hostile."""
 
     async def build_for(self, sender: str, messages: Any, tools: Any, *, allow_paths: bool) -> Prompt:
         """For a session. Of long texts few are done at a time, senders taking turns, so that short ones never wait for

@@ -19,11 +19,12 @@ import msgspec
 import numpy as np
 
 from stretto.child import die_with_parent
-from stretto.errors import Invalid, StrettoError
+from stretto.errors import Bug, Invalid, StrettoError
 from stretto.named import load
 from stretto.prompt import work
 from stretto.prompt.apart import Children, WorkerLimits
 from stretto.prompt.cuts import do_cut, do_outline
+from stretto.prompt.grammars import GrammarCompiler, check_apart
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
     MAX_FDS,
@@ -31,6 +32,8 @@ from stretto.prompt.jobs import (
     Build,
     Built,
     ByteRange,
+    Check,
+    Checked,
     Cut,
     FromWorker,
     Head,
@@ -38,6 +41,7 @@ from stretto.prompt.jobs import (
     Outline,
     Read,
     Stop,
+    Work,
     WorkerReady,
     decode_to_worker,
     encode,
@@ -95,15 +99,26 @@ class Worker:
             return failed(e), None
 
 
-def do_apart(builder: Builder, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+def do_apart(
+    builder: Builder, compiler: GrammarCompiler | None, job: Job, files: list[Spool]
+) -> tuple[FromWorker, Spool | None]:
+    if isinstance(job.work, Check):
+        return check(compiler, job.work, files[0])
     return do(builder, job.work, files, only_text=False)
 
 
-def do(
-    builder: Builder, job: Build | Read | Outline | Cut, files: list[Spool], *, only_text: bool
-) -> tuple[FromWorker, Spool | None]:
+def check(compiler: GrammarCompiler | None, job: Check, grammar: Spool) -> tuple[FromWorker, None]:
+    if compiler is None:
+        raise Bug("this model follows no grammar")
+    check_apart(compiler, _text(grammar.view()), job.cpu_s, job.memory_mb)
+    return Checked(), None
+
+
+def do(builder: Builder, job: Work, files: list[Spool], *, only_text: bool) -> tuple[FromWorker, Spool | None]:
     data = files[0].view()
     match job:
+        case Check():
+            return Apart(), None
         case Build():
             messages = work.decode(_part(data, job.messages), "messages")
             if only_text and work.has_media(messages):
@@ -145,6 +160,7 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("model", type=Path)
     p.add_argument("--builder", required=True, help="module:function that opens the model's prompt builder")
+    p.add_argument("--grammars", default="", help="module:function that opens what compiles its grammars")
     p.add_argument("--fd", type=int, required=True)
     p.add_argument("--cpu-s", type=int, required=True)
     p.add_argument("--memory-mb", type=int, required=True)
@@ -154,6 +170,7 @@ def main() -> None:
     control = socket.socket(fileno=args.fd)
     try:
         builder: Builder = load(args.builder)(args.model)
+        compiler: GrammarCompiler | None = load(args.grammars)(args.model) if args.grammars else None
     except StrettoError as e:
         control.send(encode(failed(e)))
         sys.exit(1)
@@ -163,7 +180,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
     limits = WorkerLimits(args.cpu_s, args.memory_mb)
-    work_apart = partial(do_apart, builder)
+    work_apart = partial(do_apart, builder, compiler)
     Worker(control, builder, Children(control, limits, work_apart, partial(work.warm, builder))).serve()
 
 

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from tokenizers import Tokenizer
 from stretto.control.request import Params
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.prompt.grammars import GrammarGuide
 from stretto.prompt.template import ChatTemplate
 from stretto.server.grammar import SPACE
-from stretto.stage.guide import GrammarGuide, Grammars, PenaltyGuide
+from stretto.stage.guide import Grammars, PenaltyGuide
 from tests.orchestrator.common import collect
 from tests.server.conftest import Running
 
@@ -117,8 +120,7 @@ def test_what_cannot_be_followed_is_a_400(real: Running, body: dict[str, Any], s
 def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(real: Running, tiny_dir: Path) -> None:
     """With two steps in flight, beside requests without a grammar."""
     config = OmniConfig.read(tiny_dir)
-    text, vocab = Grammars(tiny_dir, config.thinker.text.vocab_size, config.tokens.im_end), []
-    tokenizer = text._tokenizer.result()
+    tokenizer, vocab = open_grammars(tiny_dir).tokenizer, []
     for id in range(config.thinker.text.vocab_size):
         letters = tokenizer.decode_bytes([id])
         if not letters or any(b > 126 for b in letters) or tokenizer.is_special_token(id):
@@ -271,9 +273,9 @@ def random_instance(schema: dict[str, Any], rng: random.Random) -> Any:
 @pytest.fixture(scope="module")
 def grammars(tiny_dir: Path) -> Iterator[tuple[Grammars, int]]:
     config = OmniConfig.read(tiny_dir)
-    made = Grammars(tiny_dir, config.thinker.text.vocab_size, config.tokens.im_end)
+    made = Grammars(partial(open_grammars, tiny_dir))
     yield made, config.tokens.im_end
-    made._thread.shutdown()
+    made.close()
 
 
 def guide_of(grammars: Grammars, schema: dict[str, Any]) -> GrammarGuide:
@@ -299,7 +301,7 @@ def walk(guide: GrammarGuide, end: int, rng: random.Random) -> list[int] | None:
 def test_random_schemas_are_followed(grammars: tuple[Grammars, int]) -> None:
     """Whatever a model picks is valid; and what is valid, in the order that the schema gives, can be picked."""
     made, end = grammars
-    tokenizer = made._tokenizer.result()
+    tokenizer = made.compiler.result().tokenizer
     whole = 0
     for seed in range(SCHEMAS):
         rng = random.Random(seed)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from stretto.control.messages import Admit, Text
+from stretto.control.messages import Admit, Text, Working
 from stretto.errors import StrettoError
+from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
 from stretto.models.qwen3_omni.nodes.encoders import Encoders
 from stretto.models.qwen3_omni.nodes.guided import Admitted, Compiling, guide_of
@@ -26,9 +28,10 @@ from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_node import FRAME_S
+from stretto.prompt.grammars import GrammarGuide
 from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
-from stretto.stage.guide import GrammarGuide, Grammars
+from stretto.stage.guide import Grammars
 from stretto.stage.links import Outlet
 from stretto.stage.mediarows import MediaOutput
 from stretto.stage.report import Clock, Journal, failed
@@ -75,8 +78,8 @@ class ThinkerNode:
         self.inlets: tuple[()] = ()
         self.outlets = (self.outlet,)
         self.tellings: dict[RequestId, Telling] = {}
-        vocab, end = self.config.thinker.text.vocab_size, self.config.tokens.im_end
-        self.compiling = Compiling(Grammars(Path(context.model), vocab, end), context.ring)
+        grammars = Grammars(partial(open_grammars, Path(context.model)))
+        self.compiling = Compiling(grammars, context.ring, context.clock)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self.stage = stage(self._emit)
         self.encoders = Encoders(model, self.stage, context, self._fail)
@@ -86,7 +89,8 @@ class ThinkerNode:
 
     @property
     def due_ns(self) -> int | None:
-        return min((at for at in (self.stage.due_ns, self.encoders.due_ns) if at is not None), default=None)
+        parts = self.stage.due_ns, self.encoders.due_ns, self.compiling.due_ns
+        return min((at for at in parts if at is not None), default=None)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -172,6 +176,8 @@ class ThinkerNode:
                 self._submit(known, made.result())
             except StrettoError as error:
                 self._fail(known.admit.request, error)
+        for id in self.compiling.working():
+            self.report(Working(id, self.name), b"")
         encoded = self.encoders.turn()
         for id in encoded:
             if id in self.tellings:
