@@ -5,6 +5,7 @@ the features of some seconds of sound. The worker runs one thread, so forking is
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import selectors
@@ -16,7 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.child import die_with_parent
-from stretto.prompt.jobs import MAX_DATAGRAM, MAX_FDS, Died, FromWorker, Job, JobFailed, decode_job, encode, failed, say
+from stretto.prompt.jobs import (
+    MAX_DATAGRAM,
+    MAX_FDS,
+    Check,
+    Died,
+    FromWorker,
+    Job,
+    JobFailed,
+    decode_job,
+    encode,
+    failed,
+    say,
+)
 from stretto.prompt.spool import Spool
 
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
@@ -43,12 +56,17 @@ class Child:
     pid: int
     pidfd: int
     told: socket.socket  # where it is told
+    warmed: mmap.mmap  # shared with it: its first byte says that it is ready
 
     def tell(self, job: Job, answer: socket.socket, files: Sequence[Spool], short: bool) -> None:
         with self.told:
             if not short:
                 make_idle(self.pid)
             socket.send_fds(self.told, [encode(job)], [answer.fileno(), *(f.fd for f in files)])
+
+    def ready(self) -> bool:
+        """Has it done what it does while it waits?"""
+        return self.warmed[0] != 0
 
     def end(self) -> tuple[int, float]:
         """Its status, and the CPU time that it took. It has ended, or was killed."""
@@ -103,7 +121,7 @@ class Children:
             self._spares.append(self._fork(self.warm))
 
     def start(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
-        child, taken = self._spares.pop(0) if self._spares else self._fork(), self.credit.take()
+        child, taken = self._spare(job) or self._fork(), self.credit.take()
         try:
             child.tell(job, answer, files, taken > 0)
         except OSError:  # it was killed
@@ -112,6 +130,14 @@ class Children:
             child.tell(job, answer, files, taken > 0)
         self._running[job.number] = child, answer, taken
         self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
+
+    def _spare(self, job: Job) -> Child | None:
+        """One that may do this job. A grammar is checked in less time than a spare takes to become ready."""
+        fit = [s for s in self._spares if s.ready()] if isinstance(job.work, Check) else self._spares
+        if not fit:
+            return None
+        self._spares.remove(fit[0])
+        return fit[0]
 
     def stop(self, number: int) -> None:
         """Nobody waits for its answer. It may be over."""
@@ -131,15 +157,16 @@ class Children:
 
     def _fork(self, warm: Callable[[], None] = lambda: None) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        warmed = mmap.mmap(-1, 1)
         worker = os.getpid()
         pid = os.fork()
         if pid == 0:
             ours.close()
-            self._child(theirs, warm, worker)
+            self._child(theirs, warm, warmed, worker)
         theirs.close()
-        return Child(pid, os.pidfd_open(pid), ours)
+        return Child(pid, os.pidfd_open(pid), ours, warmed)
 
-    def _child(self, told: socket.socket, warm: Callable[[], None], worker: int) -> None:
+    def _child(self, told: socket.socket, warm: Callable[[], None], warmed: mmap.mmap, worker: int) -> None:
         """Does not return."""
         code = 1
         try:
@@ -155,6 +182,7 @@ class Children:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
             NAME.write_text("prompt spare")
             warm()
+            warmed[0] = 1
             data, fds, _, _ = socket.recv_fds(told, MAX_DATAGRAM, MAX_FDS)
             if data:
                 self._do(decode_job(data), *fds)

@@ -41,12 +41,12 @@ once, and no fuel of the library's covers that."""
 BURST_S, EACH_S = 0.05, 0.002
 """CPU time that the steps of one request may take: the most at once, and what each adds. Usual steps take 0.05 to 0.3
 ms."""
-TRIAL_STEPS = 16
-"""Of an answer that is tried where a grammar is checked: what makes steps slow is mostly near the start."""
+TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
+"""Of an answer that is tried where a grammar is checked. The second, if they take no longer than compiling did."""
 STACK = 8 << 20
 """Bytes, where a grammar is checked: the compiler recurses along references."""
-STRUCTURE = tuple('"{[,:]} 0a')
-"""A trial answer prefers these: they lead through a schema, other letters stay within one string."""
+STRUCTURE = tuple('""""{[,:]} 0a')
+"""A trial answer draws from these: they lead through a schema, other letters stay within one string."""
 
 
 @dataclass(slots=True)
@@ -151,14 +151,17 @@ class GrammarCompiler:
 
     def check(self, grammar: str) -> None:
         """Compile it and try the first steps of an answer. Raises `Invalid`."""
+        began = time.thread_time()
         guide, draw = self.compile(grammar), random.Random(0)
+        until = 2 * time.thread_time() - began
         likely = [id for letter in STRUCTURE for id in self.tokenizer.tokenize_str(letter)[:1]]
-        for _ in range(TRIAL_STEPS):
+        for step in range(MOST_TRIAL_STEPS):
             bits = guide.mask()
             if guide.error is not None:
                 raise guide.error
-            fine = [id for id in likely if bits[id // 32] >> id % 32 & 1] or _some(bits)
-            token = draw.choice(fine)
+            if step >= TRIAL_STEPS and time.thread_time() >= until:
+                return
+            token = draw.choice([id for id in likely if bits[id // 32] >> id % 32 & 1] or _some(bits))
             if token == self.end:
                 return
             guide.accept(token)

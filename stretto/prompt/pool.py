@@ -162,11 +162,12 @@ class PromptPool:
                 wrong = ""
             case JobFailed(kind="Invalid", message=wrong):
                 pass
-            case Died(signal=number):
+            case Died(signal=number) if number:
                 self._counts["over_limit"] += 1
                 wrong = f"the schema cannot be used: {why_ended(number, cpu_s, memory_mb)}"
+            case JobFailed(message=message):
+                raise errors.Bug(message)
             case _:
-                self._checked(answer)
                 raise errors.Bug(f"a check was answered with {type(answer).__name__}")
         self._verdicts.keep(sender, digest, wrong)
         return wrong

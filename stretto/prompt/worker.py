@@ -137,6 +137,13 @@ def do(builder: Builder, job: Work, files: list[Spool], *, only_text: bool) -> t
             return do_cut(data, job.seconds)
 
 
+def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
+    """Do all kinds of work once: what that imports and computes is there then, for children of this process too."""
+    work.warm(builder)
+    if compiler is not None:
+        compiler.check('start: %json {"type": "object"}')
+
+
 def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
     meta, arrays = lay_out(prompt)
     head = encode(Head(meta, spoken))
@@ -176,12 +183,12 @@ def main() -> None:
         sys.exit(1)
     with contextlib.suppress(ImportError):
         import av  # noqa: F401  # once, here, rather than in every child that meets a video
-    work.warm(builder)
+    warm(builder, compiler)
     gc.collect()
     gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
     limits = WorkerLimits(args.cpu_s, args.memory_mb)
-    work_apart = partial(do_apart, builder, compiler)
-    Worker(control, builder, Children(control, limits, work_apart, partial(work.warm, builder))).serve()
+    children = Children(control, limits, partial(do_apart, builder, compiler), partial(warm, builder, compiler))
+    Worker(control, builder, children).serve()
 
 
 if __name__ == "__main__":
