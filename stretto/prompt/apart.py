@@ -212,12 +212,16 @@ def make_idle(pid: int) -> None:
 
 
 def limit(limits: WorkerLimits) -> None:
-    """Of this process, from now on."""
+    """Of this process, from now on; those that it has already still hold."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + (limits.memory_mb << 20)
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    cpu = int(used) + limits.cpu_s
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # SIGXCPU, then SIGKILL
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_RESULT, MAX_RESULT))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + (limits.memory_mb << 20))
+    _limit(resource.RLIMIT_CPU, int(used) + limits.cpu_s, 1)  # SIGXCPU, then SIGKILL
+    _limit(resource.RLIMIT_FSIZE, MAX_RESULT)
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def _limit(kind: int, most: int, grace: int = 0) -> None:
+    _, hard = resource.getrlimit(kind)
+    last = most + grace if hard == resource.RLIM_INFINITY else min(most + grace, hard)
+    resource.setrlimit(kind, (min(most, last), last))

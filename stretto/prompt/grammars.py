@@ -169,7 +169,7 @@ class GrammarCompiler:
 
 def check_apart(compiler: GrammarCompiler, grammar: str, cpu_s: float, memory_mb: int) -> None:
     """`GrammarCompiler.check` within limits of this process, which is a child for this one job: the kernel ends it."""
-    limit(WorkerLimits(math.ceil(cpu_s), memory_mb))
+    limit(WorkerLimits(math.ceil(cpu_s) + 1, memory_mb))  # the timer, which is exact, comes first
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     most = STACK if hard == resource.RLIM_INFINITY else min(STACK, hard)
     resource.setrlimit(resource.RLIMIT_STACK, (most, hard))

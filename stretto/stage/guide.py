@@ -117,27 +117,31 @@ class Grammars:
         except BaseException as e:  # noqa: BLE001  requests with a grammar hear of it; the others go on
             self.compiler.set_exception(e)
         while (work := self._next()) is not None:
-            if work.guide.set_running_or_notify_cancel():
-                try:
-                    work.guide.set_result(self.compiler.result().compile(work.grammar))
-                except StrettoError as e:
-                    work.guide.set_exception(e)
-                except BaseException as e:  # one request must not end the thread, and with it those of others
-                    log.error("a grammar cannot be compiled", exc_info=e)
-                    work.guide.set_exception(Bug("the grammar cannot be compiled"))
+            try:
+                work.guide.set_result(self.compiler.result().compile(work.grammar))
+            except StrettoError as e:
+                work.guide.set_exception(e)
+            except BaseException as e:  # one request must not end the thread, and with it those of others
+                log.error("a grammar cannot be compiled", exc_info=e)
+                work.guide.set_exception(Bug("the grammar cannot be compiled"))
 
     def _next(self) -> _Compile | None:
+        """The next in turn, which nobody can cancel any more. None: it is closed."""
         with self._changed:
-            while not self._waiting and not self._closed:
-                self._changed.wait()
-            if self._closed:
-                return None
-            sender = next(iter(self._waiting))
-            turns = self._waiting.pop(sender)
-            work = turns.popleft()
-            if turns:
-                self._waiting[sender] = turns  # behind the others
-            return work
+            while True:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return None
+                sender, turns = next(iter(self._waiting.items()))
+                work = turns.popleft()
+                running = work.guide.set_running_or_notify_cancel()
+                if running or not turns:
+                    del self._waiting[sender]
+                if running:
+                    if turns:
+                        self._waiting[sender] = turns  # behind the others
+                    return work
 
 
 def _start(run: Callable[[], None]) -> Thread:

@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,16 +19,17 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from stretto.control.request import Params
+from stretto.control.request import MAX_GRAMMAR, Params
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.prompt.grammars import GrammarGuide
+from stretto.prompt.settings import PoolSettings
 from stretto.prompt.template import ChatTemplate
 from stretto.server.grammar import SPACE
 from stretto.stage.guide import Grammars, PenaltyGuide
 from tests.orchestrator.common import collect
-from tests.server.conftest import Running
+from tests.server.conftest import HEAD, Running
 
 SCHEMA = {
     "type": "object",
@@ -112,6 +114,76 @@ def test_what_cannot_be_followed_is_a_400(real: Running, body: dict[str, Any], s
     assert reply.status == 400
     assert says in reply.error["message"]
     assert str(reply.error["param"]).startswith(tuple(body)), "also where a stage found it"
+
+
+# ---- what takes too long, or too much
+
+ENDLESS = {"type": "integer", "multipleOf": 9_999_991}  # compiles for more than a minute, and takes gigabytes
+
+
+def structured(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": ASK, "max_tokens": 5, "response_format": shape, **more}
+
+
+def optional(count: int) -> dict[str, Any]:
+    properties = {f"p{i}": {"type": "string"} for i in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def references(count: int) -> dict[str, Any]:
+    """A chain of them: the compiler recurses along it."""
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$defs": {**chain, f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (ENDLESS, "it takes more than"),
+        (references(3000), "too deeply"),
+        (optional(3500), "too big"),
+        ({"anyOf": [optional(2) for _ in range(300)]}, "cannot be followed"),
+    ],
+    ids=["endless", "deep", "large", "ambiguous"],
+)
+def test_a_hostile_schema_is_a_400_and_the_hosts_never_see_it(real: Running, schema: dict[str, Any], says: str) -> None:
+    hosts = real.server.service.engine().pids
+    reply = real.ask("/v1/chat/completions", structured(schema))
+    assert (reply.status, reply.error["param"]) == (400, "response_format")
+    assert says in reply.error["message"]
+    assert "thinker" not in reply.error["message"], "it was found out before"
+    assert real.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
+    assert real.server.service.engine().pids == hosts
+
+
+def test_a_schema_that_is_too_long_is_a_400(real: Running) -> None:
+    long = {"type": "object", "description": "x" * MAX_GRAMMAR}
+    tool = {"type": "function", "function": {"name": "long", "parameters": long}}
+    for body in (structured(long), {"messages": ASK, "tools": [tool], "tool_choice": "required"}):
+        reply = real.ask("/v1/chat/completions", body)
+        assert (reply.status, reply.error["param"]) == (400, "response_format")
+        assert f"letters of at most {MAX_GRAMMAR}" in reply.error["message"]
+
+
+def test_a_check_ends_when_its_client_leaves(real: Running) -> None:
+    """One that nothing else would end."""
+    pool = real.server.service.engine().prompts
+    within, pool.settings = pool.settings, PoolSettings(grammar_cpu_s=3600.0, grammar_memory_mb=1 << 20)
+
+    async def running(count: int) -> None:
+        while pool.checks.running != count:
+            await asyncio.sleep(0.001)
+
+    try:
+        with socket.create_connection(("127.0.0.1", real.port), timeout=120) as s:
+            data = json.dumps(structured({**ENDLESS, "title": "left"})).encode()
+            s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            real.do(running(1))
+        real.do(running(0))
+    finally:
+        pool.settings = within
+    assert real.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
 
 
 # ---- the tokens
