@@ -133,11 +133,10 @@ class Children:
 
     def _spare(self, job: Job) -> Child | None:
         """One that may do this job. A grammar is checked in less time than a spare takes to become ready."""
-        fit = [s for s in self._spares if s.ready()] if isinstance(job.work, Check) else self._spares
-        if not fit:
-            return None
-        self._spares.remove(fit[0])
-        return fit[0]
+        for i, spare in enumerate(self._spares):
+            if spare.ready() or not isinstance(job.work, Check):
+                return self._spares.pop(i)
+        return None
 
     def stop(self, number: int) -> None:
         """Nobody waits for its answer. It may be over."""
