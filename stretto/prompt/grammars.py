@@ -185,8 +185,10 @@ def check_apart(compiler: GrammarCompiler, grammar: str, cpu_s: float, memory_mb
 
 def why_ended(number: int, cpu_s: float, memory_mb: int) -> str:
     """What the signal says that ended a process of `check_apart`."""
-    if number in (signal.SIGPROF, signal.SIGXCPU):
+    if number == signal.SIGPROF:
         return f"it takes more than {cpu_s:g} s of CPU time to compile"
+    if number == signal.SIGXCPU:
+        return "it takes too much CPU time to compile"
     if number in (signal.SIGABRT, signal.SIGKILL):
         return f"it takes more than {memory_mb} MiB of memory to compile"
     return "its parts refer to each other too deeply to compile"

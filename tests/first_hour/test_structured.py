@@ -19,6 +19,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
+from stretto.control.messages import Admit
 from stretto.control.request import MAX_GRAMMAR, Params
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -184,6 +185,20 @@ def test_a_check_ends_when_its_client_leaves(real: Running) -> None:
     finally:
         pool.settings = within
     assert real.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
+
+
+def test_the_stage_learns_whose_turn_it_is(real: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    [pipeline] = real.server.service.engine()._pipelines
+    sent: list[Any] = []
+    send = pipeline.send
+
+    def noted(stages: Any, message: Any, blob: Any = b"") -> None:
+        sent.append(message)
+        send(stages, message, blob)
+
+    monkeypatch.setattr(pipeline, "send", noted)
+    assert real.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
+    assert [bool(m.sender) for m in sent if isinstance(m, Admit)] == [True]
 
 
 # ---- the tokens

@@ -99,12 +99,12 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
     with Held(tiny_dir) as held:
         compiling = Compiling(held.grammars, rung.release, lambda: now[0])
         assert compiling.due_ns is None
-        for name, sender in (("r1", "a"), ("r2", "a"), ("r3", "b")):
+        for name, sender in (("r1", "a"), ("r2", "a"), ("r3", "a"), ("r4", "b")):
             compiling.add(request(name, sender))
         assert compiling.due_ns == WORKING_NS
         assert compiling.working() == []
         now[0] = WORKING_NS
-        assert compiling.working() == ["r1", "r2", "r3"]
+        assert compiling.working() == ["r1", "r2", "r3", "r4"]
         assert compiling.working() == [], "once each time"
         assert compiling.due_ns == 2 * WORKING_NS
         compiling.drop(RequestId("r1"))
@@ -112,10 +112,10 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
         assert rung.acquire(timeout=120)
         held.open.set()
         done = []
-        while len(done) < 2:
+        while len(done) < 3:
             assert rung.acquire(timeout=120)
             done += [known.admit.request for known, made in compiling.done() if made.result().error is None]
-        assert done == ["r2", "r3"]
+        assert done == ["r2", "r4", "r3"], "senders take turns"
         assert compiling.due_ns is None
 
 
