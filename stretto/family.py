@@ -55,6 +55,7 @@ class PipelineSpec:
     stages: tuple[StageSpec, ...]
     links: tuple[LinkSpec, ...]
     paths: Mapping[Capability, tuple[str, ...]]  # which stages a request needs, by what it wants
+    grammars: str = ""  # "module:function" of (directory) -> GrammarCompiler, if answers may have to follow a grammar
 
     def __post_init__(self) -> None:
         order = {name: i for i, name in enumerate(self.names)}

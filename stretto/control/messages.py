@@ -37,6 +37,7 @@ class Admit(Wire, frozen=True, tag="admit"):
     stages: dict[str, msgspec.Raw]  # those of this host on its way, with their parameters: each stage knows its type
     priority: int = 0
     cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
+    sender: bytes = b""  # whose turn it is, where requests wait for each other: a digest
     elsewhere: tuple[str, ...] = ()  # stages of other hosts on its way
 
 

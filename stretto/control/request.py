@@ -95,11 +95,12 @@ class Params:
             "min_frames": 0 <= self.min_frames <= self.max_frames,
             "stop": len(self.stop) <= 16 and all(0 < len(s) <= 256 for s in self.stop),
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "grammar": len(self.grammar) <= MAX_GRAMMAR,
             "logit_bias": len(self.logit_bias) <= 1024 and all(-100 <= b <= 100 for b in self.logit_bias.values()),
         }
         for name, fine in checks.items():
             if not fine:
                 raise Invalid(f"{name} is out of range: {str(getattr(self, name))[:200]}", name)
+        if (size := len(self.grammar)) > MAX_GRAMMAR:
+            raise Invalid(f"the schema is too long: {size} letters of at most {MAX_GRAMMAR}", "response_format")
         if self.grammar and (self.ignore_eos or self.min_text_tokens):
             raise Invalid("a grammar says where the text ends: leave out min_tokens and ignore_eos", "response_format")

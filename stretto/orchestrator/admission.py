@@ -36,6 +36,7 @@ class Ask:
     manner: Manner = PLAIN  # of reading aloud
     live: bool = False  # the text that is read aloud is still being written
     enrols: bool = False  # wants a voice, not an answer
+    sender: str = ""  # whose turn it is when many ask at once
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
     ahead: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
 
@@ -101,7 +102,7 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
     told = {stage: msgspec.Raw(_encode(params)) for stage, params in t.model.stage_params(wanted).items()}
     if set(told) != set(t.stages):
         raise Bug(f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}")
-    root = b"" if shared else cache_root(ask.owner)
+    root, sender = b"" if shared else cache_root(ask.owner), digest_of(ask.sender, b"sender")
     bare, features = t.prompt.without_features(), t.prompt.features
     encoding = [s.name for s in t.model.pipeline.stages if s.encodes_media and s.name in t.stages]
     blob = b""
@@ -114,7 +115,7 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
         here = {stage: params for stage, params in told.items() if stage in host}
         prompt = t.prompt.meta if encodes else bare.meta
         elsewhere = tuple(stage for stage in t.stages if stage not in here)
-        message = Admit(t.id, prompt, here, t.params.priority, root, elsewhere)
+        message = Admit(t.id, prompt, here, t.params.priority, root, sender, elsewhere)
         t.pipeline.send(host[:1], message, blob if encodes else b"")
     t.prompt = bare  # nobody needs the features any more
 
@@ -123,9 +124,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def cache_root(owner: str) -> bytes:
-    """What sets an owner's prompts apart in the prefix caches. A digest: hosts need not know who it is."""
-    return (
-        blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").digest()
-        if owner
-        else b""
-    )
+    """What sets an owner's prompts apart in the prefix caches."""
+    return digest_of(owner, b"cache owner")
+
+
+def digest_of(name: str, use: bytes) -> bytes:
+    """Hosts need not know who it is. Of nobody: nothing."""
+    words = name.encode("utf-8", "surrogatepass")
+    return blake2b(words, digest_size=16, person=use).digest() if words else b""

@@ -65,7 +65,9 @@ class PipelineEngine:
         check_model(config, m.pipeline.names, m.info.max_positions)
         self.builder: Builder = load(m.builder)(model)
         self.threads = InThreads(self.builder)
-        self.prompts: Prompts = PromptPool(model, m.builder, config.prompts) if config.prompts else self.threads
+        self.prompts: Prompts = self.threads
+        if config.prompts:
+            self.prompts = PromptPool(model, m.builder, config.prompts, m.pipeline.grammars)
         self._info = replace(
             m.info,
             max_positions=min(m.info.max_positions, config.host.max_context),
@@ -156,18 +158,22 @@ class PipelineEngine:
         use_audio_in_video: bool = False,
     ) -> AsyncIterator[Event]:
         speak = self.check(modalities, voice)
+        asked = params or self._info.defaults
+        sender = messages.sender if isinstance(messages, Conversation) else ""
 
         async def build() -> BuiltPrompt:
             if isinstance(messages, Conversation):
                 try:
+                    await self.prompts.check(asked.grammar, sender)
                     return await self.prompts.build(messages, use_audio_in_video)
                 finally:
                     messages.close()
+            await self.prompts.check(asked.grammar, sender)
             given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
             return await self.threads.build_local(*given, allow_paths=allow_paths)
 
-        asked = params or self._info.defaults
-        return self.run(build, Ask(speak, voice, asked, request_id, session=session, owner=owner))
+        ask = Ask(speak, voice, asked, request_id, session=session, owner=owner, sender=sender)
+        return self.run(build, ask)
 
     def speak(
         self,

@@ -6,6 +6,7 @@ the features of some seconds of sound. The worker runs one thread, so forking is
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import resource
 import selectors
@@ -21,6 +22,7 @@ from stretto.observe import logs
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
     MAX_FDS,
+    Check,
     Continue,
     Died,
     FromWorker,
@@ -59,12 +61,17 @@ class Child:
     pid: int
     pidfd: int
     told: socket.socket  # where it is told
+    warmed: mmap.mmap  # shared with it: its first byte says that it is ready
 
     def tell(self, job: Job, answer: socket.socket, files: Sequence[Spool], short: bool) -> None:
         with self.told:
             if not short:
                 make_idle(self.pid)
             socket.send_fds(self.told, [encode(job)], [answer.fileno(), *(f.fd for f in files)])
+
+    def ready(self) -> bool:
+        """Has it done what it does while it waits?"""
+        return self.warmed[0] != 0
 
     def end(self) -> tuple[int, float]:
         """Its status, and the CPU time that it took. It has ended, or was killed."""
@@ -135,7 +142,7 @@ class Children:
 
     def _told(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> tuple[Child, float]:
         """The child that has the job now, and the credit that it has taken."""
-        child = self._spares.pop(0) if self._spares else self._fork()
+        child = self._spare(job) or self._fork()
         taken = 0.0 if interactive(job) else self.credit.take()
         short = interactive(job) or taken > 0
         try:
@@ -145,6 +152,13 @@ class Children:
             child = self._fork()
             child.tell(job, answer, files, short)
         return child, taken
+
+    def _spare(self, job: Job) -> Child | None:
+        """One that may do this job. A grammar is checked in less time than a spare takes to become ready."""
+        for i, spare in enumerate(self._spares):
+            if spare.ready() or not isinstance(job.work, Check):
+                return self._spares.pop(i)
+        return None
 
     def stop(self, number: int) -> None:
         """Nobody waits for its answer. It may be over."""
@@ -164,20 +178,21 @@ class Children:
 
     def _fork(self, warm: Callable[[], None] = lambda: None) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        warmed = mmap.mmap(-1, 1)
         worker = os.getpid()
         try:
             pid = os.fork()
             if pid == 0:
                 ours.close()
-                self._child(theirs, warm, worker)
-            return Child(pid, os.pidfd_open(pid), ours)
+                self._child(theirs, warm, warmed, worker)
+            return Child(pid, os.pidfd_open(pid), ours, warmed)
         except BaseException:
             ours.close()  # a child that has no pidfd is told nothing, and ends
             raise
         finally:
             theirs.close()
 
-    def _child(self, told: socket.socket, warm: Callable[[], None], worker: int) -> None:
+    def _child(self, told: socket.socket, warm: Callable[[], None], warmed: mmap.mmap, worker: int) -> None:
         """Does not return."""
         code = 1
         try:
@@ -193,6 +208,7 @@ class Children:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
             NAME.write_text("prompt spare")
             warm()
+            warmed[0] = 1
             data, fds, _, _ = socket.recv_fds(told, MAX_DATAGRAM, MAX_FDS)
             if data:
                 self._do(decode_job(data), *fds)
@@ -230,12 +246,16 @@ def make_idle(pid: int) -> None:
 
 
 def limit(limits: WorkerLimits) -> None:
-    """Of this process, from now on."""
+    """Of this process, from now on; those that it has already still hold."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + (limits.memory_mb << 20)
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    cpu = int(used) + limits.cpu_s
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # SIGXCPU, then SIGKILL
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_RESULT, MAX_RESULT))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + (limits.memory_mb << 20))
+    _limit(resource.RLIMIT_CPU, int(used) + limits.cpu_s, 1)  # SIGXCPU, then SIGKILL
+    _limit(resource.RLIMIT_FSIZE, MAX_RESULT)
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def _limit(kind: int, most: int, grace: int = 0) -> None:
+    _, hard = resource.getrlimit(kind)
+    last = most + grace if hard == resource.RLIM_INFINITY else min(most + grace, hard)
+    resource.setrlimit(kind, (min(most, last), last))

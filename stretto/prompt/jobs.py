@@ -76,9 +76,19 @@ class Cut(Wire, frozen=True, tag="cut"):
     seconds: float
 
 
+class Check(Wire, frozen=True, tag="check"):
+    """Compile a grammar, within limits of its own, and try it."""
+
+    cpu_s: float
+    memory_mb: int
+
+
+Work = Build | Continue | Read | Outline | Cut | Check
+
+
 class Job(Wire, frozen=True, tag="job"):
     number: int
-    work: Build | Continue | Read | Outline | Cut
+    work: Work
     apart: bool  # in a process of its own, with limits; else at once, if there is little to do
 
 
@@ -121,6 +131,10 @@ class Windows(Wire, frozen=True, tag="windows"):
     windows: tuple[ByteRange, ...]
 
 
+class Checked(Wire, frozen=True, tag="checked"):
+    """The grammar can be compiled."""
+
+
 class Apart(Wire, frozen=True, tag="apart"):
     """This takes longer than a moment: ask again, to be done apart."""
 
@@ -139,7 +153,7 @@ class Died(Wire, frozen=True, tag="died"):
     signal: int
 
 
-FromWorker = Built | Outlined | Windows | Apart | JobFailed | Died
+FromWorker = Built | Outlined | Windows | Checked | Apart | JobFailed | Died
 
 
 # -- the worker itself

@@ -25,12 +25,15 @@ from stretto import errors
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
 from stretto.prompt.apart import MAX_RESULT
 from stretto.prompt.fairqueue import FairQueue
+from stretto.prompt.grammars import why_ended
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
     Apart,
     Build,
     Built,
     BuiltPrompt,
+    Check,
+    Checked,
     Continue,
     Conversation,
     Cut,
@@ -43,6 +46,7 @@ from stretto.prompt.jobs import (
     Read,
     Stop,
     Windows,
+    Work,
     decode_from_worker,
     decode_head,
     encode,
@@ -54,6 +58,7 @@ from stretto.prompt.settings import PoolSettings
 from stretto.prompt.spool import Spool, Stored, check_room
 from stretto.prompt.template import well_formed
 from stretto.prompt.threads import LONG_AT_ONCE, SHORT_CHARS, Message
+from stretto.prompt.verdicts import Verdicts, digest_of
 from stretto.prompt.work import encode as to_json
 from stretto.prompt.workerprocess import NotSent, WorkerProcess
 
@@ -63,7 +68,6 @@ AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at wo
 TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
 TALKS_AT_ONCE = 4  # processes for prompts of sessions that are not long: some tens of milliseconds each
-Work = Build | Continue | Read | Outline | Cut
 A = TypeVar("A", Built, Outlined, Windows)
 
 
@@ -95,12 +99,16 @@ class _Call:
 
 
 class PromptPool:
-    def __init__(self, model: Path, builder: str, settings: PoolSettings) -> None:
-        """`builder`: the function that opens the model's prompt builder, as "module:function"."""
+    def __init__(self, model: Path, builder: str, settings: PoolSettings, grammars: str = "") -> None:
+        """`builder`: the function that opens the model's prompt builder, as "module:function". `grammars`: the one that
+        opens its grammar compiler, if it has any."""
         self.settings = settings
-        self.worker = WorkerProcess(model, builder, settings)
+        self.worker = WorkerProcess(model, builder, settings, grammars)
         self.lane = FairQueue(settings.workers)
         self.talks, self.long_talks = FairQueue(TALKS_AT_ONCE), FairQueue(LONG_AT_ONCE)  # of sessions: text alone
+        self.checks = FairQueue(settings.workers)  # beside the prompts: a check takes a moment, and media take longer
+        self._follows = bool(grammars)
+        self._verdicts = Verdicts()
         self._calls: dict[int, _Call] = {}
         self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
@@ -172,11 +180,56 @@ class PromptPool:
         """Cut a sound file into windows; the caller closes the file that comes back."""
         return await self._do(Windows, Cut(seconds), [sound], sender)
 
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Raises `Invalid` for a grammar that cannot be compiled and followed, or not within the limits."""
+        if not grammar or not self._follows:  # the model's family refuses it
+            return
+        data = grammar.encode("utf-8", "replace")
+        digest = digest_of(data)
+        wrong = self._verdicts.find(sender, digest)
+        if wrong is None:
+            file = Spool.of(data)
+            try:
+                wrong = await self._verdict(digest, file, sender)
+            except NotSent:  # the worker died a moment ago
+                wrong = await self._verdict(digest, file, sender)
+            finally:
+                file.close()
+        if wrong:
+            raise Invalid(wrong, "response_format")
+
+    async def _verdict(self, digest: bytes, file: Spool, sender: str) -> str:
+        """What is wrong with a grammar, or nothing. It is checked when it is its sender's turn, unless another request
+        has brought the same one meanwhile."""
+        await self.worker.wait_until_ready(PATIENCE_S)
+        await self.checks.enter(sender)
+        if (known := self._verdicts.find(sender, digest)) is not None:
+            self.checks.leave(sender)
+            return known
+        cpu_s, memory_mb = self.settings.grammar_cpu_s, self.settings.grammar_memory_mb
+        answer, _ = await self._placed(Check(cpu_s, memory_mb), [file], lambda: self.checks.leave(sender))
+        match answer:
+            case Checked():
+                wrong = ""
+            case JobFailed(kind="Invalid", message=wrong):
+                pass
+            case Died(signal=number) if number:
+                self._counts["over_limit"] += 1
+                wrong = f"the schema cannot be used: {why_ended(number, cpu_s, memory_mb)}"
+            case JobFailed(message=message):
+                raise errors.Bug(message)
+            case _:
+                raise errors.Bug(f"a check was answered with {type(answer).__name__}")
+        self._verdicts.keep(sender, digest, wrong)
+        return wrong
+
     def metrics(self) -> Mapping[str, float]:
         lanes = self.lane, self.talks, self.long_talks
         return {
             "stretto_prompts_running": sum(lane.running for lane in lanes),
             "stretto_prompts_waiting": sum(lane.waiting for lane in lanes),
+            "stretto_grammars_checking": self.checks.running,
+            "stretto_grammars_waiting": self.checks.waiting,
             "stretto_prompt_worker_restarts_total": self.worker.restarts,
             "stretto_prompt_worker_ready": self.trouble is None,
             "stretto_prompts_killed_total": self._counts["killed"],
@@ -249,10 +302,17 @@ class PromptPool:
     ) -> tuple[FromWorker, Spool | None]:
         """The caller closes the file."""
         await lane.enter(sender)
+        return await self._placed(work, files, lambda: lane.leave(sender))
+
+    async def _placed(
+        self, work: Work, files: list[Spool], leave: Callable[[], None]
+    ) -> tuple[FromWorker, Spool | None]:
+        """In a process of its own. The place that it has is given back when nothing of it runs any more. The caller
+        closes the file."""
         try:
-            call = self._send(work, files, apart=True, over=lambda: lane.leave(sender))
+            call = self._send(work, files, apart=True, over=leave)
         except BaseException:
-            lane.leave(sender)
+            leave()
             raise
         try:
             return await call.take()

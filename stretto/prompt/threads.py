@@ -67,6 +67,10 @@ class Prompts(Protocol):
         """Of the process that builds them, if it is another."""
         ...
 
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Raises `Invalid` for a grammar that cannot be compiled, or not within limits. An empty one is fine."""
+        ...
+
     def metrics(self) -> Mapping[str, float]: ...
 
 
@@ -92,6 +96,9 @@ class InThreads:
 
     async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
         return await _with_file(do_cut, sound.view(), seconds)
+
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Not checked: what cannot be compiled is refused by its stage, and trusted callers send nothing hostile."""
 
     async def build_for(
         self, sender: str, messages: Sequence[Message], tools: Any = None, *, allow_paths: bool = False

@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 
 from stretto.child import die_with_parent
-from stretto.errors import Invalid, StageDead
+from stretto.errors import Bug, Invalid, StageDead
 from stretto.named import load
 from stretto.observe import logs
 from stretto.prompt import work
 from stretto.prompt.apart import Children, WorkerLimits
 from stretto.prompt.cuts import do_cut, do_outline
+from stretto.prompt.grammars import GrammarCompiler, check_apart
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
     MAX_FDS,
@@ -33,6 +34,8 @@ from stretto.prompt.jobs import (
     Build,
     Built,
     ByteRange,
+    Check,
+    Checked,
     Continue,
     Cut,
     FromWorker,
@@ -41,6 +44,7 @@ from stretto.prompt.jobs import (
     Outline,
     Read,
     Stop,
+    Work,
     WorkerReady,
     decode_media,
     decode_to_worker,
@@ -105,17 +109,28 @@ class Worker:
             return failed(e), None
 
 
-def do_apart(builder: Builder, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+def do_apart(
+    builder: Builder, compiler: GrammarCompiler | None, job: Job, files: list[Spool]
+) -> tuple[FromWorker, Spool | None]:
     """The caller closes the file."""
+    if isinstance(job.work, Check):
+        return check(compiler, job.work, files[0])
     return do(builder, job.work, files, only_text=False)
 
 
-def do(
-    builder: Builder, job: Build | Continue | Read | Outline | Cut, files: list[Spool], *, only_text: bool
-) -> tuple[FromWorker, Spool | None]:
+def check(compiler: GrammarCompiler | None, job: Check, grammar: Spool) -> tuple[FromWorker, None]:
+    if compiler is None:
+        raise Bug("this model follows no grammar")
+    check_apart(compiler, _text(grammar.view()), job.cpu_s, job.memory_mb)
+    return Checked(), None
+
+
+def do(builder: Builder, job: Work, files: list[Spool], *, only_text: bool) -> tuple[FromWorker, Spool | None]:
     """The caller closes the file."""
     data = files[0].view()
     match job:
+        case Check():
+            return Apart(), None
         case Build():
             messages = work.decode(_part(data, job.messages), "messages")
             if only_text and work.has_media(messages):
@@ -137,6 +152,13 @@ def do(
             if only_text:
                 return Apart(), None
             return do_cut(data, job.seconds)
+
+
+def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
+    """Do all kinds of work once: what that imports and computes is there then, for children of this process too."""
+    work.warm(builder)
+    if compiler is not None:
+        compiler.check('start: %json {"type": "object"}')
 
 
 def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
@@ -172,6 +194,7 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("model", type=Path)
     p.add_argument("--builder", required=True, help="module:function that opens the model's prompt builder")
+    p.add_argument("--grammars", default="", help="module:function that opens what compiles its grammars")
     p.add_argument("--fd", type=int, required=True)
     p.add_argument("--cpu-s", type=int, required=True)
     p.add_argument("--memory-mb", type=int, required=True)
@@ -182,18 +205,19 @@ def main() -> None:
     control = socket.socket(fileno=args.fd)
     try:
         builder: Builder = load(args.builder)(args.model)
+        compiler: GrammarCompiler | None = load(args.grammars)(args.model) if args.grammars else None
         try_out(builder)
     except Exception as e:  # noqa: BLE001  else nobody would hear why, and another would be started in vain
         control.send(encode(failed(e)))
         sys.exit(1)
     with contextlib.suppress(ImportError):
         import av  # noqa: F401  # once, here, rather than in every child that meets a video
-    work.warm(builder)
+    warm(builder, compiler)
     gc.collect()
     gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
     limits = WorkerLimits(args.cpu_s, args.memory_mb)
-    work_apart = partial(do_apart, builder)
-    Worker(control, builder, Children(control, limits, work_apart, partial(work.warm, builder))).serve()
+    children = Children(control, limits, partial(do_apart, builder, compiler), partial(warm, builder, compiler))
+    Worker(control, builder, children).serve()
 
 
 if __name__ == "__main__":

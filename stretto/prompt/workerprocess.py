@@ -35,8 +35,8 @@ class NotSent(StageDead):
 
 
 class WorkerProcess:
-    def __init__(self, model: Path, builder: str, settings: PoolSettings) -> None:
-        self._model, self._builder, self._settings = model, builder, settings
+    def __init__(self, model: Path, builder: str, settings: PoolSettings, grammars: str = "") -> None:
+        self._model, self._builder, self._grammars, self._settings = model, builder, grammars, settings
         self.process: asyncio.subprocess.Process | None = None
         self.restarts = 0
         self.deaths = 0  # in a row, each soon after the start
@@ -143,7 +143,16 @@ class WorkerProcess:
             owned.enter_context(ours)
             self.process = await start_apart(
                 *(sys.executable, "-m", "stretto.prompt.worker", str(self._model), "--fd", str(theirs.fileno())),
-                *("--builder", self._builder, "--cpu-s", str(s.cpu_s), "--memory-mb", str(s.memory_mb)),
+                *(
+                    "--builder",
+                    self._builder,
+                    "--grammars",
+                    self._grammars,
+                    "--cpu-s",
+                    str(s.cpu_s),
+                    "--memory-mb",
+                    str(s.memory_mb),
+                ),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},

@@ -12,7 +12,6 @@ import re
 import msgspec
 from msgspec import Raw, field
 
-from stretto.control.request import MAX_GRAMMAR
 from stretto.errors import Invalid
 from stretto.server.schema import ABSENT, ChatRequest, ResponseFormat
 
@@ -93,7 +92,7 @@ def of_calls(request: ChatRequest, tools: bytes | None) -> str:
     any_call = " | ".join(f"c{i}" for i in range(len(wanted)))
     several = request.tool_choice == REQUIRED and request.parallel_tool_calls is not False
     more = f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if several else ""
-    return _bounded("\n".join([f"start: call{more}", f"call: {any_call}", *rules, ""]), "tools")
+    return "\n".join([f"start: call{more}", f"call: {any_call}", *rules, ""])
 
 
 MOST_CALLS = 8
@@ -111,10 +110,4 @@ def _json(schema: Raw, at: str) -> str:
         text = f'{{{fields}{"," if fields else ""}"x-guidance":{_SPACE}}}'
     elif text not in ("true", "false"):
         raise Invalid(f"{at}: a JSON schema is an object", at)
-    return _bounded(f"%json {text}", at)
-
-
-def _bounded(grammar: str, at: str) -> str:
-    if len(grammar) > MAX_GRAMMAR:
-        raise Invalid(f"{at}: the schema is too long: {len(grammar)} letters of at most {MAX_GRAMMAR}", at)
-    return grammar
+    return f"%json {text}"

@@ -17,6 +17,8 @@ HELP = {
     "stretto_host_idle_seconds_total": "Time that a host's loop slept",
     "stretto_host_memory_bytes": "A host process in the machine's memory, without its GPU",
     "stretto_host_restarts_total": "Times that a host died and came back",
+    "stretto_grammars_checking": "JSON schemas that are being checked",
+    "stretto_grammars_waiting": "JSON schemas that wait to be checked",
     "stretto_prompts_running": "Requests that are being prepared in processes of their own",
     "stretto_prompts_waiting": "Requests that wait for a process that prepares them",
     "stretto_prompts_killed_total": "Preparations that ended because the client left",

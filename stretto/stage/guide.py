@@ -1,30 +1,26 @@
 """Answers that follow a grammar: which tokens may come next, by `llguidance`. The scheduler runs a guided request one
 step at a time, since its next mask follows from its last token; the runner writes the mask to the request's device row.
 
-Guides are used on the stage's loop thread. Grammars are compiled in a thread of their own: most take under a
-millisecond, but a client may send one that takes a hundred."""
+Guides are used on the stage's loop thread. Grammars are compiled in a thread of their own (`prompt/grammars.py`), with
+their first masks: most take a millisecond or two. A server lets none come here that takes more than its limits."""
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Condition, Thread, stack_size
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
+from stretto.errors import Bug, StrettoError
+from stretto.prompt.grammars import Bits, GrammarCompiler, GrammarGuide
 
-from stretto.errors import Invalid, StrettoError
-from stretto.prompt.template import Tokenizer
+log = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-Bits = npt.NDArray[np.int32]
-"""A bit for each token, the lowest first: 1 where it may come next."""
-FUEL = 100_000
-"""Work that a mask may take (about 7 ms); a grammar that needs more fails its request."""
+STACK = 64 << 20
+"""Bytes of the compiling thread: it recurses along references, of which the longest grammar has room for 5,000."""
 
 
 class Guide(Protocol):
@@ -44,36 +40,6 @@ class Guide(Protocol):
     def accept(self, token: int) -> None:
         """A token has become certain."""
         ...
-
-
-class GrammarGuide:
-    """Of one request."""
-
-    def __init__(self, matcher: LLMatcher, vocab: int, end: int) -> None:
-        self.error: StrettoError | None = None
-        self._matcher, self._end = matcher, end
-        self._bits = np.zeros(-(-vocab // 32), np.int32)
-
-    def mask(self) -> Bits:
-        if self.error is None:
-            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            self._check()
-        if self.error is not None or not self._bits.any():
-            self._bits[:] = 0
-            self._bits[self._end // 32] = np.uint32(1 << self._end % 32).astype(np.int32)
-        return self._bits
-
-    def bias(self) -> None:
-        return None
-
-    def accept(self, token: int) -> None:
-        if self.error is None and token != self._end:
-            self._matcher.consume_token(token)
-            self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            self.error = Invalid(f"the grammar cannot be followed: {_words(self._matcher)}", "response_format")
 
 
 class PenaltyGuide:
@@ -110,38 +76,80 @@ class PenaltyGuide:
             self._inner.accept(token)
 
 
+@dataclass(slots=True, eq=False)
+class _Compile:
+    grammar: str
+    guide: Future[GrammarGuide]
+
+
 class Grammars:
-    """Makes guides. Its tokenizer is made in its thread too, while the weights load: a large one takes two seconds."""
+    """Makes guides, in a thread of its own: one after the other, senders taking turns. The compiler is opened there
+    too, while the weights load."""
 
-    def __init__(self, directory: Path, vocab: int, end: int) -> None:
-        """`directory`: the checkpoint, for its tokenizer."""
-        self._vocab, self._end = vocab, end
-        self._thread = ThreadPoolExecutor(1, "grammars")
-        self._tokenizer: Future[LLTokenizer] = self._thread.submit(_tokenizer, directory, vocab, end)
+    def __init__(self, compiler: Callable[[], GrammarCompiler]) -> None:
+        self.compiler: Future[GrammarCompiler] = Future()
+        self._open = compiler
+        self._waiting: dict[bytes, deque[_Compile]] = {}  # by sender, the next in turn first
+        self._changed = Condition()
+        self._closed = False
+        self._thread = _start(self._run)
 
-    def compile(self, grammar: str, then: Callable[[], None]) -> Future[GrammarGuide]:
-        """A guide for a grammar in llguidance's form of Lark. `then` is called on the thread when it is there, or has
-        failed with `Invalid`."""
-        made = self._thread.submit(self._compile, grammar)
-        made.add_done_callback(lambda _: then())
-        return made
+    def compile(self, grammar: str, then: Callable[[], None], sender: bytes = b"") -> Future[GrammarGuide]:
+        """A guide for a grammar in llguidance's form of Lark. `then` is called when it is there, has failed with
+        `Invalid` (both on the thread) or was cancelled. One that is cancelled before its turn is never compiled."""
+        work = _Compile(grammar, Future())
+        work.guide.add_done_callback(lambda _: then())
+        with self._changed:
+            self._waiting.setdefault(sender, deque()).append(work)
+            self._changed.notify()
+        return work.guide
 
-    def _compile(self, grammar: str) -> GrammarGuide:
-        from llguidance import LLMatcher, LLParserLimits
+    def close(self) -> None:
+        """Compile nothing more, and wait for what is being compiled."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
 
-        limits = LLParserLimits(step_lexer_fuel=FUEL, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer.result(), LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
-        if matcher.is_error():
-            raise Invalid(f"the schema cannot be used: {_words(matcher)}", "response_format")
-        return GrammarGuide(matcher, self._vocab, self._end)
+    def _run(self) -> None:
+        try:
+            self.compiler.set_result(self._open())
+        except BaseException as e:  # noqa: BLE001  requests with a grammar hear of it; the others go on
+            self.compiler.set_exception(e)
+        while (work := self._next()) is not None:
+            try:
+                work.guide.set_result(self.compiler.result().compile(work.grammar))
+            except StrettoError as e:
+                work.guide.set_exception(e)
+            except BaseException as e:  # one request must not end the thread, and with it those of others
+                log.error("a grammar cannot be compiled", exc_info=e)
+                work.guide.set_exception(Bug("the grammar cannot be compiled"))
+
+    def _next(self) -> _Compile | None:
+        """The next in turn, which nobody can cancel any more. None: it is closed."""
+        with self._changed:
+            while True:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return None
+                sender, turns = next(iter(self._waiting.items()))
+                work = turns.popleft()
+                running = work.guide.set_running_or_notify_cancel()
+                if running or not turns:
+                    del self._waiting[sender]
+                if running:
+                    if turns:
+                        self._waiting[sender] = turns  # behind the others
+                    return work
 
 
-def _tokenizer(directory: Path, vocab: int, end: int) -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    # As text: a checkpoint may have its vocabulary in other files than tokenizer.json, which llguidance does not read.
-    return LLTokenizer(Tokenizer.open(directory).plain.to_str(), n_vocab=vocab, eos_token=end)
-
-
-def _words(matcher: LLMatcher) -> str:
-    return " ".join(matcher.get_error().split())[:300]
+def _start(run: Callable[[], None]) -> Thread:
+    """A daemon: a host that is over does not wait for a grammar."""
+    before = stack_size(STACK)
+    try:
+        thread = Thread(target=run, name="grammars", daemon=True)
+        thread.start()
+    finally:
+        stack_size(before)
+    return thread

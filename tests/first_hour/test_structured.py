@@ -8,8 +8,10 @@ import base64
 import json
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,18 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from stretto.control.request import Params
+from stretto.control.messages import Admit
+from stretto.control.request import MAX_GRAMMAR, Params
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.prompt.grammars import GrammarGuide
+from stretto.prompt.settings import PoolSettings
 from stretto.prompt.template import ChatTemplate
 from stretto.server.grammar import SPACE
-from stretto.stage.guide import GrammarGuide, Grammars, PenaltyGuide
+from stretto.stage.guide import Grammars, PenaltyGuide
 from tests.orchestrator.common import collect
-from tests.server.conftest import Running
+from tests.server.conftest import HEAD, Running
 
 SCHEMA = {
     "type": "object",
@@ -111,14 +117,97 @@ def test_what_cannot_be_followed_is_a_400(real: Running, body: dict[str, Any], s
     assert str(reply.error["param"]).startswith(tuple(body)), "also where a stage found it"
 
 
+# ---- what takes too long, or too much
+
+ENDLESS = {"type": "integer", "multipleOf": 9_999_991}  # compiles for more than a minute, and takes gigabytes
+
+
+def structured(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": ASK, "max_tokens": 5, "response_format": shape, **more}
+
+
+def optional(count: int) -> dict[str, Any]:
+    properties = {f"p{i}": {"type": "string"} for i in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def references(count: int) -> dict[str, Any]:
+    """A chain of them: the compiler recurses along it."""
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$defs": {**chain, f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (ENDLESS, "it takes more than"),
+        (references(3000), "too deeply"),
+        (optional(3500), "too big"),
+        ({"anyOf": [optional(2) for _ in range(300)]}, "cannot be followed"),
+    ],
+    ids=["endless", "deep", "large", "ambiguous"],
+)
+def test_a_hostile_schema_is_a_400_and_the_hosts_never_see_it(real: Running, schema: dict[str, Any], says: str) -> None:
+    hosts = real.server.service.engine().pids
+    reply = real.ask("/v1/chat/completions", structured(schema))
+    assert (reply.status, reply.error["param"]) == (400, "response_format")
+    assert says in reply.error["message"]
+    assert "thinker" not in reply.error["message"], "it was found out before"
+    assert real.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
+    assert real.server.service.engine().pids == hosts
+
+
+def test_a_schema_that_is_too_long_is_a_400(real: Running) -> None:
+    long = {"type": "object", "description": "x" * MAX_GRAMMAR}
+    tool = {"type": "function", "function": {"name": "long", "parameters": long}}
+    for body in (structured(long), {"messages": ASK, "tools": [tool], "tool_choice": "required"}):
+        reply = real.ask("/v1/chat/completions", body)
+        assert (reply.status, reply.error["param"]) == (400, "response_format")
+        assert f"letters of at most {MAX_GRAMMAR}" in reply.error["message"]
+
+
+def test_a_check_ends_when_its_client_leaves(real: Running) -> None:
+    """One that nothing else would end."""
+    pool = real.server.service.engine().prompts
+    within, pool.settings = pool.settings, PoolSettings(grammar_cpu_s=3600.0, grammar_memory_mb=1 << 20)
+
+    async def running(count: int) -> None:
+        while pool.checks.running != count:
+            await asyncio.sleep(0.001)
+
+    try:
+        with socket.create_connection(("127.0.0.1", real.port), timeout=120) as s:
+            data = json.dumps(structured({**ENDLESS, "title": "left"})).encode()
+            s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            real.do(running(1))
+        real.do(running(0))
+    finally:
+        pool.settings = within
+    assert real.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
+
+
+def test_the_stage_learns_whose_turn_it_is(real: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    [pipeline] = real.server.service.engine()._pipelines
+    sent: list[Any] = []
+    send = pipeline.send
+
+    def noted(stages: Any, message: Any, blob: Any = b"") -> None:
+        sent.append(message)
+        send(stages, message, blob)
+
+    monkeypatch.setattr(pipeline, "send", noted)
+    assert real.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
+    assert [bool(m.sender) for m in sent if isinstance(m, Admit)] == [True]
+
+
 # ---- the tokens
 
 
 def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(real: Running, tiny_dir: Path) -> None:
     """With two steps in flight, beside requests without a grammar."""
     config = OmniConfig.read(tiny_dir)
-    text, vocab = Grammars(tiny_dir, config.thinker.text.vocab_size, config.tokens.im_end), []
-    tokenizer = text._tokenizer.result()
+    tokenizer, vocab = open_grammars(tiny_dir).tokenizer, []
     for id in range(config.thinker.text.vocab_size):
         letters = tokenizer.decode_bytes([id])
         if not letters or any(b > 126 for b in letters) or tokenizer.is_special_token(id):
@@ -271,9 +360,9 @@ def random_instance(schema: dict[str, Any], rng: random.Random) -> Any:
 @pytest.fixture(scope="module")
 def grammars(tiny_dir: Path) -> Iterator[tuple[Grammars, int]]:
     config = OmniConfig.read(tiny_dir)
-    made = Grammars(tiny_dir, config.thinker.text.vocab_size, config.tokens.im_end)
+    made = Grammars(partial(open_grammars, tiny_dir))
     yield made, config.tokens.im_end
-    made._thread.shutdown()
+    made.close()
 
 
 def guide_of(grammars: Grammars, schema: dict[str, Any]) -> GrammarGuide:
@@ -299,7 +388,7 @@ def walk(guide: GrammarGuide, end: int, rng: random.Random) -> list[int] | None:
 def test_random_schemas_are_followed(grammars: tuple[Grammars, int]) -> None:
     """Whatever a model picks is valid; and what is valid, in the order that the schema gives, can be picked."""
     made, end = grammars
-    tokenizer = made._tokenizer.result()
+    tokenizer = made.compiler.result().tokenizer
     whole = 0
     for seed in range(SCHEMAS):
         rng = random.Random(seed)

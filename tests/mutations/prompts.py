@@ -7,14 +7,14 @@ MUTATIONS = [
     (
         "CPU time of a job is limited",
         APART,
-        "    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # SIGXCPU, then SIGKILL\n",
+        "    _limit(resource.RLIMIT_CPU, int(used) + limits.cpu_s, 1)  # SIGXCPU, then SIGKILL\n",
         "",
         [f"{POOL}::test_limits_of_time_and_memory"],
     ),
     (
         "memory of a job is limited",
         APART,
-        "    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))\n",
+        "    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + (limits.memory_mb << 20))\n",
         "",
         [f"{POOL}::test_limits_of_time_and_memory"],
     ),

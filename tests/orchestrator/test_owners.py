@@ -98,8 +98,8 @@ class Line:
         self.sent.append(message)
 
 
-def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None) -> Admit:
-    line, params, ask = Line(), Params(), Ask(True, None, Params(), None, spoken, owner=owner)
+def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None, sender: str = "") -> Admit:
+    line, params, ask = Line(), Params(), Ask(True, None, Params(), None, spoken, owner=owner, sender=sender)
     none, stages = SimpleNamespace(), PIPELINE.paths[ask.capability]
     model = SimpleNamespace(pipeline=PIPELINE, stage_params=stage_params)
     t = Ticket(RequestId("r"), None, line, model, stages, pack(Prompt((1, 2))), params, 7, none, 0.0)  # type: ignore[arg-type]
@@ -118,3 +118,13 @@ def test_owners_have_roots_of_their_own_which_do_not_name_them(spoken: tuple[int
     assert not any(o.encode() in encode(told(o, spoken=spoken)) for o in owners[:-1])
     assert told("", spoken=spoken).cache_root == b"", "nobody in particular"
     assert {told(owner, shared=True, spoken=spoken).cache_root for owner in owners} == {b""}
+
+
+def test_hosts_learn_whose_turn_it_is_but_not_who_that_is() -> None:
+    """By digests that say nothing of owners either: the same name may be both."""
+    senders = ["key1", "127.0.0.1", "\udc80"]
+    digests = [told("key1", sender=s).sender for s in senders]
+    assert len({*digests, b"", told("key1").cache_root}) == len(senders) + 2
+    assert digests == [told("", sender=s).sender for s in senders]
+    assert not any(s.encode() in encode(told("", sender=s)) for s in senders[:-1])
+    assert told("key1").sender == b"", "nobody in particular"

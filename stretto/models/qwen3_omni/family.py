@@ -33,6 +33,7 @@ PIPELINE = PipelineSpec(
         "text_ahead": ("thinker",),
         "speech_ahead": ("thinker", "talker"),
     },
+    grammars="stretto.models.qwen3_omni.grammars:open_grammars",
 )
 
 

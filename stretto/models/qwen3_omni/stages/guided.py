@@ -13,9 +13,13 @@ import numpy.typing as npt
 from stretto.control.messages import Admit
 from stretto.models.qwen3_omni.lanes.thinker import MAX_BIAS
 from stretto.models.qwen3_omni.params import ThinkerParams
+from stretto.prompt.grammars import GrammarGuide
 from stretto.prompt.prompt import Prompt
-from stretto.stage.guide import GrammarGuide, Grammars, Guide, PenaltyGuide
+from stretto.stage.guide import Grammars, Guide, PenaltyGuide
 from stretto.types import RequestId
+
+WORKING_NS = 1_000_000_000
+"""Between two words that requests still wait for their grammars, of which others may be compiled first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,17 +42,36 @@ def guide_of(p: ThinkerParams, grammar: GrammarGuide | None) -> Guide | None:
 class Compiling:
     """Requests whose grammar is not there yet. `ring` is called, on any thread, when one is."""
 
-    def __init__(self, grammars: Grammars, ring: Callable[[], None]) -> None:
-        self._grammars, self._ring = grammars, ring
+    def __init__(self, grammars: Grammars, ring: Callable[[], None], clock: Callable[[], int]) -> None:
+        """`clock`: the loop's."""
+        self._grammars, self._ring, self._clock = grammars, ring, clock
         self.waiting: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}
+        self._said_ns = 0  # when it was last said which requests wait
+
+    @property
+    def due_ns(self) -> int | None:
+        """When it is to be said again, by the loop's clock."""
+        return self._said_ns + WORKING_NS if self.waiting else None
 
     def add(self, known: Admitted) -> None:
-        self.waiting[known.admit.request] = known, self._grammars.compile(known.params.grammar, self._ring)
+        if not self.waiting:
+            self._said_ns = self._clock()
+        made = self._grammars.compile(known.params.grammar, self._ring, known.admit.sender)
+        self.waiting[known.admit.request] = known, made
 
     def drop(self, id: RequestId) -> None:
-        self.waiting.pop(id, None)
+        """Its grammar is not compiled, if its turn has not come."""
+        if id in self.waiting:
+            self.waiting.pop(id)[1].cancel()
 
     def done(self) -> list[tuple[Admitted, Future[GrammarGuide]]]:
         """Those whose grammar is there, or is none."""
         ids = [id for id, (_, made) in self.waiting.items() if made.done()]
         return [self.waiting.pop(id) for id in ids]
+
+    def working(self) -> list[RequestId]:
+        """Those that still wait, if that is to be said now: nobody is to take them for stuck."""
+        if not self.waiting or self._clock() < self._said_ns + WORKING_NS:
+            return []
+        self._said_ns = self._clock()
+        return list(self.waiting)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from stretto.control.messages import Admit, Text
+from stretto.control.messages import Admit, Text, Working
 from stretto.errors import Bug, StrettoError
+from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
@@ -26,10 +28,11 @@ from stretto.models.qwen3_omni.stages.prefix import thinker_salts
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_stage import FRAME_S
+from stretto.prompt.grammars import GrammarGuide
 from stretto.prompt.prompt import Piece, Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.core import Certain, StageCore
-from stretto.stage.guide import GrammarGuide, Grammars
+from stretto.stage.guide import Grammars
 from stretto.stage.mediarows import MediaOutput
 from stretto.stage.payload.schema import Payload
 from stretto.stage.report import Clock, Journal, failed
@@ -71,8 +74,8 @@ class ThinkerStage:
         self.core, self.model, self.clock = core, model, clock
         self.config = model.config
         self.tellings: dict[RequestId, Telling] = {}
-        vocab, end = self.config.thinker.text.vocab_size, self.config.tokens.im_end
-        self.compiling = Compiling(Grammars(Path(context.model), vocab, end), context.ring)
+        grammars = Grammars(partial(open_grammars, Path(context.model)))
+        self.compiling = Compiling(grammars, context.ring, context.clock)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self.encoders = Encoders(model, core, context)
         self._outputs: list[Output] = []  # that `poll` returns next
@@ -82,7 +85,8 @@ class ThinkerStage:
 
     @property
     def due_ns(self) -> int | None:
-        return min((at for at in (self.core.due_ns, self.encoders.due_ns) if at is not None), default=None)
+        parts = self.core.due_ns, self.encoders.due_ns, self.compiling.due_ns
+        return min((at for at in parts if at is not None), default=None)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -166,6 +170,7 @@ class ThinkerStage:
                 self._submit(known, made.result())
             except StrettoError as error:
                 self._fail(known.admit.request, error)
+        self._outputs += [ToEngine(Working(id, self.name)) for id in self.compiling.working()]
         for certain in self.core.poll():
             self._take(certain)
         outputs, self._outputs = self._outputs, []

@@ -1,0 +1,149 @@
+"""Grammars are compiled by turns of senders, beside the loop; whoever waits for one says so, and may leave."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stretto.models.qwen3_omni.nodes.guided import WORKING_NS, Admitted, Compiling
+
+from stretto.control.messages import Admit, FromHost, Text, Working
+from stretto.control.settings import HostSettings
+from stretto.errors import Bug, Invalid
+from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.models.qwen3_omni.params import ThinkerParams
+from stretto.prompt.grammars import GrammarCompiler
+from stretto.prompt.packed import PromptMeta
+from stretto.prompt.prompt import Prompt
+from stretto.stage.guide import Grammars
+from stretto.types import RequestId, SamplingParams
+from tests.orchestrator.common import HandDriven
+
+
+class Held:
+    """Grammars whose compiler is not there before `open`: until then all wait."""
+
+    def __init__(self, model: Path) -> None:
+        self.open = threading.Event()
+        self.order: list[str] = []
+        self.grammars = Grammars(lambda: self.compiler(model))
+
+    def compiler(self, model: Path) -> GrammarCompiler:
+        assert self.open.wait(120)
+        return open_grammars(model)
+
+    def ask(self, sender: str, name: str = "") -> Any:
+        grammar = f"start: /{name or sender}[0-9]/\n"
+        return self.grammars.compile(grammar, lambda: self.order.append(name or sender), sender.encode())
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open.set()
+        self.grammars.close()
+
+
+def test_senders_take_turns(tiny_dir: Path) -> None:
+    with Held(tiny_dir) as held:
+        asked = [held.ask(sender) for sender in "aaabbc"]
+        held.open.set()
+        assert all(a.result(120).mask().any() for a in asked)
+    assert "".join(held.order) == "abcaba"
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(tiny_dir: Path) -> None:
+    with Held(tiny_dir) as held:
+        first, left, last = (held.ask("a", name) for name in ("first", "left", "last"))
+        assert left.cancel()
+        held.open.set()
+        assert first.result(120)
+        assert last.result(120)
+    assert held.order == ["left", "first", "last"], "who left heard of it at once"
+
+
+def test_what_breaks_the_compiler_is_its_request_s_alone(tiny_dir: Path) -> None:
+    class Broken(GrammarCompiler):
+        def compile(self, grammar: str, budget: Any = None) -> Any:
+            if "broken" in grammar:
+                raise ZeroDivisionError
+            return super().compile(grammar, budget)
+
+    def open_broken() -> GrammarCompiler:
+        good = open_grammars(tiny_dir)
+        return Broken(good.tokenizer, good.vocab, good.end)
+
+    grammars = Grammars(open_broken)
+    with pytest.raises(Bug, match="cannot be compiled"):
+        grammars.compile("start: /broken/\n", lambda: None).result(120)
+    with pytest.raises(Invalid):
+        grammars.compile("start: nothing\n", lambda: None).result(120)
+    assert grammars.compile("start: /a/\n", lambda: None).result(120).mask().any()
+    grammars.close()
+
+
+# ---- requests that wait
+
+
+def request(name: str, sender: str) -> Admitted:
+    params = ThinkerParams(SamplingParams(0.0, 0, 1.0, 1.0, 0), 5, grammar="start: /a/\n")
+    admit = Admit(RequestId(name), PromptMeta((1,)), {}, sender=sender.encode())
+    return Admitted(admit, params, Prompt((1,)), None, 0.0)  # type: ignore[arg-type]
+
+
+def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
+    """Else the engine would take a stage for dead that compiles the grammars of others."""
+    now, rung = [0], threading.Semaphore(0)
+    with Held(tiny_dir) as held:
+        compiling = Compiling(held.grammars, rung.release, lambda: now[0])
+        assert compiling.due_ns is None
+        for name, sender in (("r1", "a"), ("r2", "a"), ("r3", "a"), ("r4", "b")):
+            compiling.add(request(name, sender))
+        assert compiling.due_ns == WORKING_NS
+        assert compiling.working() == []
+        now[0] = WORKING_NS
+        assert compiling.working() == ["r1", "r2", "r3", "r4"]
+        assert compiling.working() == [], "once each time"
+        assert compiling.due_ns == 2 * WORKING_NS
+        compiling.drop(RequestId("r1"))
+        compiling.drop(RequestId("r1"))
+        assert rung.acquire(timeout=120)
+        held.open.set()
+        done = []
+        while len(done) < 3:
+            assert rung.acquire(timeout=120)
+            done += [known.admit.request for known, made in compiling.done() if made.result().error is None]
+        assert done == ["r2", "r4", "r3"], "senders take turns"
+        assert compiling.due_ns is None
+
+
+def test_a_stage_says_which_requests_wait_for_their_grammars(tiny_dir: Path) -> None:
+    now = [0]
+    with Held(tiny_dir) as held:
+        driven = HandDriven(tiny_dir, HostSettings())
+        node = driven.host.nodes["thinker"]
+        node.compiling = Compiling(held.grammars, lambda: None, lambda: now[0])
+        waits = request("r1", "a")
+        node.admit(waits.admit, waits.params, waits.prompt)
+        driven.reports.clear()  # that it loaded
+        node.turn()
+        assert driven.reports == []
+        assert node.due_ns == WORKING_NS
+        now[0] = WORKING_NS
+        node.turn()
+        assert said(driven) == [Working(RequestId("r1"), "thinker")]
+        held.open.set()
+        while not any(isinstance(m, Text) for m in said(driven)):
+            driven.host.loop.round()
+        node.compiling.add(request("r2", "a"))
+        assert len(node) == 2
+        node.cancel(RequestId("r2"))
+        node.cancel(RequestId("r1"))
+        assert len(node) == 0
+        driven.host.close()
+
+
+def said(driven: HandDriven) -> list[FromHost]:
+    return [message for message, _ in driven.reports]
