@@ -176,7 +176,8 @@ def test_short_conversations_wait_neither_for_long_ones_nor_for_media(roomy_dir:
         os.kill(talking, signal.SIGSTOP)
         assert os.sched_getscheduler(talking) == os.SCHED_BATCH  # whatever the machine has to do
         for count in (5, 5000):
-            assert len((await pool.build_for("c", said(count))).ids) > count
+            async with asyncio.timeout(60):
+                assert len((await pool.build_for("c", said(count))).ids) > count
         assert not any(task.done() for task in (*media, *long))
         for task in (*media, *long):
             task.cancel()
