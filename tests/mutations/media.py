@@ -104,7 +104,7 @@ MUTATIONS = [
     (
         "cost of a picture",
         MEDIA,
-        "    budget.spend_decoding(image.width * image.height * max(COST_PER_PICTURE_PIXEL, scans * COST_PER_SCAN_PIXEL))\n",
+        "    budget.spend_decoding(image.width * image.height * cost)\n",
         "",
         [f"{GUARDS}::test_pictures_cost_by_their_pixels"],
     ),
