@@ -55,6 +55,13 @@ MUTATIONS = [
         [f"{POOL}::test_short_conversations_wait_neither_for_long_ones_nor_for_media"],
     ),
     (
+        "a conversation does not wait for an idle core",
+        APART,
+        "    return isinstance(job.work, Continue)\n",
+        "    return False\n",
+        [f"{POOL}::test_short_conversations_wait_neither_for_long_ones_nor_for_media"],
+    ),
+    (
         "a limit on files' size is said at the start",
         "stretto/prompt/pool.py",
         "        check_room(MAX_RESULT)\n",
