@@ -280,7 +280,8 @@ def open_image(data: bytes, budget: Budget) -> Image.Image:
     scans = jpeg_scans(data) if image.format in ("JPEG", "MPO") else 1
     if scans > MAX_SCANS:
         raise MediaError(f"a JPEG of over {MAX_SCANS} scans is not decoded; send one of fewer scans")
-    budget.spend_decoding(image.width * image.height * max(COST_PER_PICTURE_PIXEL, scans * COST_PER_SCAN_PIXEL))
+    cost = max(COST_PER_PICTURE_PIXEL, scans * COST_PER_SCAN_PIXEL)
+    budget.spend_decoding(image.width * image.height * cost)
     return image
 
 

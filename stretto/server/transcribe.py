@@ -80,20 +80,17 @@ def fields(form: Form) -> TranscriptionRequest:
 
 
 async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> None:
-    engine, visit, request = service.engine(), exchange.visit, sound.request
-    try:
+    with sound.file:
+        engine, visit, request = service.engine(), exchange.visit, sound.request  # which may be draining by now
         service.check_model(request.model, engine)
         if engine.info.transcription is None:
             raise Invalid("this model writes down no speech", "model")
         words = instruction(engine.info.transcription, request, sound.translate)
         cut, file = await engine.cut(sound.file, WINDOW_S, visit.sender)
-    finally:
-        sound.file.close()
-    try:
-        texts = Windows(service, exchange, words, request, [file.view()[a:b] for a, b in cut.windows])
+    with file:
+        view = file.view()
+        texts = Windows(service, exchange, words, request, [view[a:b] for a, b in cut.windows])
         await (stream_text if request.stream else whole_text)(texts)
-    finally:
-        file.close()
 
 
 def instruction(how: Transcription, request: TranscriptionRequest, translate: bool) -> str:

@@ -104,9 +104,30 @@ MUTATIONS = [
     (
         "cost of a picture",
         MEDIA,
-        "        budget.spend_decoding(image.width * image.height * COST_PER_PICTURE_PIXEL)\n",
+        "    budget.spend_decoding(image.width * image.height * cost)\n",
         "",
         [f"{GUARDS}::test_pictures_cost_by_their_pixels"],
+    ),
+    (
+        "cost of a JPEG by its scans",
+        MEDIA,
+        "max(COST_PER_PICTURE_PIXEL, scans * COST_PER_SCAN_PIXEL)",
+        "COST_PER_PICTURE_PIXEL",
+        ["tests/prompt/test_media.py::test_scans_of_a_jpeg_are_counted"],
+    ),
+    (
+        "scans of a JPEG are bounded",
+        MEDIA,
+        "    if scans > MAX_SCANS:\n",
+        "    if False:\n",
+        ["tests/prompt/test_media.py::test_scans_of_a_jpeg_are_counted"],
+    ),
+    (
+        "pictures that cannot fit are not decoded",
+        "stretto/models/qwen3_omni/prompts.py",
+        "            expect_picture=media.expect_picture,\n",
+        "",
+        ["tests/prompt/test_build.py::test_pictures_that_cannot_fit_are_not_decoded"],
     ),
     (
         "cost: each medium alone",

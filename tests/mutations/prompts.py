@@ -1,9 +1,73 @@
 """Guards of the prompt worker, bodies and slots."""
 
 POOL, BODIES = "tests/prompt/test_pool.py", "tests/server/test_bodies.py"
+DESCRIPTORS, REAL = "tests/prompt/test_descriptors.py", "tests/server/test_prompt_worker.py"
 WORKER, APART = "stretto/prompt/worker.py", "stretto/prompt/apart.py"
 
 MUTATIONS = [
+    (
+        "the file of an answer is closed when it is sent",
+        "stretto/prompt/jobs.py",
+        "    with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):\n",
+        "    with contextlib.suppress(OSError):\n",
+        [f"{DESCRIPTORS}::test_no_process_keeps_anything", f"{REAL}::test_no_process_keeps_anything_of_a_request"],
+    ),
+    (
+        "the file of an answer that comes as its caller leaves is closed",
+        "stretto/prompt/pool.py",
+        "            self.drop_file()  # the answer may have come at the same moment\n",
+        "",
+        [f"{DESCRIPTORS}::test_an_answer_that_comes_as_its_caller_leaves_is_closed"],
+    ),
+    (
+        "a memory file that cannot be filled is closed",
+        "stretto/prompt/spool.py",
+        "        except BaseException:\n            spool.close()\n            raise\n",
+        "        except BaseException:\n            raise\n",
+        [f"{DESCRIPTORS}::test_a_memory_file_that_cannot_be_filled_is_closed"],
+    ),
+    (
+        "a worker that can build no prompt is restarted",
+        "stretto/prompt/pool.py",
+        "            self._doubt()\n",
+        "            pass\n",
+        [f"{REAL}::test_a_worker_that_can_build_no_prompt_is_restarted_and_seen"],
+    ),
+    (
+        "no prompt worker, not ready",
+        "stretto/orchestrator/status.py",
+        "    if prompts.trouble is not None:\n",
+        "    if False:\n",
+        [f"{REAL}::test_a_worker_that_can_build_no_prompt_is_restarted_and_seen"],
+    ),
+    (
+        "requests wait for the next prompt worker",
+        "stretto/server/service.py",
+        " or progress.accepts",
+        "",
+        [f"{REAL}::test_a_worker_that_can_build_no_prompt_is_restarted_and_seen"],
+    ),
+    (
+        "long conversations have places of their own",
+        "stretto/prompt/pool.py",
+        "self.long_talks if ends[2] > SHORT_CHARS else self.talks",
+        "self.long_talks",
+        [f"{POOL}::test_short_conversations_wait_neither_for_long_ones_nor_for_media"],
+    ),
+    (
+        "a conversation does not wait for an idle core",
+        APART,
+        "    return isinstance(job.work, Continue)\n",
+        "    return False\n",
+        [f"{POOL}::test_short_conversations_wait_neither_for_long_ones_nor_for_media"],
+    ),
+    (
+        "a limit on files' size is said at the start",
+        "stretto/prompt/pool.py",
+        "        check_room(MAX_RESULT)\n",
+        "",
+        [f"{POOL}::test_a_start_that_cannot_succeed_ends_with_one_sentence"],
+    ),
     (
         "CPU time of a job is limited",
         APART,
