@@ -30,10 +30,11 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "hostile": ("attacks", "floods"),
     "fuzz": ("wire", "realtime"),
     "gpu_tests": (),
+    "path": (),
     "report": (),
 }
-"""Speed from the outside in, then what must not break, then the tables; with the parts of those whose parts have their
-own arguments and results."""
+"""Speed from the outside in, then what must not break, then what runs, then the tables; with the parts of those whose
+parts have their own arguments and results."""
 
 
 def listing() -> str:

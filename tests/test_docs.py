@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -54,3 +55,23 @@ def test_files_are_there(page: Path) -> None:
     there = {p.name for p in files()} | ELSEWHERE | NOT_RUN
     said = {Path(p).name for span in named(page) for p in re.findall(r"[\w./-]+\.(?:py|md|yaml|toml|json)\b", span)}
     assert said - there == set()
+
+
+@pytest.mark.parametrize("page", ["architecture", "path"])
+def test_methods_are_there(page: str) -> None:
+    """Of the pages that lead from function to function: `Class.method`, and the file that stands behind it."""
+    there: dict[str, set[str]] = {}  # files of each function
+    for path in (ROOT / "stretto").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            inside = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            name = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            for function in inside:
+                there.setdefault(f"{name}{function.name}", set()).add(str(path.relative_to(ROOT / "stretto")))
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    methods = set(re.findall(r"`([A-Z]\w+\.\w+)`", text))
+    assert len(methods) > 5
+    assert methods - set(there) == set()
+    placed = re.findall(r"`((?:[A-Z]\w+\.)?[a-z_]\w*)`\s(?:\(|in\s)?`([\w/]+\.py)`", text)
+    placed += re.findall(r"\(`((?:[A-Z]\w+\.)?[a-z_]\w*)`,\s+`([\w/]+\.py)`\)", text)
+    assert len(placed) > 5
+    assert [(name, file) for name, file in placed if file not in there.get(name, ())] == []

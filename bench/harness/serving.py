@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -79,10 +79,12 @@ class Server:
 
 @contextmanager
 def serving(
-    args: argparse.Namespace, directory: Path, folder: Path, *, tree: Path = ROOT, unread_log: bool = False
-) -> Iterator[Server]:
+    args: argparse.Namespace, directory: Path, folder: Path, *, tree: Path = ROOT, unread_log: bool = False,
+    more: Mapping[str, str] | None = None,
+) -> Iterator[Server]:  # fmt: skip
     """Started with the settings of a service with many listeners; ended by SIGTERM, then by SIGKILL. `tree`: the
-    checkout whose server it is. `unread_log`: its output goes into a pipe that nobody reads."""
+    checkout whose server it is. `unread_log`: its output goes into a pipe that nobody reads. `more`: for its
+    environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -100,7 +102,7 @@ def serving(
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "stretto", "serve", str(directory), *words, *args.serve], cwd=tree,
-            env=environment(tree), stdout=subprocess.PIPE if unread_log else out, stderr=subprocess.STDOUT,
+            env=environment(tree, more), stdout=subprocess.PIPE if unread_log else out, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=_usual_limit_of_files,
         )  # fmt: skip
     # Ended from outside, by `timeout` for one: the server must not outlive us, with a GPU in its hands.
@@ -122,9 +124,10 @@ def _usual_limit_of_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-def environment(tree: Path = ROOT) -> dict[str, str]:
-    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+def environment(tree: Path = ROOT, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    given = {**os.environ, **(more or {})}
+    path = os.pathsep.join([str(tree), *filter(None, [given.get("PYTHONPATH")])])
+    return {**given, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 class GpuWatch:

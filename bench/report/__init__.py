@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.harness.results import RESULTS, ROOT, parser
 
-PAGES = ("docs/performance.md", "docs/faults.md", "README.md", "bench/notes/decode.md")
+PAGES = ("docs/performance.md", "docs/faults.md", "docs/path.md", "README.md", "bench/notes/decode.md")
 
 
 def fill(page: str, tables: dict[str, str]) -> str:

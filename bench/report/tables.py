@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and docs/faults.md as Markdown, from the files in bench/results.
+"""The tables of the documents as Markdown, from the files in bench/results.
 
 A table without any file behind it is empty; a line without one says "not measured"."""
 
@@ -13,6 +13,7 @@ from bench.harness.markdown import NOT_YET, both, many, markdown
 from bench.report import faults
 from bench.report.links import beside, copies, hops, split
 from bench.report.measured import PREDICTOR_PASSES, TALKER, THINKER, Ran, Results, layer_bytes, layers, one_step
+from bench.report.path import path
 from bench.report.serving import (
     before_after,
     give_way,
@@ -322,4 +323,5 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kills": faults.kills,
     "soak": faults.soak,
     "fuzz": faults.fuzz,
+    "path": path,
 }
