@@ -50,7 +50,7 @@ def depth_one(host: OneHost) -> AbstractContextManager[Any]:
 
 def at_once(host: OneHost) -> AbstractContextManager[Any]:
     """A step is launched as soon as the one before it runs."""
-    return swapped([(host.host.stages[s].core.ahead, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
+    return swapped([(host.host.stages[s].core.timer, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
 
 
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:

@@ -16,9 +16,9 @@ from stretto.control.life import Configure, Loading
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug
 from stretto.observe.recorder import Recorder
-from stretto.stage.ahead import Ahead
 from stretto.stage.codec import CodecConfig, VocoderCore
 from stretto.stage.core import StageCore
+from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.mediarows import PayloadStore
 from stretto.stage.plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.report import Report
@@ -129,8 +129,8 @@ class StageContext:
         # On a CPU a step is done when its launch is, so there is nothing to wait for.
         hold = self.device.type == "cuda" and self.switches.just_in_time
         sizes = graphs.sizes if graphs is not None else SIZES
-        ahead = Ahead(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
-        core = StageCore(name, scheduler, runner, store, self.waiter(name), ahead, self.recorder)
+        timer = LaunchTimer(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
+        core = StageCore(name, scheduler, runner, store, self.waiter(name), timer, self.recorder)
         record_stage(self.recorder, core)
         return core
 

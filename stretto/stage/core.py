@@ -3,9 +3,9 @@ family's stage holds one, submits requests to it and makes its outputs into payl
 
 All methods belong to the loop thread, and none waits. `poll` retires the steps that the device has finished and returns
 what became certain. `launch` starts one more step if fewer than `overlap_depth` are in flight (one, so that the stages
-of a host take turns) and it is time for it: a step that would only lie in the queue is held back (`ahead.py`) unless it
-brings a prompt, and `due_ns` says until when. They are two calls so that outputs travel on before the host spends time
-on the next launch. A stop is seen one step late; `poll` drops the surplus of that step."""
+of a host take turns) and it is time for it: a step that would only lie in the queue is held back (`launch_timing.py`)
+unless it brings a prompt, and `due_ns` says until when. They are two calls so that outputs travel on before the host
+spends time on the next launch. A stop is seen one step late; `poll` drops the surplus of that step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from stretto.errors import Bug, StrettoError
 from stretto.observe.recorder import Recorder
-from stretto.stage.ahead import Ahead
 from stretto.stage.counters import StageStats, reset
+from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.mediarows import MediaOutput, PayloadStore
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.runner.logprobs import Scored
@@ -69,15 +69,15 @@ class StageCore:
         runner: Runner,
         store: PayloadStore | None = None,
         waiter: Waiter | None = None,
-        ahead: Ahead | None = None,
+        timer: LaunchTimer | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Without `ahead`, steps are launched as soon as there is room for them. `recorder` is given spans."""
+        """Without `timer`, steps are launched as soon as there is room for them. `recorder` is given spans."""
         self.name, self.scheduler, self.runner = name, scheduler, runner
         self.store = store if store is not None else PayloadStore()  # an empty one is False, like all that is empty
         self.waiter = waiter
-        self.ahead = ahead or Ahead((), 0, on=False)
-        self.clock = self.ahead.clock
+        self.timer = timer or LaunchTimer((), 0, on=False)
+        self.clock = self.timer.clock
         self.due_ns: int | None = None  # when a launch that is held back is due
         self._held_back = False  # the launch that is due was held back by `hold_ns`
         self.stats = StageStats()
@@ -118,8 +118,8 @@ class StageCore:
         """Begin anew: an empty prefix cache, no measured times. There are no requests now."""
         self.store = PayloadStore()
         self.scheduler = Scheduler(self.scheduler.config, self.store.drop)
-        a, self.due_ns = self.ahead, None
-        self.ahead = Ahead(a.sizes, a.lead_ns, a.on, a.clock)
+        a, self.due_ns = self.timer, None
+        self.timer = LaunchTimer(a.sizes, a.lead_ns, a.on, a.clock)
         reset(self.stats)
 
     @property
@@ -156,7 +156,7 @@ class StageCore:
         return self._seats[id].request
 
     def _launch_next(self, hold_ns: int | None) -> bool:
-        waited, due = self.due_ns is not None, self.ahead.due_ns()
+        waited, due = self.due_ns is not None, self.timer.due_ns()
         until = due or hold_ns
         self.due_ns = until if until and self.scheduler.only_decodes_wait else None
         if self.due_ns is not None:
@@ -181,13 +181,13 @@ class StageCore:
         kind = "decode" if batch.decode_only else "mixed" if batch.num_decodes else "prefill"
         self._steps.append((step, kind, start, launched))
         known = batch.decode_only and step.error is None
-        flight = self.ahead.launched(len(batch.spans) if known else None, launched - start)
+        flight = self.timer.launched(len(batch.spans) if known else None, launched - start)
         self.stats.steps += 1
         self.stats.kinds[kind].launched((launched - start) / 1e9)
         self.recorder.span("loop", f"launch {self.name}", start, launched)
         self.stats.rows += batch.num_tokens
         if self.waiter is not None and step.copied is not None:
-            self.waiter.watch(step.copied, lambda: self.ahead.ended(flight))
+            self.waiter.watch(step.copied, lambda: self.timer.ended(flight))
         for join in batch.joined:
             seat = self._seats[join.request]
             if seat.since_ns:  # the first time
@@ -202,7 +202,7 @@ class StageCore:
 
     def _retire(self, step: Step, kind: str, launching: int, launched: int) -> None:
         start = self.clock()
-        begun, ended = self.ahead.retired()
+        begun, ended = self.timer.retired()
         if step.copied is None:  # on a CPU the launch is the work
             begun, ended = launching, launched
         self.stats.kinds[kind].device.observe((ended - begun) / 1e9)

@@ -98,7 +98,7 @@ def test_what_was_held_back_is_told_and_on_a_cpu_it_is_nothing(host: Listening) 
     told = host.host.recorder.values()
     for name in ("thinker", "talker"):
         stage = host.host.stages[name].core
-        assert not stage.ahead.on
+        assert not stage.timer.on
         for what in ("held", "late"):
             assert told.pop(f'stretto_stage_{what}_total{{stage="{name}"}}') == 0
             setattr(stage.stats, what, 7)

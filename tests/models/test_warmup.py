@@ -185,7 +185,7 @@ def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
         stage = nodes[name].core
         assert stage.scheduler.pool._free == others[name].core.scheduler.pool._free
         assert not len(stage.store)
-        assert stage.ahead._launches.high is None
+        assert stage.timer._launches.high is None
     if kind == "omni":
         assert nodes["thinker"].encoders.kept.num_bytes == 0
     for times in ("first", "again"):

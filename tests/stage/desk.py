@@ -16,8 +16,8 @@ from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput, ThinkerLane
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.prompt.prompt import Prompt
-from stretto.stage.ahead import Ahead
 from stretto.stage.core import Certain, StageCore
+from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.mediarows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
@@ -45,7 +45,7 @@ class Desk:
         kind: str,
         config: SchedulerConfig = CONFIG,
         graphs: bool = False,
-        ahead: Ahead | None = None,
+        timer: LaunchTimer | None = None,
     ) -> None:
         self.models = models
         model = models.thinker if kind == "thinker" else models.talker
@@ -62,9 +62,9 @@ class Desk:
         self.clock, self.rng = Clock(tick=MS // 10), random.Random(0)
         if self.hold:
             Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS)).drive(runner)
-            ahead = Ahead((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
+            timer = LaunchTimer((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
         store = PayloadStore()
-        self.stage = StageCore(kind, Scheduler(config, store.drop), runner, store, ahead=ahead)
+        self.stage = StageCore(kind, Scheduler(config, store.drop), runner, store, timer=timer)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, list[list[int]]] = defaultdict(list)
         self.media: dict[str, dict[int, np.ndarray]] = defaultdict(dict)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.ahead import Ahead
+from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.loop import TICK_NS, Loop
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.batch import Batch
@@ -35,7 +35,7 @@ class Timed(Desk):
 
     def __init__(self, models: Models, kind: str = "thinker", on: bool = True, tick: int = 0, config=CONFIG) -> None:
         clock = Clock(tick=tick)
-        super().__init__(models, kind, config, ahead=Ahead(SIZES, LEAD, on, clock))
+        super().__init__(models, kind, config, timer=LaunchTimer(SIZES, LEAD, on, clock))
         self.clock = clock
         self.device = Device(self.clock, lasts)
         self.device.drive(self.stage.runner)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stretto.stage.ahead import LEAST, WINDOW, Ahead
+from stretto.stage.launch_timing import LEAST, WINDOW, LaunchTimer
 from stretto.stage.loop import TICK_NS
 from tests.stage.simulated import MS, Clock
 
@@ -14,18 +14,18 @@ LEAD, LAUNCH = 2 * MS, MS
 
 
 class Told:
-    """An `Ahead` that is told of steps on a clock of its own."""
+    """An `LaunchTimer` that is told of steps on a clock of its own."""
 
     def __init__(self, on: bool = True, lead: int = LEAD) -> None:
         self.clock = Clock()
-        self.ahead = Ahead((4, 8, 16), lead, on, self.clock)
+        self.timer = LaunchTimer((4, 8, 16), lead, on, self.clock)
 
     def launch(self, rows: int | None = 8, took: int = LAUNCH) -> None:
-        self.ahead.launched(rows, took)
+        self.timer.launched(rows, took)
 
     def retire(self, after: int) -> None:
         self.clock.now += after
-        self.ahead.retired()
+        self.timer.retired()
 
     def step(self, lasts: int, rows: int | None = 8) -> None:
         """One that runs alone."""
@@ -33,7 +33,7 @@ class Told:
         self.retire(lasts)
 
     def due_in(self) -> int | None:
-        due = self.ahead.due_ns()
+        due = self.timer.due_ns()
         return None if due is None else due - self.clock.now
 
 
@@ -202,5 +202,5 @@ def test_in_noise_it_is_early_rather_than_late(seed: int) -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = "import stretto.stage.ahead, sys; sys.exit('torch' in sys.modules)"
+    code = "import stretto.stage.launch_timing, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

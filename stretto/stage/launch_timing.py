@@ -1,6 +1,6 @@
 """When a stage should launch its next step: late enough that a prompt can still get in front of it, early enough that
-the device never waits. One `Ahead` per stage, told of every launch and retirement on the loop thread; pure but for its
-clock, and no torch.
+the device never waits. One `LaunchTimer` per stage, told of every launch and retirement on the loop thread; pure but
+for its clock, and no torch.
 
 A second step in flight keeps the device busy while the host looks at the first one's tokens. Launched when the first
 has just begun, it lies in the queue for a whole step, and whatever arrives meanwhile has to wait behind it. So it is
@@ -51,7 +51,7 @@ class Recent:
             self.low, self.high = ordered[1], ordered[-2]
 
 
-class Ahead:
+class LaunchTimer:
     def __init__(
         self, sizes: Sequence[int], lead_ns: int, on: bool = True, clock: Callable[[], int] = time.perf_counter_ns
     ) -> None:
