@@ -26,10 +26,10 @@ from stretto.stage.context import BuildStages, StageContext, check_built
 from stretto.stage.ends import LinkEnds
 from stretto.stage.links import Links
 from stretto.stage.loop import Bell, Loop
+from stretto.stage.polling import Fresh, Poll, poll_order
 from stretto.stage.report import Report, failed
 from stretto.stage.stage import Arrival, Output, Stage, TakesFeatures, TakesText, ToEngine, ToLink
 from stretto.stage.stats import record_host
-from stretto.stage.turns import Fresh, Poll, in_order
 from stretto.types import Mark, RequestId
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Host:
         polls = [Poll(stage, self.poll) for stage in self.stages.values()]
         first = next(iter(self.stages.values()))
         self.fresh = Fresh(polls[0]) if not first.receives else None  # it takes prompts
-        self.loop = Loop(in_order(polls, self.fresh, self.push, self.ends), self.bell)
+        self.loop = Loop(poll_order(polls, self.fresh, self.push, self.ends), self.bell)
         record_host(self.recorder, self.loop, self.stages.values(), self.links)
 
     def num_requests(self) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stretto.stage.loop import Loop
-from stretto.stage.turns import Fresh, in_order
+from stretto.stage.polling import Fresh, poll_order
 from tests.pipeline import STAGES
 
 
@@ -24,7 +24,7 @@ def rounds(stages: tuple[str, ...]) -> tuple[Loop, Fresh | None, list[str]]:
     seen: list[str] = []
     nodes: Any = [Named(name, seen) for name in stages]
     fresh = Fresh(nodes[0]) if stages[0] == "thinker" else None
-    return Loop(in_order(nodes, fresh, lambda: seen.append("push"), Named("links", seen))), fresh, seen
+    return Loop(poll_order(nodes, fresh, lambda: seen.append("push"), Named("links", seen))), fresh, seen
 
 
 @pytest.mark.parametrize(

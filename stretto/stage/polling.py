@@ -53,7 +53,7 @@ class Fresh:
         return came and self.first.turn()
 
 
-def in_order(stages: Sequence[Poll], fresh: Fresh | None, push: Callable[[], None], ends: Turns) -> list[Turns]:
+def poll_order(stages: Sequence[Poll], fresh: Fresh | None, push: Callable[[], None], ends: Turns) -> list[Turns]:
     """In data-flow order (the loop goes through them from the end): what is ready leaves before anything
     else is done, and a stage goes before the one that feeds it, whose launches may be long. The last one, if its turns
     are short, comes once more behind each stage but the first, so that what these sent is launched behind their own
