@@ -26,7 +26,7 @@ from stretto.stage.context import BuildStages, StageContext, check_built
 from stretto.stage.ends import LinkEnds
 from stretto.stage.links import Links
 from stretto.stage.loop import Bell, Loop
-from stretto.stage.polling import Fresh, Poll, poll_order
+from stretto.stage.polling import Poll, PrefillFirst, poll_order
 from stretto.stage.report import Report, failed
 from stretto.stage.stage import Arrival, Output, Stage, TakesFeatures, TakesText, ToEngine, ToLink
 from stretto.stage.stats import record_host
@@ -78,8 +78,8 @@ class Host:
         self.ends = LinkEnds(self.links, s, self.device, ring, self.report, self._fail, recorder=self.recorder)
         polls = [Poll(stage, self.poll) for stage in self.stages.values()]
         first = next(iter(self.stages.values()))
-        self.fresh = Fresh(polls[0]) if not first.receives else None  # it takes prompts
-        self.loop = Loop(poll_order(polls, self.fresh, self.push, self.ends), self.bell)
+        self.prefill_first = PrefillFirst(polls[0]) if not first.receives else None  # it takes prompts
+        self.loop = Loop(poll_order(polls, self.prefill_first, self.push, self.ends), self.bell)
         record_host(self.recorder, self.loop, self.stages.values(), self.links)
 
     def num_requests(self) -> int:
@@ -188,8 +188,8 @@ class Host:
                 if name in a.stages:
                     stage.admit(a, _decoded(a.stages[name], stage), prompt)
                     self.links.open(a.request, name, {*a.stages, *a.elsewhere})
-            if self.fresh is not None:
-                self.fresh.came = True
+            if self.prefill_first is not None:
+                self.prefill_first.came = True
         except StrettoError as e:
             self._fail(a.request, first, e)
         except torch.AcceleratorError:

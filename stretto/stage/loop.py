@@ -28,7 +28,7 @@ TICK_NS = 1_000_000
 round and finds nothing to do."""
 
 
-class Turns(Protocol):
+class Pollable(Protocol):
     @property
     def due_ns(self) -> int | None:
         """When it wants another turn though nothing rings, by the loop's clock; at least a tick from its last turn."""
@@ -70,7 +70,7 @@ class Bell:
 class Loop:
     def __init__(
         self,
-        stages: Sequence[Turns],
+        stages: Sequence[Pollable],
         bell: Bell | None = None,
         max_messages: int = 4096,
         clock: Callable[[], int] = time.perf_counter_ns,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from stretto.stage.loop import Turns
+from stretto.stage.loop import Pollable
 from stretto.stage.stage import Stage
 
 
@@ -39,12 +39,12 @@ class Poll:
         return self._poll(self.stage)
 
 
-class Fresh:
+class PrefillFirst:
     """A turn of the stage that takes prompts, in rounds that brought requests."""
 
     due_ns: int | None = None
 
-    def __init__(self, first: Turns) -> None:
+    def __init__(self, first: Pollable) -> None:
         self.first = first
         self.came = False  # requests were admitted in this round
 
@@ -53,7 +53,9 @@ class Fresh:
         return came and self.first.turn()
 
 
-def poll_order(stages: Sequence[Poll], fresh: Fresh | None, push: Callable[[], None], ends: Turns) -> list[Turns]:
+def poll_order(
+    stages: Sequence[Poll], prefill_first: PrefillFirst | None, push: Callable[[], None], ends: Pollable
+) -> list[Pollable]:
     """In data-flow order (the loop goes through them from the end): what is ready leaves before anything
     else is done, and a stage goes before the one that feeds it, whose launches may be long. The last one, if its turns
     are short, comes once more behind each stage but the first, so that what these sent is launched behind their own
@@ -62,9 +64,9 @@ def poll_order(stages: Sequence[Poll], fresh: Fresh | None, push: Callable[[], N
     pushing = PushReports(push)
     last = [stages[-1]] if len(stages) > 1 and stages[-1].cheap else []
     body = stages[: len(stages) - len(last)]
-    order: list[Turns] = [pushing]
+    order: list[Pollable] = [pushing]
     for i, stage in enumerate(body):
-        order += [*last, stage] if i or fresh is None else [stage, pushing]
-    if fresh is not None and len(stages) > 1:
-        order.append(fresh)
+        order += [*last, stage] if i or prefill_first is None else [stage, pushing]
+    if prefill_first is not None and len(stages) > 1:
+        order.append(prefill_first)
     return [*order, pushing, *last, ends]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stretto.stage.loop import Loop
-from stretto.stage.polling import Fresh, poll_order
+from stretto.stage.polling import PrefillFirst, poll_order
 from tests.pipeline import STAGES
 
 
@@ -20,11 +20,15 @@ class Named:
         return False
 
 
-def rounds(stages: tuple[str, ...]) -> tuple[Loop, Fresh | None, list[str]]:
+def rounds(stages: tuple[str, ...]) -> tuple[Loop, PrefillFirst | None, list[str]]:
     seen: list[str] = []
     nodes: Any = [Named(name, seen) for name in stages]
-    fresh = Fresh(nodes[0]) if stages[0] == "thinker" else None
-    return Loop(poll_order(nodes, fresh, lambda: seen.append("push"), Named("links", seen))), fresh, seen
+    prefill_first = PrefillFirst(nodes[0]) if stages[0] == "thinker" else None
+    return (
+        Loop(poll_order(nodes, prefill_first, lambda: seen.append("push"), Named("links", seen))),
+        prefill_first,
+        seen,
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,9 +48,9 @@ def test_what_is_heard_sooner_goes_first(stages: tuple[str, ...], order: str) ->
 
 
 def test_a_new_prompt_goes_before_speech_once() -> None:
-    loop, fresh, seen = rounds(STAGES)
-    assert fresh is not None
-    fresh.came = True
+    loop, prefill_first, seen = rounds(STAGES)
+    assert prefill_first is not None
+    prefill_first.came = True
     loop.round()
     assert seen.index("thinker") < seen.index("talker")
     assert seen.count("thinker") == 2
