@@ -231,7 +231,7 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left["journals"] = len(node.journals)
         else:
             left[f"{name}: blocks"] = num_held(stage.scheduler.pool)
-            left[f"{name}: rows"] = len(stage.scheduler._ledger.holdings.seated)
+            left[f"{name}: rows"] = len(stage.scheduler._table.allocation.seated)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.lane.inputs)
             outlets = driven.host.links.outlets_of(name)

@@ -160,8 +160,8 @@ class OrderCheck:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        ledger = scheduler._ledger
-        self._ready = {r.id: (r, ledger.step - r.since) for r in ledger.requests.values() if self._is_ready(r)}
+        table = scheduler._table
+        self._ready = {r.id: (r, table.step - r.since) for r in table.requests.values() if self._is_ready(r)}
 
     def _is_ready(self, request: StageRequest) -> bool:
         """Ready without a new block: only the budget can keep it out."""
@@ -376,7 +376,7 @@ class Driver:
         assert not self.live
         pool = self.scheduler.pool
         assert num_held(pool) == 0
-        assert not self.scheduler._ledger.holdings.seated
+        assert not self.scheduler._table.allocation.seated
         assert self.scheduler.num_waiting == 0
         clear_cache(pool)
         assert pool.num_available == pool.num_blocks

@@ -7,22 +7,22 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stretto.stage.request import BlockId, Cursor, StageRequest, State
+from stretto.stage.scheduler.allocation import Allocation
 from stretto.stage.scheduler.blocks import BlockPool
-from stretto.stage.scheduler.holdings import Holdings
 from stretto.stage.scheduler.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    ledger = scheduler._ledger
-    requests = list(ledger.requests.values())
-    check_holdings(ledger.holdings, requests)
+    table = scheduler._table
+    requests = list(table.requests.values())
+    check_holdings(table.allocation, requests)
     for r in requests:
         check_cursor(r.cursor)
         state, seated = r.state, r.row is not None
         assert state is not State.DONE, r.id
         assert seated or state is not State.RUNNING, r.id
         assert not (seated and state is State.WAITING), r.id
-        assert (state is State.WAITING) == (r.arrival in ledger.waiting._requests), f"{r.id} is {state.name}"
+        assert (state is State.WAITING) == (r.arrival in table.waiting._requests), f"{r.id} is {state.name}"
         assert r.starved == (state is State.STARVED), f"{r.id} is {state.name}, starved={r.starved}"
         assert r.in_flight == sum(r in placed for _, placed in scheduler._in_flight), r.id
 
@@ -33,18 +33,18 @@ def check_cursor(c: Cursor) -> None:
     assert c.prompt <= c.known, c
 
 
-def check_holdings(holdings: Holdings, requests: Sequence[StageRequest]) -> None:
+def check_holdings(allocation: Allocation, requests: Sequence[StageRequest]) -> None:
     """Every block and row is held exactly by those who say so."""
     refs = Counter(block for request in requests for block in request.blocks)
-    limbo = [entry for entries in holdings._limbo.values() for entry in entries]
-    refs.update(block for blocks, _ in limbo for block in blocks)
-    check_pool(holdings.pool, [refs[BlockId(b)] for b in range(holdings.pool.num_blocks)])
-    assert holdings.num_limbo == sum(len(blocks) for blocks, _ in limbo)
-    rows = holdings._free_rows + list(holdings.seated) + [row for _, row in limbo if row is not None]
-    assert sorted(rows) == list(range(holdings.max_rows)), "rows lost or shared"
-    assert {r.arrival for r in requests if r.row is not None} == {r.arrival for r in holdings.seated.values()}
+    deferred_free = [entry for entries in allocation._deferred_free.values() for entry in entries]
+    refs.update(block for blocks, _ in deferred_free for block in blocks)
+    check_pool(allocation.pool, [refs[BlockId(b)] for b in range(allocation.pool.num_blocks)])
+    assert allocation.num_limbo == sum(len(blocks) for blocks, _ in deferred_free)
+    rows = allocation._free_rows + list(allocation.seated) + [row for _, row in deferred_free if row is not None]
+    assert sorted(rows) == list(range(allocation.max_rows)), "rows lost or shared"
+    assert {r.arrival for r in requests if r.row is not None} == {r.arrival for r in allocation.seated.values()}
     for r in requests:
-        assert r.cursor.filled <= len(r.blocks) * holdings.block_size, f"{r.id}: {r.cursor.filled} rows"
+        assert r.cursor.filled <= len(r.blocks) * allocation.block_size, f"{r.id}: {r.cursor.filled} rows"
 
 
 def check_pool(pool: BlockPool, refs: Sequence[int] | None = None) -> None:

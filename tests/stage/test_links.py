@@ -50,7 +50,7 @@ def links_of(*names: str) -> Links:
 
 
 def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> None:
-    """Room in the link must not set a request going whose listener is slow, nor the other way round."""
+    """Preemption in the link must not set a request going whose listener is slow, nor the other way round."""
     link, courier = Outlet(LINK, CodecFrames), Courier()
     link.away.attach(courier)  # type: ignore[arg-type]
     link.open(ID)

@@ -13,9 +13,9 @@ from stretto.stage.request import OPAQUE, BlockId, Reason, RequestSpec, Salt, St
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowSpan, StepResult
 from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle
 from stretto.stage.scheduler.config import SchedulerConfig
-from stretto.stage.scheduler.ledger import Ledger
 from stretto.stage.scheduler.prefix import publish, search
 from stretto.stage.scheduler.queues import aged_first, by_order, split
+from stretto.stage.scheduler.requests import RequestTable
 from stretto.types import RequestId, Span
 
 Rows = int | Sequence[int]
@@ -27,7 +27,7 @@ class Scheduler:
         """`on_drop` is told each payload handle that the prefix cache no longer needs."""
         self.config = config
         self.pool = BlockPool(config.num_blocks, on_drop)
-        self._ledger = Ledger(config, self.pool)
+        self._table = RequestTable(config, self.pool)
         self._size = config.block_size
         self._in_flight: deque[tuple[Batch, list[StageRequest]]] = deque()
         self._arrivals = 0
@@ -38,17 +38,17 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._ledger.waiting)
+        return len(self._table.waiting)
 
     @property
     def only_decodes_wait(self) -> bool:
         """Whether there is something to run, and nothing of it is a prompt, as far as that can be told without making
         the batch."""
-        holdings = self._ledger.holdings
-        if self._ledger.waiting and holdings.num_free_rows:
+        allocation = self._table.allocation
+        if self._table.waiting and allocation.num_free_rows:
             return False
         found, running = False, State.RUNNING
-        for request in holdings.seated.values():
+        for request in allocation.seated.values():
             if request.state is not running:
                 continue
             cursor = request.cursor
@@ -61,12 +61,12 @@ class Scheduler:
 
     def request(self, id: RequestId) -> StageRequest:
         try:
-            return self._ledger.requests[id]
+            return self._table.requests[id]
         except KeyError:
             raise Gone(f"request {id} is not here (any more)") from None
 
     def __contains__(self, id: RequestId) -> bool:
-        return id in self._ledger.requests
+        return id in self._table.requests
 
     # -- input
 
@@ -81,11 +81,11 @@ class Scheduler:
     ) -> StageRequest:
         """A new request. With `closed=False` its prompt grows by `append_rows`; it may start empty (an announced
         request, whose first input is still to come). `missing`: see `set_missing`."""
-        if spec.id in self._ledger.requests:
+        if spec.id in self._table.requests:
             raise Bug(f"request {spec.id} submitted twice")
-        if sum(not r.was_admitted for r in self._ledger.requests.values()) >= self.config.max_waiting:
+        if sum(not r.was_admitted for r in self._table.requests.values()) >= self.config.max_waiting:
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
-        request = StageRequest(spec, self._arrivals, since=self._ledger.step)
+        request = StageRequest(spec, self._arrivals, since=self._table.step)
         request.refresh_order(self.config.max_preemptions)
         ids = self._fitting(request, prompt, closed)
         request.cursor.append(request.add_input(ids, salts))
@@ -94,7 +94,7 @@ class Scheduler:
             self._close_prompt(request)
         request.refresh_limit()
         self._arrivals += 1
-        self._ledger.add(request)
+        self._table.add(request)
         return request
 
     def append_rows(self, id: RequestId, rows: Rows, *, last: bool = False, salts: Sequence[Salt] = ()) -> None:
@@ -108,7 +108,7 @@ class Scheduler:
         if last:
             self._close_prompt(request)
         request.refresh_limit()
-        self._ledger.settle(request)
+        self._table.settle(request)
 
     def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
         """The prompt rows whose input is not here yet, in order; all others' is. They are not computed until it comes,
@@ -116,7 +116,7 @@ class Scheduler:
         request = self.request(id)
         request.missing = missing
         request.refresh_limit()
-        self._ledger.settle(request)
+        self._table.settle(request)
 
     def num_found(self, id: RequestId) -> int:
         """Leading rows that need not be computed: those with KV or, before it is seated, those in the prefix cache."""
@@ -132,7 +132,7 @@ class Scheduler:
             raise Bug(f"{id}: text that nobody waits for")
         request.num_text += count
         request.refresh_limit()
-        self._ledger.settle(request)
+        self._table.settle(request)
 
     def end_text(self, id: RequestId) -> None:
         """No more text: a paced request runs free."""
@@ -141,13 +141,13 @@ class Scheduler:
             raise Bug(f"{id}: the end of a text that nobody waits for")
         request.text_ended = True
         request.refresh_limit()
-        self._ledger.settle(request)
+        self._table.settle(request)
 
     def cancel(self, id: RequestId) -> bool:
         """Ends the request now, whatever it is doing. False if it is gone already."""
-        if id not in self._ledger.requests:
+        if id not in self._table.requests:
             return False
-        self._ledger.end(self._ledger.requests[id], Reason.CANCELLED)
+        self._table.end(self._table.requests[id], Reason.CANCELLED)
         return True
 
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
@@ -162,7 +162,7 @@ class Scheduler:
         still give theirs: keep as much credit back."""
         request = self.request(id)
         request.blocked_downstream = blocked
-        self._ledger.settle(request)
+        self._table.settle(request)
 
     # -- steps
 
@@ -170,13 +170,13 @@ class Scheduler:
         """The next batch, or None if nothing can run now or enough is in flight."""
         if len(self._in_flight) >= self.config.overlap_depth:
             return None
-        if self._ledger.waiting:
-            self._ledger.admit(idle=not self._in_flight)
+        if self._table.waiting:
+            self._table.admit(idle=not self._in_flight)
         decodes, prefills, answering = self._ready()
         aged_prefills = 0
         if self._left_out:
-            decodes, _ = aged_first(decodes, self._ledger.step, self.config.patience)
-            prefills, aged_prefills = aged_first(prefills, self._ledger.step, self.config.patience)
+            decodes, _ = aged_first(decodes, self._table.step, self.config.patience)
+            prefills, aged_prefills = aged_first(prefills, self._table.step, self.config.patience)
         self._left_out = False
         spans: list[RowSpan] = []
         placed: list[StageRequest] = []
@@ -200,17 +200,17 @@ class Scheduler:
             return None
         num_tokens = num_decodes + sum(span.stop - span.start for span in spans[num_decodes:])
         self._prefilled = len(spans) > num_decodes
-        holdings = self._ledger.holdings
+        allocation = self._table.allocation
         batch = Batch(
-            step=self._ledger.step,
+            step=self._table.step,
             spans=tuple(spans),
             num_decodes=num_decodes,
             num_tokens=num_tokens,
-            joined=tuple(holdings.joined),
+            joined=tuple(allocation.joined),
         )
-        holdings.joined = []
+        allocation.joined = []
         self._in_flight.append((batch, placed))
-        self._ledger.step += 1
+        self._table.step += 1
         return batch
 
     def retire(self, batch: Batch, result: StepResult) -> list[Outcome]:
@@ -229,7 +229,7 @@ class Scheduler:
                 outcomes.append(self._fail_span(request, index, result.errors[span.request]))
             else:
                 outcomes.append(self._confirm(request, index, span, token))
-        self._ledger.holdings.retire(batch.step)
+        self._table.allocation.retire(batch.step)
         return outcomes
 
     # -- scheduling, in parts
@@ -248,7 +248,7 @@ class Scheduler:
         each most urgent first; and whether any request is in the middle of its answer."""
         decodes, prefills, answering = [], [], False
         running = State.RUNNING
-        for request in sorted(self._ledger.holdings.seated.values(), key=by_order):
+        for request in sorted(self._table.allocation.seated.values(), key=by_order):
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
@@ -293,7 +293,7 @@ class Scheduler:
         start, table = cursor.filled, len(request.blocks)
         new_blocks: tuple[BlockId, ...] = ()
         if stop > table * self._size:
-            stop = self._ledger.grow(request, stop, idle=not spans and not self._in_flight)
+            stop = self._table.grow(request, stop, idle=not spans and not self._in_flight)
             if stop <= start:
                 self._left_out = True
                 return
@@ -321,9 +321,9 @@ class Scheduler:
         cursor.launch(stop, samples)
         request.device_at = stop if samples else -1
         request.in_flight += 1
-        request.last_step = request.since = self._ledger.step
+        request.last_step = request.since = self._table.step
         if stop >= request.limit:
-            self._ledger.settle(request)
+            self._table.settle(request)
 
     # -- the ends of things
 
@@ -338,13 +338,13 @@ class Scheduler:
         if request.proven and next_full <= span.stop and next_full <= request.keyable and self.config.prefix_cache:
             published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
-            self._ledger.end(request, reason)
+            self._table.end(request, reason)
         return Outcome(request, index, confirmed, token if span.samples else None, reason, published)
 
     def _fail_span(self, request: StageRequest, index: int, error: StrettoError) -> Outcome:
         confirmed = request.cursor.confirm(0)  # nothing new
         request.error = error
-        self._ledger.end(request, Reason.FAILED)
+        self._table.end(request, Reason.FAILED)
         return Outcome(request, index, confirmed, None, Reason.FAILED, ())
 
     # -- input, checked before anything changes
@@ -358,7 +358,7 @@ class Scheduler:
         if prompt + max_new > self.config.max_context:
             limit = self.config.max_context
             raise TooLong(f"{prompt} tokens of prompt and {max_new} of answer exceed the context of {limit} tokens")
-        if self._ledger.holdings.num_blocks(prompt + max_new - 1) > self.config.num_blocks:
+        if self._table.allocation.num_blocks(prompt + max_new - 1) > self.config.num_blocks:
             raise Invalid(f"{prompt + max_new} tokens can never fit this stage's {self.config.num_blocks} KV blocks")
         return ids
 
@@ -371,4 +371,4 @@ class Scheduler:
             request.epoch += 1
             cursor.recall()
             cursor.vacate(cursor.known - 1)
-            self._ledger.holdings.trim(request)
+            self._table.allocation.trim(request)

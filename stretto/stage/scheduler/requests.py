@@ -1,28 +1,28 @@
-"""The scheduler's books: every live request and its state. (Who gives up memory for whom: `room.py`.) `Scheduler` is
-the only caller, on the stage's loop thread. Each public method leaves states, queue, rows and blocks in agreement
+"""The scheduler's books: every live request and its state. (Who gives up memory for whom: `preemption.py`.) `Scheduler`
+is the only caller, on the stage's loop thread. Each public method leaves states, queue, rows and blocks in agreement
 (`tests/stage/invariants.py`)."""
 
 from __future__ import annotations
 
 from stretto.stage.request import Reason, StageRequest, State
+from stretto.stage.scheduler.allocation import Allocation
 from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
-from stretto.stage.scheduler.holdings import Holdings
+from stretto.stage.scheduler.preemption import Preemption
 from stretto.stage.scheduler.prefix import search
 from stretto.stage.scheduler.queues import Waiting, by_age
-from stretto.stage.scheduler.room import Room
 from stretto.types import RequestId
 
 
-class Ledger:
+class RequestTable:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self.pool = pool
-        self.holdings = Holdings(pool, config.block_size, config.max_rows)
+        self.allocation = Allocation(pool, config.block_size, config.max_rows)
         self.waiting = Waiting()
         self.requests: dict[RequestId, StageRequest] = {}
         self.step = 0  # of the batch being made, or of the next
-        self._room = Room(config, self.holdings, self.requests, self.settle)
+        self._room = Preemption(config, self.allocation, self.requests, self.settle)
 
     # -- states
 
@@ -45,8 +45,8 @@ class Ledger:
     def end(self, request: StageRequest, reason: Reason) -> None:
         request.epoch += 1
         request.reason = reason
-        self.holdings.unseat(request)
-        self.holdings.drop(request)
+        self.allocation.unseat(request)
+        self.allocation.drop(request)
         self._move(request, State.DONE)
         del self.requests[request.id]
 
@@ -73,7 +73,7 @@ class Ledger:
             if not self._room.for_newcomer(head, found, self.step, idle, new):
                 self.pool.release(found)
                 return
-            self.holdings.seat(head, found)
+            self.allocation.seat(head, found)
             new.add(head)
             self._move(head, State.RUNNING)
             self.settle(head)  # what it lacks input of may begin right behind what was found
@@ -83,7 +83,7 @@ class Ledger:
         row fits. Returns where the rows with blocks end. `idle`: the batch is empty so far, and nothing is in
         flight."""
         size = self.config.block_size
-        want = self.holdings.num_blocks(stop) - len(request.blocks)
+        want = self.allocation.num_blocks(stop) - len(request.blocks)
         if not self.pool.num_available and request.cursor.filled == len(request.blocks) * size:
             self._room.for_a_row(request, self.step, idle)
         request.blocks.extend(self.pool.take(min(want, self.pool.num_available)))
@@ -92,13 +92,15 @@ class Ledger:
     def _has_row(self) -> bool:
         """Whether a row is free. If not, the request that has been starved for longest gives up its row, but keeps
         its blocks."""
-        if not self.holdings.num_free_rows:
-            new = {join.request for join in self.holdings.joined}  # nobody has heard of: to take it back gains nothing
+        if not self.allocation.num_free_rows:
+            new = {
+                join.request for join in self.allocation.joined
+            }  # nobody has heard of: to take it back gains nothing
             starved = [
                 r
-                for r in self.holdings.seated.values()
+                for r in self.allocation.seated.values()
                 if r.state is State.STARVED and not r.in_flight and r.id not in new
             ]
             if starved:
-                self.holdings.unseat(min(starved, key=by_age))
-        return self.holdings.num_free_rows > 0
+                self.allocation.unseat(min(starved, key=by_age))
+        return self.allocation.num_free_rows > 0

@@ -1,8 +1,8 @@
 """What requests hold: rows of the device state and blocks of KV. Gives them out and takes them back; never chooses
 who gets or loses them (the scheduler does). Loop thread only.
 
-Whatever a step in flight still uses goes into limbo when its request gives it up, filed under the last step that
-uses it, and comes free when that step retires."""
+Whatever a step in flight still uses goes into deferred_free when its request gives it up, filed under the last step
+that uses it, and comes free when that step retires."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.scheduler.blocks import BlockPool
 
 
-class Holdings:
+class Allocation:
     def __init__(self, pool: BlockPool, block_size: int, max_rows: int) -> None:
         self.pool = pool
         self.block_size = block_size
         self.max_rows = max_rows
         self.seated: dict[RowId, StageRequest] = {}
         self.joined: list[RowJoin] = []  # since the last batch
-        self.num_limbo = 0  # blocks in limbo
+        self.num_limbo = 0  # blocks in deferred_free
         self._free_rows = [RowId(i) for i in reversed(range(max_rows))]
-        self._limbo: dict[int, list[tuple[list[BlockId], RowId | None]]] = {}
+        self._deferred_free: dict[int, list[tuple[list[BlockId], RowId | None]]] = {}
 
     @property
     def num_free_rows(self) -> int:
@@ -65,7 +65,7 @@ class Holdings:
         if self._unjoin(request, row):
             return
         if request.in_flight:
-            self._limbo.setdefault(request.last_step, []).append(([], row))
+            self._deferred_free.setdefault(request.last_step, []).append(([], row))
         else:
             self._free_rows.append(row)
 
@@ -84,7 +84,7 @@ class Holdings:
 
     def retire(self, step: int) -> None:
         """Step `step` and all before it have retired: what they alone still used is free."""
-        for blocks, row in self._limbo.pop(step, ()):
+        for blocks, row in self._deferred_free.pop(step, ()):
             self.num_limbo -= len(blocks)
             self.pool.release(blocks)
             if row is not None:
@@ -94,7 +94,7 @@ class Holdings:
         if not blocks:
             return
         if request.in_flight:
-            self._limbo.setdefault(request.last_step, []).append((blocks, None))
+            self._deferred_free.setdefault(request.last_step, []).append((blocks, None))
             self.num_limbo += len(blocks)
         else:
             self.pool.release(blocks)

@@ -1,4 +1,4 @@
-"""Who gives up memory for whom when there are too few blocks: preemption. Used by the ledger, on the stage's loop
+"""Who gives up memory for whom when there are too few blocks: preemption. Used by the table, on the stage's loop
 thread."""
 
 from __future__ import annotations
@@ -7,24 +7,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from stretto.stage.request import BlockId, StageRequest, State
+from stretto.stage.scheduler.allocation import Allocation
 from stretto.stage.scheduler.config import SchedulerConfig
-from stretto.stage.scheduler.holdings import Holdings
 from stretto.stage.scheduler.queues import by_order
 from stretto.types import RequestId
 
 
-class Room:
+class Preemption:
     """`settle` puts a request that lost its row and blocks into the state that this calls for. `step` in the methods is
     that of the batch being made; `idle`: it is empty so far, and nothing is in flight."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        holdings: Holdings,
+        allocation: Allocation,
         requests: Mapping[RequestId, StageRequest],
         settle: Callable[[StageRequest], None],
     ) -> None:
-        self._config, self._holdings, self._requests, self._settle = config, holdings, requests, settle
+        self._config, self._holdings, self._requests, self._settle = config, allocation, requests, settle
 
     def for_a_row(self, request: StageRequest, step: int, idle: bool) -> None:
         """One more block for a running request, from those that are less urgent."""
@@ -90,8 +90,8 @@ class Room:
         return losers + last
 
     def _preempt(self, victim: StageRequest) -> None:
-        """Takes a request's row and blocks. Its steps in flight stand: they still have the blocks (in limbo) and
-        their tokens count. All confirmed tokens become input to be computed again when it is admitted again, which
+        """Takes a request's row and blocks. Its steps in flight stand: they still have the blocks (in deferred_free)
+        and their tokens count. All confirmed tokens become input to be computed again when it is admitted again, which
         is only when nothing of it is in flight, so that the host knows them all."""
         self._holdings.unseat(victim)
         self._holdings.drop(victim)
