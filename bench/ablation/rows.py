@@ -17,7 +17,7 @@ from bench.harness.host import Asker, OneHost, kernels, swapped
 from bench.harness.workload import Workload
 from stretto.client.bench import Sample
 from stretto.layers.decoder import Decoder
-from stretto.models.qwen3_omni.lanes.talker import TalkerLane
+from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
 
@@ -56,12 +56,12 @@ def at_once(host: OneHost) -> AbstractContextManager[Any]:
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:
     """Every kernel is launched by itself, those of prompts too."""
     runners = host.runners()
-    changes = [(r, "graphs", None) for r in runners] + [(r.lane, "prompts", None) for r in runners]
+    changes = [(r, "graphs", None) for r in runners] + [(r.adapter, "prompts", None) for r in runners]
     return swapped([*changes, (host.codec(), "graphs", {})])
 
 
 def no_prompt_graphs(host: OneHost) -> AbstractContextManager[Any]:
-    return swapped([(r.lane, "prompts", None) for r in host.runners()])
+    return swapped([(r.adapter, "prompts", None) for r in host.runners()])
 
 
 @contextmanager
@@ -69,16 +69,16 @@ def no_kernels(host: OneHost) -> Iterator[None]:
     """Plain PyTorch, in graphs that are captured here: as with STRETTO_KERNELS=off."""
     changes: list[tuple[Any, str, Any]] = []
     for runner in host.runners():
-        lane = runner.lane
-        changes += [(m, "fused", None) for m in lane.model.modules() if isinstance(m, Decoder)]
-        changes += [(lane, "fused", False), (lane, "prompts", None)]
-        if isinstance(lane, TalkerLane):
-            changes.append((lane, "frame", None))
+        adapter = runner.adapter
+        changes += [(m, "fused", None) for m in adapter.model.modules() if isinstance(m, Decoder)]
+        changes += [(adapter, "fused", False), (adapter, "prompts", None)]
+        if isinstance(adapter, TalkerAdapter):
+            changes.append((adapter, "frame", None))
     with kernels("off"), swapped(changes):
         captured: list[tuple[Any, str, Any]] = []
         for runner in host.runners():
             if runner.graphs is not None:
-                graphs = DecodeGraphs(runner.lane, runner.graphs.sizes, [How(True, True)])
+                graphs = DecodeGraphs(runner.adapter, runner.graphs.sizes, [How(True, True)])
                 graphs.capture(runner.stream)
                 captured.append((runner, "graphs", graphs))
         with swapped(captured):

@@ -22,7 +22,7 @@ from stretto.control.messages import FromHost, Pcm
 from stretto.control.settings import HostSettings
 from stretto.errors import StageDead
 from stretto.stage.counters import StageStats
-from stretto.stage.runner.lane import SideRows
+from stretto.stage.runner.adapter import SideRows
 from stretto.stage.runner.step import Step
 from stretto.types import RequestId
 
@@ -237,7 +237,7 @@ def stub_runner(runner: Any) -> None:
 
     def launch(batch: Any, find: Any) -> Step:
         sampling = [i for i, span in enumerate(batch.spans) if span.samples]
-        tokens = torch.ones(len(sampling), runner.lane.columns, dtype=torch.int32)
+        tokens = torch.ones(len(sampling), runner.adapter.columns, dtype=torch.int32)
         return Step(batch, sampling, tokens, tokens, None, SideRows(), None)
 
     runner.launch = launch

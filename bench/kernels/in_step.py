@@ -36,14 +36,14 @@ from bench.steps.decode import seated
 from stretto.kernels.fast import sampling, tuning
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import OmniConfig, parse
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.lane import decode_step
 from stretto.types import ExpertWeights
 
 SHALLOW = 2  # layers in which every variant of a layer's kernels occurs: the first and the last differ from others
@@ -99,19 +99,19 @@ def decoders(model: Thinker | Talker) -> list[Decoder]:
 
 
 class WholeStep:
-    """A lane with seated rows whose step can be run, checked and timed with any launch parameters."""
+    """A adapter with seated rows whose step can be run, checked and timed with any launch parameters."""
 
     def __init__(self, what: What, replays: int = 30, compilers: Compilers | None = None) -> None:
         self.what, self.replays, self.compilers = what, replays, compilers
         torch.manual_seed(1)
         self.model = what.model()
-        self.lane, self.how = seated(self.model, what.batch, what.context, sampled=False)
+        self.adapter, self.how = seated(self.model, what.batch, what.context, sampled=False)
         self.stream = torch.cuda.Stream() if what.device == "cuda" else None
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         self.host = np.zeros((3, what.batch), np.int64)  # rows, positions, values
         self.host[0], self.host[1] = np.arange(what.batch), what.context - 1
-        self.place = self.lane.next if isinstance(self.lane, ThinkerLane) else self.lane.embedding
+        self.place = self.adapter.next if isinstance(self.adapter, ThinkerAdapter) else self.adapter.embedding
         with self.on_stream():
             self.device_inputs = torch.from_numpy(self.host).to(what.device)
             self.given = [self._given() for _ in range(INPUTS)]
@@ -120,7 +120,7 @@ class WholeStep:
 
     def _given(self) -> torch.Tensor:
         shape = self.place[: self.what.batch].shape
-        if isinstance(self.lane, ThinkerLane):
+        if isinstance(self.adapter, ThinkerAdapter):
             return torch.randint(0, 150_000 if not self.what.tiny else 1000, shape).to(self.place)
         return torch.randn(shape).mul(0.02).to(self.place)
 
@@ -132,7 +132,7 @@ class WholeStep:
         self.place[: self.what.batch].copy_(self.given[i % INPUTS])
 
     def run(self) -> torch.Tensor:
-        return decode_step(self.lane, *self.device_inputs, self.how).tokens
+        return decode_step(self.adapter, *self.device_inputs, self.how).tokens
 
     def finish(self) -> None:
         """Wait for what was launched; errors show here."""
@@ -161,7 +161,7 @@ class WholeStep:
         with tuning.instead(changes), self.on_stream(), shallow(self.model), overheard(heard):
             for i in range(CHECKED):
                 self.restore(i)
-                self.lane.rows.seen.zero_()  # picks are penalised for what was picked before
+                self.adapter.rows.seen.zero_()  # picks are penalised for what was picked before
                 self.run()
             self.finish()
         return heard
@@ -186,7 +186,7 @@ class WholeStep:
                     self.run()
 
             return eager
-        graphs = DecodeGraphs(self.lane, sizes=(self.what.batch,), ways=[self.how])
+        graphs = DecodeGraphs(self.adapter, sizes=(self.what.batch,), ways=[self.how])
         with tuning.instead(changes):
             graphs.capture(self.stream)
         return lambda: graphs.replay(self.host, self.how)

@@ -19,9 +19,9 @@ import torch
 from bench.harness.checkpoint import SPEAKING, checkpoint, load_format
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, quantile, write
-from stretto.models.qwen3_tts.lane import TalkerLane
+from stretto.models.qwen3_tts.adapter import TalkerAdapter
 from stretto.models.qwen3_tts.load import Source
-from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.rows import How
 
 FRAME_S = 0.08
@@ -37,8 +37,8 @@ def parts(directory: Path, format: Any, dtype: torch.dtype, rows: Sequence[int])
     most = max(rows)
     talker, vocoder = source.talker(), source.vocoder()
     blocks = -(-2 * CONTEXT // 16)
-    lane = TalkerLane(talker, talker.cache(most * blocks + 1, 16), most, 2 * CONTEXT)
-    lane.rows.tables[:most] = torch.arange(most * blocks, dtype=torch.int32).view(most, blocks)
+    adapter = TalkerAdapter(talker, talker.cache(most * blocks + 1, 16), most, 2 * CONTEXT)
+    adapter.rows.tables[:most] = torch.arange(most * blocks, dtype=torch.int32).view(most, blocks)
     state, quantizers = vocoder.state(most, PUSH), vocoder.config.num_quantizers
     drawn = How(True, True)
     found: dict[tuple[str, int], Work] = {}
@@ -48,10 +48,10 @@ def parts(directory: Path, format: Any, dtype: torch.dtype, rows: Sequence[int])
         codes, lengths = torch.zeros(n, quantizers, PUSH, dtype=torch.int64), torch.full((n,), PUSH)
 
         def frame(numbers: torch.Tensor = numbers, at: torch.Tensor = at, words: torch.Tensor = words) -> Any:
-            return decode_step(lane, numbers, at, words, drawn)
+            return decode_step(adapter, numbers, at, words, drawn)
 
         def predict(numbers: torch.Tensor = numbers, at: torch.Tensor = at, hidden: torch.Tensor = hidden) -> Any:
-            return lane.pick(numbers, at, hidden, drawn)
+            return adapter.pick(numbers, at, hidden, drawn)
 
         def sound(numbers: torch.Tensor = numbers, codes: torch.Tensor = codes, lengths: torch.Tensor = lengths) -> Any:
             return vocoder.step(state, codes, lengths, numbers)

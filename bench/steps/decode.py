@@ -23,16 +23,16 @@ from bench.report.measured import second
 from stretto.kernels.paged import KVCache
 from stretto.layers.decoder import Decoder
 from stretto.layers.mlp import MoeMLP
+from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import parse
-from stretto.models.qwen3_omni.lanes.talker import TalkerLane
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.lane import decode_step
 from stretto.stage.runner.rows import How
 from stretto.types import GREEDY, SamplingParams
 
@@ -62,22 +62,22 @@ def filled_cache(model: Thinker | Talker, blocks: int) -> KVCache:
     return cache
 
 
-def seat(lane: ThinkerLane | TalkerLane, batch: int, context: int, sampling: SamplingParams | None) -> None:
+def seat(adapter: ThinkerAdapter | TalkerAdapter, batch: int, context: int, sampling: SamplingParams | None) -> None:
     """Give each row its blocks, words and sampling parameters, as a request would have left them."""
     per_row = -(-(context + 512) // BLOCK)
     for row in range(batch):
-        lane.rows.join(row, range(row * per_row, (row + 1) * per_row), 0.0, ())
-        if isinstance(lane, ThinkerLane):
-            lane.params.write(row, sampling or GREEDY)
+        adapter.rows.join(row, range(row * per_row, (row + 1) * per_row), 0.0, ())
+        if isinstance(adapter, ThinkerAdapter):
+            adapter.params.write(row, sampling or GREEDY)
         else:
-            lane.code0.write(row, CODE0)
-            lane.residual.write(row, RESIDUAL)
-    if isinstance(lane, ThinkerLane):
-        lane.next[:batch] = torch.randint(0, 150_000 if lane.rows.seen.shape[1] > 150_000 else 1000, (batch,)).to(
-            lane.next
+            adapter.code0.write(row, CODE0)
+            adapter.residual.write(row, RESIDUAL)
+    if isinstance(adapter, ThinkerAdapter):
+        adapter.next[:batch] = torch.randint(0, 150_000 if adapter.rows.seen.shape[1] > 150_000 else 1000, (batch,)).to(
+            adapter.next
         )
     else:
-        lane.embedding.normal_(std=0.02)
+        adapter.embedding.normal_(std=0.02)
 
 
 class Routes:
@@ -129,21 +129,23 @@ def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: in
     return decoder(model.model) + model.codec_head.weight.nbytes + cache + passes * decoder(predictor.model) + heads
 
 
-def seated(model: Thinker | Talker, batch: int, context: int, sampled: bool) -> tuple[ThinkerLane | TalkerLane, How]:
-    """A lane with `batch` rows at position `context`, and how they pick."""
+def seated(
+    model: Thinker | Talker, batch: int, context: int, sampled: bool
+) -> tuple[ThinkerAdapter | TalkerAdapter, How]:
+    """A adapter with `batch` rows at position `context`, and how they pick."""
     thinker = isinstance(model, Thinker)
     per_row = -(-(context + 512) // BLOCK)
     cache = filled_cache(model, batch * per_row)
-    lane = (ThinkerLane if thinker else TalkerLane)(model, cache, batch, per_row * BLOCK)  # type: ignore[arg-type]
-    seat(lane, batch, context, SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None)
-    return lane, How(sampled or not thinker, not thinker)
+    adapter = (ThinkerAdapter if thinker else TalkerAdapter)(model, cache, batch, per_row * BLOCK)  # type: ignore[arg-type]
+    seat(adapter, batch, context, SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None)
+    return adapter, How(sampled or not thinker, not thinker)
 
 
 def ready(
     model: Thinker | Talker, batch: int, context: int, sampled: bool, stream: torch.cuda.Stream
 ) -> tuple[DecodeGraphs, How, float]:
     """A captured step of `batch` seated rows, how it picks, and the different experts that a layer reads in it."""
-    lane, how = seated(model, batch, context, sampled)
+    adapter, how = seated(model, batch, context, sampled)
     distinct = float("nan")
     with torch.cuda.stream(stream):
         inputs = torch.zeros(3, batch, dtype=torch.int64, device="cuda")
@@ -151,8 +153,8 @@ def ready(
         inputs[1] = context - 1
         decoder = model.model
         if any(isinstance(layer.mlp, MoeMLP) for layer in decoder.layers) and decoder.fused is not None:
-            distinct = Routes(decoder).count(lambda: decode_step(lane, inputs[0], inputs[1], inputs[2], how))
-    graphs = DecodeGraphs(lane, sizes=(batch,), ways=[how])
+            distinct = Routes(decoder).count(lambda: decode_step(adapter, inputs[0], inputs[1], inputs[2], how))
+    graphs = DecodeGraphs(adapter, sizes=(batch,), ways=[how])
     graphs.capture(stream)
     return graphs, how, distinct
 

@@ -24,7 +24,7 @@ import torch
 from bench.harness.results import parser, quantile, write
 from bench.steps.decode import BLOCK, add_step_arguments, filled_cache, opened, ready
 from stretto.kernels.paged import Paging
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
@@ -112,13 +112,13 @@ class Prompt:
     @classmethod
     def make(cls, model: Thinker, rows: int, stream: torch.cuda.Stream) -> Prompt:
         blocks = -(-rows // BLOCK)
-        lane = ThinkerLane(model, filled_cache(model, blocks), 1, blocks * BLOCK)
-        lane.rows.join(0, range(blocks), 0.0, ())
-        graphs = PrefillGraphs(model.model, lane.cache, lane.rows, sizes=(rows,))
+        adapter = ThinkerAdapter(model, filled_cache(model, blocks), 1, blocks * BLOCK)
+        adapter.rows.join(0, range(blocks), 0.0, ())
+        graphs = PrefillGraphs(model.model, adapter.cache, adapter.rows, sizes=(rows,))
         graphs.capture(stream)
         words = torch.randint(0, model.model.config.vocab_size - 100, (rows,), device="cuda")
         positions = torch.arange(rows, device="cuda", dtype=torch.float32).expand(3, -1)
-        paging = lane.rows.mixed_paging([(0, 0, rows)])
+        paging = adapter.rows.mixed_paging([(0, 0, rows)])
         return cls(graphs, model.model.embed_tokens(words), positions, paging, stream)
 
     def enqueue(self, begin: torch.cuda.Event, passes: int) -> torch.cuda.Event:

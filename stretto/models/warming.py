@@ -1,8 +1,9 @@
 """Which kernels a host's stages will need, and processes that launch each of them once: what families share of it.
 
-A process builds a stage's lane at full width with two layers and runs the very steps that will be captured, of its
+A process builds a stage's adapter at full width with two layers and runs the very steps that will be captured, of its
 share of the sizes: so whatever a kernel is specialised by (constants, sizes divisible by 16, alignment of pointers)
-comes out as it will in the host. How lanes are built is said by a family's own module, which is what the processes run.
+comes out as it will in the host. How adapters are built is said by a family's own module, which is what the processes
+run.
 `start` is called by a host before it loads weights, `finish` before it allocates KV pools, which take the memory that
 the processes had; both on its main thread, and on a GPU alone."""
 
@@ -26,8 +27,8 @@ from stretto.kernels.fast.warm import Marker, Workers, directory, python, surrou
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder
 from stretto.stage.runner import prefill_graphs
+from stretto.stage.runner.adapter import ModelAdapter, decode_step
 from stretto.stage.runner.graphs import DecodeGraphs, sizes_for
-from stretto.stage.runner.lane import Lane, decode_step
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
 from stretto.types import ExpertWeights
@@ -214,7 +215,7 @@ def few(c: DecoderConfig) -> DecoderConfig:
 class Steps:
     """The steps of one stage, as they are captured in a host."""
 
-    lane: Lane[Any]
+    adapter: ModelAdapter[Any]
     decoder: Decoder
     accept_layer: int | None = None
 
@@ -223,31 +224,31 @@ class Steps:
         with torch.inference_mode():
             for task in tasks:
                 kinds[task.kind](task.sizes)
-        if self.lane.rows.device.type == "cuda":
+        if self.adapter.rows.device.type == "cuda":
             torch.cuda.synchronize()
 
     def decode(self, sizes: Sequence[int]) -> None:
-        graphs = DecodeGraphs(self.lane, sizes)
+        graphs = DecodeGraphs(self.adapter, sizes)
         for size in graphs.sizes:
             rows, positions, values = graphs.inputs(size)
             for how in graphs.ways:
-                decode_step(self.lane, rows, positions, values, how)
+                decode_step(self.adapter, rows, positions, values, how)
 
     def prompts(self, sizes: Sequence[int]) -> None:
-        lane = self.lane
-        graphs = PrefillGraphs.where_usable(self.decoder, lane.cache, lane.rows, self.accept_layer)
+        adapter = self.adapter
+        graphs = PrefillGraphs.where_usable(self.decoder, adapter.cache, adapter.rows, self.accept_layer)
         if graphs is not None:
             for size in sizes:
                 graphs.forward(size)
 
     def picks(self, sizes: Sequence[int]) -> None:
         """As after a pass over prompts, where which rows to pick from comes in front of their numbers and positions."""
-        lane, width = self.lane, self.decoder.config.hidden_size
+        adapter, width = self.adapter, self.decoder.config.hidden_size
         for size in sizes:
-            if size <= lane.rows.num_rows:
-                _, rows, positions = torch.zeros(3, size, dtype=torch.int64, device=lane.rows.device)
-                hidden = torch.zeros(size, width, dtype=lane.cache.data.dtype, device=lane.rows.device)
-                lane.pick(rows.fill_(lane.rows.sink), positions, hidden, How(True, True))
+            if size <= adapter.rows.num_rows:
+                _, rows, positions = torch.zeros(3, size, dtype=torch.int64, device=adapter.rows.device)
+                hidden = torch.zeros(size, width, dtype=adapter.cache.data.dtype, device=adapter.rows.device)
+                adapter.pick(rows.fill_(adapter.rows.sink), positions, hidden, How(True, True))
 
 
 def main(run: Callable[[CompileJob], None]) -> None:

@@ -22,8 +22,8 @@ from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.mediarows import PayloadStore
 from stretto.stage.plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.report import Report
+from stretto.stage.runner.adapter import ModelAdapter
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs, sizes_for
-from stretto.stage.runner.lane import Lane
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
@@ -89,7 +89,7 @@ class StageContext:
     def autoregressive(
         self,
         name: str,
-        lane: Lane[Any],
+        adapter: ModelAdapter[Any],
         blocks: int,
         *,
         priority: int = 0,
@@ -100,8 +100,8 @@ class StageContext:
         that it shares: lower goes first. `mixed`: captured steps may hold prompts and answers together. `capture` is
         for what else is captured, behind the decode steps."""
         s = self.settings
-        graphs = DecodeGraphs(lane, sizes_for(s.max_rows)) if self.graphs else None
-        runner = Runner(lane, graphs, priority)
+        graphs = DecodeGraphs(adapter, sizes_for(s.max_rows)) if self.graphs else None
+        runner = Runner(adapter, graphs, priority)
         if graphs is not None and runner.stream is not None:
             self.progress(name, "capturing graphs")
             graphs.capture(runner.stream)

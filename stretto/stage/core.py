@@ -102,9 +102,9 @@ class StageCore:
         salts: Sequence[Salt] = (),
         missing: Sequence[Span] = (),
     ) -> StageRequest:
-        """Take a request; `given` is what the model's lane needs beside the ids. Keeps nothing if refused."""
+        """Take a request; `given` is what the model's adapter needs beside the ids. Keeps nothing if refused."""
         request = self.scheduler.submit(spec, prompt, closed=closed, salts=salts, missing=missing)
-        self.runner.lane.inputs[spec.id] = given
+        self.runner.adapter.inputs[spec.id] = given
         self._seats[spec.id] = _Seat(request, self.clock())
         return request
 
@@ -210,7 +210,7 @@ class StageCore:
         self.recorder.span(self.name, f"{kind} of {len(step.batch.spans)}{tokens}", begun, ended)
         result, columns = self.runner.retire(step)
         rows = {i: at for at, i in enumerate(step.sampling)}
-        captured, confirm = step.captured.rows, self.runner.lane.confirm
+        captured, confirm = step.captured.rows, self.runner.adapter.confirm
         self.stats.failed += step.error is not None
         for outcome in self.scheduler.retire(step.batch, result):
             request, index, token = outcome.request, outcome.at, outcome.token
@@ -249,4 +249,4 @@ class StageCore:
         seat = self._seats.get(id)
         if seat is not None and seat.request.state is State.DONE and not seat.request.in_flight:
             del self._seats[id]
-            del self.runner.lane.inputs[id]
+            del self.runner.adapter.inputs[id]

@@ -24,7 +24,7 @@ from stretto.stage.core import Certain
 from stretto.stage.payload.schema import Payload
 from stretto.stage.report import Journal, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
-from stretto.stage.runner.lane import HostInput, Picked, SideRows
+from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.rows import DeviceRows, How
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
@@ -35,7 +35,7 @@ LINK = "poet>organ"
 VOCAB, WIDTH = 512, 4  # tokens; samples of a frame
 
 
-class SumLane:
+class SumAdapter:
     """What the runner needs of a model: here, rows of one number."""
 
     columns, fused = 1, False
@@ -109,7 +109,7 @@ class PoetStage:
     def __init__(self, c: StageContext) -> None:
         self.requests: dict[RequestId, Poem] = {}
         blocks = c.settings.blocks["poet"]
-        self.core = c.autoregressive("poet", SumLane(c, blocks), blocks)
+        self.core = c.autoregressive("poet", SumAdapter(c, blocks), blocks)
 
     def __len__(self) -> int:
         return len(self.core)

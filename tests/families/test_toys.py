@@ -75,7 +75,7 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
         end = events[-1]
         assert isinstance(end, Finished)
         assert (end.text, end.audio, end.usage.frames) == ("stop", "stop", 7)
-        assert {s.lane for s in end.timeline} == {*stages, "packets"}
+        assert {s.adapter for s in end.timeline} == {*stages, "packets"}
 
     asyncio.run(work())
 

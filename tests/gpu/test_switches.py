@@ -50,8 +50,8 @@ def opened(directory: Path, device: str, apart: bool) -> Iterator[Listener]:
     with kernels("force"):
         host = Listener(directory, replace(SETTINGS, device=device), apart)
         if device == "cuda":
-            assert all(runner.lane.fused for runner in host.runners())
-            assert all(runner.lane.prompts is not None for runner in host.runners())
+            assert all(runner.adapter.fused for runner in host.runners())
+            assert all(runner.adapter.prompts is not None for runner in host.runners())
         yield host
         host.close()
 

@@ -179,7 +179,7 @@ def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
     nodes: dict[str, Any] = driven.host.stages
     others: dict[str, Any] = plain.host.stages
     assert nodes["talker"].rhythm == others["talker"].rhythm
-    assert not nodes["talker"].core.runner.lane.inputs
+    assert not nodes["talker"].core.runner.adapter.inputs
     assert not len(nodes["code2wav"].core.primers)
     for name in nodes.keys() & {"thinker", "talker"}:
         stage = nodes[name].core

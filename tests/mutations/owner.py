@@ -199,8 +199,8 @@ LEAVING = [
 ]
 
 FLOOR = "stretto/stage/runner/rows.py", "early = positions + 1 < self.floor[rows]"
-MIN_NEW = "stretto/models/qwen3_omni/lanes/thinker.py", "request.cursor.prompt + given.min_new)"
-MIN_FRAMES = "stretto/models/speech/lane.py", "len(given.prompt) + given.min_frames\n"
+MIN_NEW = "stretto/models/qwen3_omni/adapters/thinker.py", "request.cursor.prompt + given.min_new)"
+MIN_FRAMES = "stretto/models/speech/adapter.py", "len(given.prompt) + given.min_frames\n"
 SEARCH, UPTO = "stretto/stage/scheduler/prefix.py", "islice(request.keys, (cursor.known - 1) // size)"
 FOUND = f"""chain_keys(request, cursor.known - 1, size)
     # Rows that were confirmed before need no payload: it has been published.

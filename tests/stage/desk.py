@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter, TalkerInput
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter, ThinkerInput
 from stretto.models.qwen3_omni.bridge import talker_prompt
-from stretto.models.qwen3_omni.lanes.talker import TalkerInput, TalkerLane
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput, ThinkerLane
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.prompt.prompt import Prompt
@@ -50,12 +50,14 @@ class Desk:
         self.models = models
         model = models.thinker if kind == "thinker" else models.talker
         cache = model.cache(config.num_blocks + 1, config.block_size)
-        lane = (ThinkerLane if kind == "thinker" else TalkerLane)(model, cache, config.max_rows, config.max_context)
-        self.lane = lane
+        adapter = (ThinkerAdapter if kind == "thinker" else TalkerAdapter)(
+            model, cache, config.max_rows, config.max_context
+        )
+        self.adapter = adapter
         captured = None
         if graphs:
-            captured = DecodeGraphs(lane, sizes=(1, 2, 4, 8, 16))
-        runner = Runner(lane, captured)
+            captured = DecodeGraphs(adapter, sizes=(1, 2, 4, 8, 16))
+        runner = Runner(adapter, captured)
         if captured is not None:
             assert runner.stream is not None
             captured.capture(runner.stream)
@@ -147,7 +149,7 @@ class Desk:
 
     def feed(self, id: str, token: int | None) -> None:
         """One more text token; None: the text has ended."""
-        request, given = RequestId(id), self.lane.inputs[RequestId(id)]
+        request, given = RequestId(id), self.adapter.inputs[RequestId(id)]
         if token is None:
             given.text_ended = True
             if given.text:

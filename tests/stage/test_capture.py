@@ -23,8 +23,8 @@ from stretto.models.weights import build, fill_dummy
 from stretto.stage import codec
 from stretto.stage.context import StageContext
 from stretto.stage.runner import graphs as decoding
+from stretto.stage.runner.adapter import Picked
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.lane import Picked
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
 
@@ -160,7 +160,7 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **kw: zeros(*shape, **kw))
 
-    def step(lane: Any, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, how: How) -> Picked:
+    def step(adapter: Any, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, how: How) -> Picked:
         assert rows.tolist() == [9] * len(rows)
         assert not positions.any()
         assert not values.any()
@@ -168,8 +168,8 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
         return Picked(rows + 1)
 
     monkeypatch.setattr(decoding, "decode_step", step)
-    lane = SimpleNamespace(rows=SimpleNamespace(num_rows=3, device=CPU, sink=9), fused=fused)
-    graphs = DecodeGraphs(lane, sizes=(1, 2, 4))
+    adapter = SimpleNamespace(rows=SimpleNamespace(num_rows=3, device=CPU, sink=9), fused=fused)
+    graphs = DecodeGraphs(adapter, sizes=(1, 2, 4))
     graphs.capture(cuda.side)  # type: ignore[arg-type]
     ways = [FULL] if fused else [PLAIN, FULL]
     want = [(size, how) for how in ways for size in (3, 2, 1)]

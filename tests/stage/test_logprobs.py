@@ -126,7 +126,7 @@ def test_as_the_reference_has_it(
 def test_from_captured_steps(models: Models, oracle: Any, plain: dict[str, list[int]]) -> None:
     """Padded to the graphs' sizes, beside others, and with hidden rows that the next replay writes over."""
     desk = Asking(models, "thinker")
-    graphs = desk.stage.runner.graphs = Replays(desk.lane, sizes=(1, 4, 8))
+    graphs = desk.stage.runner.graphs = Replays(desk.adapter, sizes=(1, 4, 8))
     graphs.capture()
     for i, count in enumerate(ASKS):
         ask(desk, models, i, count)
@@ -162,7 +162,7 @@ def test_nobody_who_does_not_ask_pays(models: Models, monkeypatch: pytest.Monkey
     desk = Asking(models, "thinker")
     scored: list[int] = []
     head: Callable[[torch.Tensor], torch.Tensor] = models.thinker.logits
-    monkeypatch.setattr(desk.lane.rows, "head", lambda hidden: (scored.append(len(hidden)), head(hidden))[1])
+    monkeypatch.setattr(desk.adapter.rows, "head", lambda hidden: (scored.append(len(hidden)), head(hidden))[1])
     ask(desk, models, 0, None)
     desk.run()
     assert scored == []

@@ -285,8 +285,8 @@ def test_a_step_that_raises_fails_its_requests_and_the_stage_goes_on(models: Mod
 
         return broken
 
-    desk.lane.forward = breaking(desk.lane.forward)
-    desk.lane.fused_step = breaking(desk.lane.fused_step)
+    desk.adapter.forward = breaking(desk.adapter.forward)
+    desk.adapter.fused_step = breaking(desk.adapter.fused_step)
     desk.think("0", prompts[0], options(0))
     desk.think("1", prompts[1], options(1))
     desk.run()

@@ -109,9 +109,9 @@ def test_a_process_runs_all_that_it_is_told(stage: str, tiny_dir: Path, monkeypa
         def forward(self, size: int) -> None:
             prompts.append(size)
 
-    spy(shared, "decode_step", lambda lane, rows, positions, values, how: decoded.append(len(rows)))
-    for lane in (warming.ThinkerLane, warming.TalkerLane):
-        spy(lane, "pick", lambda self, rows, *args: picked.append(len(rows)))
+    spy(shared, "decode_step", lambda adapter, rows, positions, values, how: decoded.append(len(rows)))
+    for adapter in (warming.ThinkerAdapter, warming.TalkerAdapter):
+        spy(adapter, "pick", lambda self, rows, *args: picked.append(len(rows)))
     monkeypatch.setattr(shared.PrefillGraphs, "where_usable", lambda *args: Passes())
     told = CompileJob(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of(stage, [1, 2, 4], [16, 32])))
     run(msgspec.json.decode(msgspec.json.encode(told), type=CompileJob))
@@ -193,10 +193,10 @@ def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, com
 
 @pytest.mark.parametrize("experts", ["full", "float8"])
 def test_a_process_builds_the_experts_it_is_told(experts: Literal["full", "float8"], tiny_dir: Path) -> None:
-    lane = warming.build_lane(
+    adapter = warming.build_lane(
         CompileJob(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, (Task("thinker", "picks", ()),), experts)
     )
-    dtypes = {p.dtype for n, p in lane.model.named_parameters() if ".experts." in n}
+    dtypes = {p.dtype for n, p in adapter.model.named_parameters() if ".experts." in n}
     assert dtypes == {torch.float8_e4m3fn if experts == "float8" else torch.float32}
 
 

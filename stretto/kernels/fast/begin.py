@@ -2,7 +2,7 @@
 
 For each row of the batch: its input row (a word's embedding, or a frame's sum plus a word's), the rotation of its
 position, where its key and value go, how many keys it sees and where they lie. Launched first in a step; the kernels
-after it may start only when it has ended. Reference: the lanes' `device_input`, `Rope`,
+after it may start only when it has ended. Reference: the adapters' `device_input`, `Rope`,
 `DeviceRows.decode_paging`."""
 
 from __future__ import annotations

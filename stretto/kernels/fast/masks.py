@@ -1,6 +1,6 @@
 """`stretto.kernels.masks` as a kernel each: rows that have no bias, mask or least share leave at once, so a step in
 which no row has one pays for the launches alone. Each waits for the kernel in front before it leaves: the one behind it
-relies on that. Called by lanes on the stage's stream, inside captured graphs."""
+relies on that. Called by adapters on the stage's stream, inside captured graphs."""
 
 from __future__ import annotations
 

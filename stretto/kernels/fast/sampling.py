@@ -2,7 +2,7 @@
 
 The kernels read the parameters by row, hold the end back, apply penalty and suppression, draw, check that the logits
 are numbers, and write the token wherever the next step looks for it. What a row needs is decided on the device: a
-greedy row runs no search. Called by the lanes, on the stage's stream, inside captured graphs."""
+greedy row runs no search. Called by the adapters, on the stage's stream, inside captured graphs."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import torch
 
 from stretto.errors import Bug
 from stretto.models.building import Building
+from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
-from stretto.models.qwen3_omni.lanes.talker import TalkerLane
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.plan import plan, pool_sizes
 from stretto.models.qwen3_omni.stages.talker import TalkerStage
@@ -77,14 +77,14 @@ class StageBuilder(Building[Source]):
         self._words = thinker.model.embed_tokens.weight.data
         self.finish_warming("thinker")
         cache = thinker.cache(self.blocks["thinker"] + 1, s.block_size)
-        lane = ThinkerLane(thinker, cache, s.max_rows, s.max_context)
+        adapter = ThinkerAdapter(thinker, cache, s.max_rows, s.max_context)
 
         def capture(stream: torch.cuda.Stream) -> None:
-            self._capture_prompts("thinker", lane, stream)
+            self._capture_prompts("thinker", adapter, stream)
             self.capture_encoders(thinker, stream)
 
         blocks, priority = self.blocks["thinker"], PRIORITIES["thinker"]
-        core = c.autoregressive("thinker", lane, blocks, priority=priority, capture=capture)
+        core = c.autoregressive("thinker", adapter, blocks, priority=priority, capture=capture)
         if c.switches.give_way:
             self._thinker_core = core
         return ThinkerStage(core, thinker, c)
@@ -94,16 +94,16 @@ class StageBuilder(Building[Source]):
         talker = source.talker(self._words)
         self.finish_warming("talker")
         cache = talker.cache(self.blocks["talker"] + 1, s.block_size)
-        lane = TalkerLane(talker, cache, s.max_rows, s.max_context)
+        adapter = TalkerAdapter(talker, cache, s.max_rows, s.max_context)
 
         core = c.autoregressive(
             "talker",
-            lane,
+            adapter,
             self.blocks["talker"],
             priority=PRIORITIES["talker"],
             # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
-            mixed=not lane.fused,
-            capture=lambda stream: self._capture_prompts("talker", lane, stream),
+            mixed=not adapter.fused,
+            capture=lambda stream: self._capture_prompts("talker", adapter, stream),
         )
         return TalkerStage(core, talker, c, self._thinker_core)
 
@@ -128,11 +128,11 @@ class StageBuilder(Building[Source]):
             frames.capture(stream)
             thinker.visual.graphs = frames
 
-    def _capture_prompts(self, name: str, lane: ThinkerLane | TalkerLane, stream: torch.cuda.Stream) -> None:
+    def _capture_prompts(self, name: str, adapter: ThinkerAdapter | TalkerAdapter, stream: torch.cuda.Stream) -> None:
         """Passes over prompts. After the decode steps: their warm-ups must not find these."""
-        accept = lane.model.accept_layer if isinstance(lane, ThinkerLane) else None
-        prompts = PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
+        accept = adapter.model.accept_layer if isinstance(adapter, ThinkerAdapter) else None
+        prompts = PrefillGraphs.where_usable(adapter.model.model, adapter.cache, adapter.rows, accept)
         if prompts is not None:
             self.context.progress(name, "capturing prompts")
             prompts.capture(stream)
-            lane.prompts = prompts
+            adapter.prompts = prompts

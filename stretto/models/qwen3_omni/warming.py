@@ -1,4 +1,4 @@
-"""How Qwen3-Omni's lanes are built where their kernels are compiled ahead (see `models/warming.py`): called by its
+"""How Qwen3-Omni's adapters are built where their kernels are compiled ahead (see `models/warming.py`): called by its
 host, and run by the processes that it starts."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from stretto.control.settings import HostSettings
+from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.lanes.talker import TalkerLane
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.warming import CompileJob, Room, Steps, Warming, compiled, few, main, start
 
@@ -53,23 +53,23 @@ def small(config: OmniConfig) -> OmniConfig:
     return replace(config, thinker=thinker, talker=replace(ta, text=few(ta.text), predictor=few(ta.predictor)))
 
 
-def build_lane(job: CompileJob) -> ThinkerLane | TalkerLane:
+def build_lane(job: CompileJob) -> ThinkerAdapter | TalkerAdapter:
     config = small(OmniConfig.read(job.model))
     source = Source.open(
         config, job.device, getattr(torch, job.dtype), "dummy", progress=False, expert_weights=job.expert_weights
     )
     if job.tasks[0].stage == "thinker":
         thinker = source.thinker()
-        return ThinkerLane(thinker, thinker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
+        return ThinkerAdapter(thinker, thinker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
     words = torch.zeros(1, config.thinker.text.hidden_size, device=job.device, dtype=source.dtype)
     talker = source.talker(words)
-    return TalkerLane(talker, talker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
+    return TalkerAdapter(talker, talker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
 
 
 def run(job: CompileJob) -> None:
-    lane = build_lane(job)
-    accept = lane.model.accept_layer if isinstance(lane, ThinkerLane) else None
-    Steps(lane, lane.model.model, accept).run(job.tasks)
+    adapter = build_lane(job)
+    accept = adapter.model.accept_layer if isinstance(adapter, ThinkerAdapter) else None
+    Steps(adapter, adapter.model.model, accept).run(job.tasks)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import torch
 
 from stretto.errors import Bug
 from stretto.models.building import Building
+from stretto.models.qwen3_tts.adapter import TalkerAdapter
 from stretto.models.qwen3_tts.enroller import EnrollerStage
-from stretto.models.qwen3_tts.lane import TalkerLane
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.plan import plan, pool_sizes
 from stretto.models.qwen3_tts.talker_stage import TalkerStage
@@ -63,17 +63,17 @@ class StageBuilder(Building[Source]):
         c, s, model = self.context, self.context.settings, source.talker()
         self.finish_warming("talker")
         blocks = self.blocks["talker"]
-        lane = TalkerLane(model, model.cache(blocks + 1, s.block_size), s.max_rows, s.max_context)
+        adapter = TalkerAdapter(model, model.cache(blocks + 1, s.block_size), s.max_rows, s.max_context)
 
         def capture(stream: torch.cuda.Stream) -> None:
-            prompts = PrefillGraphs.where_usable(model.model, lane.cache, lane.rows, None)
+            prompts = PrefillGraphs.where_usable(model.model, adapter.cache, adapter.rows, None)
             if prompts is not None:
                 c.progress("talker", "capturing prompts")
                 prompts.capture(stream)
-                lane.prompts = prompts
+                adapter.prompts = prompts
 
         # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
-        core = c.autoregressive("talker", lane, blocks, priority=-1, mixed=not lane.fused, capture=capture)
+        core = c.autoregressive("talker", adapter, blocks, priority=-1, mixed=not adapter.fused, capture=capture)
         return TalkerStage(core, model, c)
 
     def _vocoder(self, source: Source) -> PrimedVocoderStage:

@@ -9,8 +9,8 @@ A prompt is the instructions, the role, the language, the voice and the text's b
   spoken. Streaming, words and frames stand side by side, so the first words are needed before the first frame; whole,
   frames follow words.
 
-The last row is made like a generated one (see `speech/lane.py`). Pure, host data; made by the talker's node on the loop
-thread."""
+The last row is made like a generated one (see `speech/adapter.py`). Pure, host data; made by the talker's node on the
+loop thread."""
 
 from __future__ import annotations
 

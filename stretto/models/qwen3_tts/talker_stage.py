@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.control.messages import Admit
 from stretto.errors import Invalid
-from stretto.models.qwen3_tts.lane import TalkerInput
+from stretto.models.qwen3_tts.adapter import TalkerInput
 from stretto.models.qwen3_tts.params import TalkerParams, reference
 from stretto.models.qwen3_tts.rows import speech_prompt
 from stretto.models.qwen3_tts.talker import Talker

@@ -1,5 +1,5 @@
-"""How Qwen3-TTS's lane is built where its kernels are compiled ahead (see `models/warming.py`): called by its host, and
-run by the processes that it starts."""
+"""How Qwen3-TTS's adapter is built where its kernels are compiled ahead (see `models/warming.py`): called by its host,
+and run by the processes that it starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from stretto.control.settings import HostSettings
+from stretto.models.qwen3_tts.adapter import TalkerAdapter
 from stretto.models.qwen3_tts.config import TtsConfig
-from stretto.models.qwen3_tts.lane import TalkerLane
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.warming import CompileJob, Room, Steps, Warming, compiled, few, main, start
 
@@ -44,15 +44,15 @@ def small(config: TtsConfig) -> TtsConfig:
     return replace(config, talker=replace(t, decoder=few(t.decoder), predictor=few(t.predictor), text_vocab=WORDS))
 
 
-def build_lane(job: CompileJob) -> TalkerLane:
+def build_lane(job: CompileJob) -> TalkerAdapter:
     source = Source.open(job.model, job.device, getattr(torch, job.dtype), "dummy", progress=False)
     talker = replace(source, config=small(source.config)).talker()
-    return TalkerLane(talker, talker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
+    return TalkerAdapter(talker, talker.cache(job.blocks, job.block_size), job.max_rows, job.max_context)
 
 
 def run(job: CompileJob) -> None:
-    lane = build_lane(job)
-    Steps(lane, lane.model.model).run(job.tasks)
+    adapter = build_lane(job)
+    Steps(adapter, adapter.model.model).run(job.tasks)
 
 
 if __name__ == "__main__":

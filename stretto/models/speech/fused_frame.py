@@ -3,7 +3,7 @@
 The same frame as `FrameTalker.frame` makes, for rows of persistent state: parameters, what was seen and where the sum
 of embeddings goes are looked up by row inside the kernels. Where the predictor is narrower than the talker, it is fed
 from tables that were projected when the weights were there, while sums are of the tables as they are. Called by a
-talker's lane inside captured steps."""
+talker's adapter inside captured steps."""
 
 from __future__ import annotations
 

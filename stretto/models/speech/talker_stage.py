@@ -15,8 +15,8 @@ import torch
 
 from stretto.control.messages import Admit, Codes
 from stretto.errors import Invalid, StrettoError, TooLong
+from stretto.models.speech.adapter import FrameInput
 from stretto.models.speech.given import check_ids
-from stretto.models.speech.lane import FrameInput
 from stretto.models.speech.params import FrameParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker import FrameTalker
@@ -155,7 +155,7 @@ class SpeechStage:
             return  # it ended meanwhile
         try:
             check_ids(id, len(self.model.text_table), tokens)
-            given = self.core.runner.lane.inputs[id]
+            given = self.core.runner.adapter.inputs[id]
             if given.text_ended:
                 raise Invalid("text after its end", "input")
             self._text(id, given, tokens)

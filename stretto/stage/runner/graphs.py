@@ -13,7 +13,7 @@ import torch
 
 from stretto.control.settings import MOST_ROWS
 from stretto.layers.capture import Captured, capture_graphs
-from stretto.stage.runner.lane import Lane, Picked, decode_step
+from stretto.stage.runner.adapter import ModelAdapter, Picked, decode_step
 from stretto.stage.runner.rows import How
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, MOST_ROWS)
@@ -26,13 +26,15 @@ def sizes_for(max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    def __init__(self, lane: Lane[Any], sizes: Sequence[int] = SIZES, ways: Sequence[How] | None = None) -> None:
-        self.lane = lane
-        limit = lane.rows.num_rows
+    def __init__(
+        self, adapter: ModelAdapter[Any], sizes: Sequence[int] = SIZES, ways: Sequence[How] | None = None
+    ) -> None:
+        self.adapter = adapter
+        limit = adapter.rows.num_rows
         self.sizes = sorted({min(s, limit) for s in sizes})
         # One way for batches without chance or penalty, one that serves all others. Fused steps have one for all.
         self.ways = list(ways) if ways is not None else [How(True, True)]
-        if ways is None and not lane.fused:
+        if ways is None and not adapter.fused:
             self.ways.insert(0, How(False, False))
         self._graphs: dict[tuple[int, How], Captured[tuple[torch.Tensor, Picked]]] = {}
         # Inputs on their way to the device. A slot comes up again only after STAGED more steps, when the step that
@@ -42,7 +44,7 @@ class DecodeGraphs:
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         todo = [(size, how) for how in self.ways for size in reversed(self.sizes)]
-        self._graphs = capture_graphs(todo, self._prepare, stream, warmups=1 if self.lane.fused else 2)
+        self._graphs = capture_graphs(todo, self._prepare, stream, warmups=1 if self.adapter.fused else 2)
         for size in self.sizes:
             self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
 
@@ -50,12 +52,12 @@ class DecodeGraphs:
         """A step that is all padding: -> its inputs, what it picked."""
         size, how = key
         inputs = self.inputs(size)
-        return lambda: (inputs, decode_step(self.lane, inputs[0], inputs[1], inputs[2], how))
+        return lambda: (inputs, decode_step(self.adapter, inputs[0], inputs[1], inputs[2], how))
 
     def inputs(self, size: int) -> torch.Tensor:
         """Row, position and value [3, size] of a batch that is all padding."""
-        inputs = torch.zeros(3, size, dtype=torch.int64, device=self.lane.rows.device)
-        inputs[0] = self.lane.rows.sink
+        inputs = torch.zeros(3, size, dtype=torch.int64, device=self.adapter.rows.device)
+        inputs[0] = self.adapter.rows.sink
         return inputs
 
     def run(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -74,7 +76,7 @@ class DecodeGraphs:
         staged = self._staged[size][self._turn % STAGED]
         self._turn += 1
         view = staged.numpy()
-        view[:, :rows], view[1:, rows:], view[0, rows:] = host, 0, self.lane.rows.sink
+        view[:, :rows], view[1:, rows:], view[0, rows:] = host, 0, self.adapter.rows.sink
         inputs.copy_(staged, non_blocking=True)
         self.run(graph)
         # The graph's output is overwritten by its next replay, and the copy to the host may still be on its way then.

@@ -4,7 +4,7 @@ A pass of some fifty layers is hundreds of launches; for a short prompt the host
 device for the work. A graph takes any mix of sequences (prompt chunks, decoding rows) up to its rows and its number of
 sequences; what is missing is padding, which reads nothing and writes nowhere. Inputs are copied into static buffers,
 which all graphs share, on the stage's stream; a replay's results stay valid on that stream until the next one. Owned by
-a lane, captured once at start, run on the stage's thread."""
+a adapter, captured once at start, run on the stage's thread."""
 
 from __future__ import annotations
 

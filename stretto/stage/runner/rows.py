@@ -54,7 +54,7 @@ class SamplingColumns:
 
 
 class DeviceRows:
-    """Block tables, positions and sampling state by row. What a model keeps beside them is its lane's."""
+    """Block tables, positions and sampling state by row. What a model keeps beside them is its adapter's."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DeviceRows:
         bias: BiasColumns | None = None,
         head: Head | None = None,
     ) -> None:
-        """`masks` and `bias` of a lane that takes guided requests, `head` of one that tells how likely its tokens
+        """`masks` and `bias` of a adapter that takes guided requests, `head` of one that tells how likely its tokens
         were."""
         self.device, self.cache = cache.data.device, cache
         self.num_rows, self.sink = num_rows, num_rows

@@ -18,9 +18,9 @@ import torch
 from stretto.errors import Bug, StageDead, StrettoError
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
+from stretto.stage.runner.adapter import ModelAdapter, Picked, SideRows, decode_step
 from stretto.stage.runner.columns import write_guides
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.lane import Lane, Picked, SideRows, decode_step
 from stretto.stage.runner.logprobs import StepLogprobs, score
 from stretto.stage.runner.rows import How
 from stretto.stage.runner.step import Step
@@ -42,11 +42,13 @@ class _Plan:
 
 
 class Runner:
-    def __init__(self, lane: Lane[Any], graphs: DecodeGraphs | None = None, priority: int = 0) -> None:
+    def __init__(self, adapter: ModelAdapter[Any], graphs: DecodeGraphs | None = None, priority: int = 0) -> None:
         """`priority` of the stage's stream among those of its device: lower goes first."""
-        self.lane, self.graphs = lane, graphs
-        self.device = lane.rows.device
-        self._ways = [0] * (lane.rows.num_rows + 1)  # by row: 1 draws, 2 has a repetition penalty, 4 asks for logprobs
+        self.adapter, self.graphs = adapter, graphs
+        self.device = adapter.rows.device
+        self._ways = [0] * (
+            adapter.rows.num_rows + 1
+        )  # by row: 1 draws, 2 has a repetition penalty, 4 asks for logprobs
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
@@ -92,19 +94,19 @@ class Runner:
         return StepResult(tokens, errors), rows
 
     def _failed(self, batch: Batch, error: StrettoError) -> Step:
-        none = torch.empty(0, self.lane.columns, dtype=torch.int64)
+        none = torch.empty(0, self.adapter.columns, dtype=torch.int64)
         return Step(batch, [], none, none, None, SideRows(), None, error=error)
 
     def _launch(self, batch: Batch, find: Find) -> Step:
-        lane = self.lane
+        adapter = self.adapter
         for join in batch.joined:
-            lane.join(join, find(join.request))
-            how = How.of(lane.sampling(join.request))
+            adapter.join(join, find(join.request))
+            how = How.of(adapter.sampling(join.request))
             asks = find(join.request).spec.logprobs is not None
             self._ways[join.row] = how.sampled | how.penalty << 1 | asks << 2
-        lane.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
+        adapter.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
         plan = self._plan(batch, find)
-        write_guides(lane.rows, plan.spans, plan.requests)
+        write_guides(adapter.rows, plan.spans, plan.requests)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
         ways = 0
         for i in samples:
@@ -119,7 +121,7 @@ class Runner:
 
     def _score(self, plan: _Plan, samples: list[int], picked: Picked) -> StepLogprobs:
         """How likely the picks of the requests that ask were."""
-        head = self.lane.rows.head
+        head = self.adapter.rows.head
         if head is None or picked.hidden is None:
             raise Bug("this stage does not tell how likely its tokens are")
         asked = [(at, plan.requests[i].spec.logprobs) for at, i in enumerate(samples)]
@@ -145,39 +147,39 @@ class Runner:
             picked = self.graphs.replay(host, how)
             if picked is not None:
                 return picked
-        width = -(-int(host[1].max() + 1) // self.lane.cache.block_size)
+        width = -(-int(host[1].max() + 1) // self.adapter.cache.block_size)
         rows, positions, extra = to_device(host, self.device, torch.int64)
-        return decode_step(self.lane, rows, positions, extra, how, width)
+        return decode_step(self.adapter, rows, positions, extra, how, width)
 
     def _device_rows(self, plan: _Plan) -> np.ndarray:
         """(row, position, host value) [3, rows] of the spans whose input is on the device."""
         spans = [s for s in plan.spans if s.from_device]
-        values = [self.lane.decode_value(r, s.start) for r, s in zip(plan.requests, spans, strict=False)]
+        values = [self.adapter.decode_value(r, s.start) for r, s in zip(plan.requests, spans, strict=False)]
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
     def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[Picked, SideRows]:
-        lane = self.lane
+        adapter = self.adapter
         xs, places, extras = [], [], []
         first = self._device_rows(plan)
         row = first.shape[1]
         if row:
-            x, positions = lane.device_input(*to_device(first, self.device, torch.int64))
+            x, positions = adapter.device_input(*to_device(first, self.device, torch.int64))
             xs, places = [x], [positions]
         for i, span in enumerate(plan.spans[row:], start=row):
-            given = lane.host_input(plan.requests[i], span.start, span.stop, span.fresh)
+            given = adapter.host_input(plan.requests[i], span.start, span.stop, span.fresh)
             if given.extra is not None:
                 extras.append((plan.index[i], row, given.extra))
             xs.append(given.x)
             places.append(given.positions)
             row += span.stop - span.start
-        paging = lane.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
-        hidden, captured = lane.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
+        paging = adapter.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
+        hidden, captured = adapter.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
         if not samples:
-            return Picked(torch.empty(0, lane.columns, dtype=torch.int64, device=self.device)), captured
+            return Picked(torch.empty(0, adapter.columns, dtype=torch.int64, device=self.device)), captured
         last = paging.last_rows
         host = np.array([[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64).T
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
-        return lane.pick(rows, positions, hidden[pick], how), captured
+        return adapter.pick(rows, positions, hidden[pick], how), captured
 
     def _publish(
         self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: SideRows, told: StepLogprobs | None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from stretto.errors import StrettoError
-from stretto.stage.runner.lane import SideRows
+from stretto.stage.runner.adapter import SideRows
 from stretto.stage.runner.logprobs import StepLogprobs
 from stretto.stage.scheduler.batch import Batch
 

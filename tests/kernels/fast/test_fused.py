@@ -13,11 +13,11 @@ from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.speech.adapter import SpeechAdapter
 from stretto.models.speech.config import FrameConfig
-from stretto.models.speech.lane import FrameLane
 from stretto.models.speech.talker import FrameRows, FrameTalker, TalkerModel
 from stretto.models.weights import build
-from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.rows import DeviceRows, How
 from stretto.types import SamplingParams
 
@@ -233,18 +233,18 @@ def test_a_lane_steps_as_the_plain_one(device: torch.device, monkeypatch: pytest
     model = projecting_talker(device)
     model.text_table = torch.randn(8, 128, generator=torch.Generator().manual_seed(2)).to(device)
     model.model.fused = model.code_predictor.model.fused = None
-    plain: FrameLane[Any, Any] = FrameLane(model, model.cache(5), 3, 32)
+    plain: SpeechAdapter[Any, Any] = SpeechAdapter(model, model.cache(5), 3, 32)
     decoders = model.model, model.code_predictor.model
     for decoder in decoders:
         decoder.fused = fused.FusedLayers(decoder, device)
-    fast: FrameLane[Any, Any] = FrameLane(model, model.cache(5), 3, 32)
+    fast: SpeechAdapter[Any, Any] = SpeechAdapter(model, model.cache(5), 3, 32)
     assert fast.fused
     assert not plain.fused
     rows, positions, values = torch.tensor([[2, 0], [0, 0], [5, 1]], device=device)
-    for lane in (plain, fast):
-        lane.rows.tables.copy_(torch.arange(8).view(4, 2) % 5)
-        lane.embedding.copy_(torch.randn(4, 128, generator=torch.Generator().manual_seed(3)))
-        lane.code0.write(2, SamplingParams(0.9, top_k=9, seed=5))
+    for adapter in (plain, fast):
+        adapter.rows.tables.copy_(torch.arange(8).view(4, 2) % 5)
+        adapter.embedding.copy_(torch.randn(4, 128, generator=torch.Generator().manual_seed(3)))
+        adapter.code0.write(2, SamplingParams(0.9, top_k=9, seed=5))
     found = decode_step(fast, rows, positions, values, How(True, True))
     for decoder in decoders:
         decoder.fused = None
@@ -253,8 +253,8 @@ def test_a_lane_steps_as_the_plain_one(device: torch.device, monkeypatch: pytest
     assert close(fast.embedding, plain.embedding)
     assert torch.equal(fast.rows.seen, plain.rows.seen)
     hidden = torch.randn(2, 128, generator=torch.Generator().manual_seed(4)).to(device)
-    for lane in (plain, fast):
-        lane.rows.seen.zero_()
-    again = [lane.pick(rows, positions + 1, hidden, How(True, True)).tokens for lane in (plain, fast)]
+    for adapter in (plain, fast):
+        adapter.rows.seen.zero_()
+    again = [adapter.pick(rows, positions + 1, hidden, How(True, True)).tokens for adapter in (plain, fast)]
     assert again[0].tolist() == again[1].tolist()
     assert close(fast.embedding, plain.embedding)

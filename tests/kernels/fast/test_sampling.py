@@ -104,7 +104,7 @@ def ending_logits(batch: int, size: int, seed: int, dtype: torch.dtype, spread: 
 
 
 def text_reference(c: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and marks, as the lane makes them from the reference."""
+    """Tokens and marks, as the adapter makes them from the reference."""
     params = c.columns.pick(c.rows, ALWAYS)
     tokens = sample(c.scores(), params, c.positions + 1, seen=c.seen[c.rows])
     seen = c.seen.clone()

@@ -14,17 +14,17 @@ from stretto.kernels.fast.warm import Marker, Workers, digest, python, sources
 from stretto.layers import decoder
 from stretto.models import warming as shared
 from stretto.models.qwen3_omni import warming
+from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.lanes.talker import TalkerLane
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerLane
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_tts import tiny as speaking
 from stretto.models.qwen3_tts import warming as speech_warming
+from stretto.models.qwen3_tts.adapter import TalkerAdapter as SpeechLane
 from stretto.models.qwen3_tts.config import TtsConfig
-from stretto.models.qwen3_tts.lane import TalkerLane as SpeechLane
 from stretto.models.qwen3_tts.load import Source as SpeechSource
 from stretto.stage.runner import graphs, prefill_graphs
-from stretto.stage.runner.lane import decode_step
+from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.rows import How
 from stretto.types import ExpertWeights
 
@@ -78,7 +78,7 @@ def test_digest_sees_content_names_and_absence(tmp_path: Path) -> None:
 def test_sources_are_there() -> None:
     found = sources()
     assert all(p.is_file() for p in found)
-    assert {"warm.py", "linear.py", "fused.py", "fused_frame.py", "lane.py", "warming.py"} <= {p.name for p in found}
+    assert {"warm.py", "linear.py", "fused.py", "fused_frame.py", "adapter.py", "warming.py"} <= {p.name for p in found}
 
 
 def test_all_is_well_if_all_end_well() -> None:
@@ -181,14 +181,14 @@ def test_no_captured_step_launches_anything_else(
     variants.clear()
 
     source = Source.open(config, "cpu", torch.bfloat16, "dummy", progress=False, expert_weights=experts)
-    lane: Any
+    adapter: Any
     if stage == "thinker":
         thinker = source.thinker()
-        lane = ThinkerLane(thinker, thinker.cache(blocks + 1), rows, 2048)
+        adapter = ThinkerAdapter(thinker, thinker.cache(blocks + 1), rows, 2048)
     else:
         talker = source.talker()
-        lane = TalkerLane(talker, talker.cache(blocks + 1), rows, 2048)
-    capture(lane, sizes, config.talker.accept_layer if stage == "thinker" else None)
+        adapter = TalkerAdapter(talker, talker.cache(blocks + 1), rows, 2048)
+    capture(adapter, sizes, config.talker.accept_layer if stage == "thinker" else None)
     assert len(variants) > 30
     assert variants <= ahead, variants - ahead
 
@@ -220,19 +220,19 @@ def test_nor_does_one_of_a_speech_model(
     assert variants <= ahead, variants - ahead
 
 
-def capture(lane: Any, sizes: list[int], accept: int | None) -> None:
-    """All that a host captures of a lane, and what its runner launches beside that."""
-    assert lane.fused
-    decoding = graphs.DecodeGraphs(lane, sizes)
-    prompts = prefill_graphs.PrefillGraphs.where_usable(lane.model.model, lane.cache, lane.rows, accept)
+def capture(adapter: Any, sizes: list[int], accept: int | None) -> None:
+    """All that a host captures of a adapter, and what its runner launches beside that."""
+    assert adapter.fused
+    decoding = graphs.DecodeGraphs(adapter, sizes)
+    prompts = prefill_graphs.PrefillGraphs.where_usable(adapter.model.model, adapter.cache, adapter.rows, accept)
     assert prompts is not None
     with torch.inference_mode():
         for size in decoding.sizes:
             inputs = decoding.inputs(size)
-            decode_step(lane, inputs[0], inputs[1], inputs[2], decoding.ways[0])
+            decode_step(adapter, inputs[0], inputs[1], inputs[2], decoding.ways[0])
         for size in prompts.sizes:
             prompts.forward(size)
         for n in range(1, 9):  # as `Runner` does after a pass over prompts
-            hidden = torch.zeros(n, lane.model.model.config.hidden_size, dtype=torch.bfloat16)
+            hidden = torch.zeros(n, adapter.model.model.config.hidden_size, dtype=torch.bfloat16)
             pick, numbers, positions = torch.zeros(3, n, dtype=torch.int64)
-            lane.pick(numbers, positions, hidden[pick], How(True, True))
+            adapter.pick(numbers, positions, hidden[pick], How(True, True))

@@ -11,8 +11,8 @@ import torch
 
 from stretto.kernels.sampling import SamplingRows
 from stretto.models.parts import run_through
+from stretto.models.qwen3_tts.adapter import TalkerAdapter, TalkerInput
 from stretto.models.qwen3_tts.enroller import Copied
-from stretto.models.qwen3_tts.lane import TalkerInput, TalkerLane
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.params import RESIDUAL, ClonedVoice, reference
 from stretto.models.qwen3_tts.rows import speech_prompt
@@ -70,9 +70,9 @@ def drawn(model: Talker, case: dict[str, Any], forced: list[list[int]] | None = 
     prompt.take(case["text"])
     prompt.end()
     cache = model.cache(40, 16)
-    lane = TalkerLane(model, cache, 1, 512)
+    adapter = TalkerAdapter(model, cache, 1, 512)
     texts = [*prompt.spoken, prompt.after]
-    x, positions = lane.prompt_input(TalkerInput(prompt, CODE0, RESIDUAL), 0, len(prompt))
+    x, positions = adapter.prompt_input(TalkerInput(prompt, CODE0, RESIDUAL), 0, len(prompt))
     seen, frames, n = torch.zeros(1, 3072, dtype=torch.bool), [], len(prompt)
     hidden = model(x, torch.from_numpy(positions.copy()), cache, cache.page([(list(range(1, 40)), 0, n)]))[-1:]
 

@@ -29,19 +29,19 @@ def told(model: Path) -> CompileJob:
 
 def test_small_models_are_as_wide(tts: Checkpoint) -> None:
     job = told(tts("custom_voice"))
-    lane, config = warming.build_lane(job), TtsConfig.read(job.model)
-    assert len(lane.model.model.layers) == min(2, config.talker.decoder.num_layers)
-    assert lane.model.text_table.shape == (warming.WORDS, config.talker.decoder.hidden_size)
-    assert lane.model.code_predictor.model.config.hidden_size == config.talker.predictor.hidden_size
+    adapter, config = warming.build_lane(job), TtsConfig.read(job.model)
+    assert len(adapter.model.model.layers) == min(2, config.talker.decoder.num_layers)
+    assert adapter.model.text_table.shape == (warming.WORDS, config.talker.decoder.hidden_size)
+    assert adapter.model.code_predictor.model.config.hidden_size == config.talker.predictor.hidden_size
 
 
 def test_a_process_runs_all_that_it_is_told(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     real = shared.decode_step
 
-    def spy(lane: Any, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+    def spy(adapter: Any, rows: torch.Tensor, *args: Any) -> torch.Tensor:
         decoded.append(len(rows))
-        return real(lane, rows, *args)
+        return real(adapter, rows, *args)
 
     monkeypatch.setattr(shared, "decode_step", spy)
     warming.run(told(tts("custom_voice")))

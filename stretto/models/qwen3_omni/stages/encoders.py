@@ -18,7 +18,7 @@ from stretto.control.messages import Lacking, Working
 from stretto.errors import Bug, StrettoError
 from stretto.layers.upload import to_device
 from stretto.models.parts import Parts
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerInput
 from stretto.models.qwen3_omni.pieces import MediaPiece, missing_runs
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.models.qwen3_omni.vision_encoder import VisionRows

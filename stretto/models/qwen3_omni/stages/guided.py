@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.control.messages import Admit
-from stretto.models.qwen3_omni.lanes.thinker import MAX_BIAS
+from stretto.models.qwen3_omni.adapters.thinker import MAX_BIAS
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.prompt.grammars import GrammarGuide
 from stretto.prompt.prompt import Prompt

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stretto.models.qwen3_omni.adapters.talker import TalkerInput
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt
-from stretto.models.qwen3_omni.lanes.talker import TalkerInput
 from stretto.models.qwen3_omni.pieces import MediaPiece
 from stretto.stage.request import Salt
 from stretto.stage.scheduler.blocks import prefix_keys

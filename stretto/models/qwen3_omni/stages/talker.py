@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from stretto.connector.contract import Corrupt
 from stretto.control.messages import Admit
+from stretto.models.qwen3_omni.adapters.talker import TalkerInput
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OPENING_S
-from stretto.models.qwen3_omni.lanes.talker import TalkerInput
 from stretto.models.qwen3_omni.params import TalkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces
@@ -74,7 +74,7 @@ class TalkerStage(SpeechStage):
         id = arrival.request
         if id not in self.voices:
             return  # it is over
-        given: TalkerInput = self.core.runner.lane.inputs[id]
+        given: TalkerInput = self.core.runner.adapter.inputs[id]
         rows: ThinkerRows | None = arrival.payload
         if rows is not None:
             if rows.media:

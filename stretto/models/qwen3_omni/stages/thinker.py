@@ -16,8 +16,8 @@ import torch
 
 from stretto.control.messages import Admit, Text, Working
 from stretto.errors import Bug, StrettoError
+from stretto.models.qwen3_omni.adapters.thinker import ThinkerInput
 from stretto.models.qwen3_omni.grammars import open_grammars
-from stretto.models.qwen3_omni.lanes.thinker import ThinkerInput
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs, runs_of

@@ -1,4 +1,4 @@
-"""The thinker's lane: words and media rows in, text tokens out, accept-layer rows handed on at media positions."""
+"""The thinker's adapter: words and media rows in, text tokens out, accept-layer rows handed on at media positions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stretto.kernels.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
+from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import BiasColumns, FloorColumns, MaskColumns
-from stretto.stage.runner.lane import HostInput, Picked, SideRows
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
@@ -46,7 +46,7 @@ class ThinkerExtra:
     start: int
 
 
-class ThinkerLane:
+class ThinkerAdapter:
     columns = 1
 
     def __init__(self, model: Thinker, cache: KVCache, num_rows: int, max_context: int) -> None:

@@ -1,4 +1,4 @@
-"""A talker's lane: text ids in, codec frames out. A family adds what its prompts are made of.
+"""A talker's adapter: text ids in, codec frames out. A family adds what its prompts are made of.
 
 A generated row's input is the embedding of the last frame (on the device) plus the row of one text token (an id from
 the host). The frames and text that came so far stay on the host as well, so that rows can be computed again."""
@@ -20,7 +20,7 @@ from stretto.kernels.sampling import guarded
 from stretto.layers.upload import to_device
 from stretto.models.speech.talker import FrameRows, FrameTalker
 from stretto.stage.request import StageRequest
-from stretto.stage.runner.lane import HostInput, Picked, SideRows
+from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
 from stretto.stage.scheduler.batch import RowJoin
@@ -62,7 +62,7 @@ T = TypeVar("T", bound=FrameTalker)
 I = TypeVar("I", bound=FrameInput[Any])  # noqa: E741
 
 
-class FrameLane(Generic[T, I]):
+class SpeechAdapter(Generic[T, I]):
     def __init__(self, model: T, cache: KVCache, num_rows: int, max_context: int) -> None:
         self.model, self.cache = model, cache
         c = model.frames

@@ -1,5 +1,5 @@
-"""The talker's lane: a prompt of user turns, their text by id and their media by the thinker's rows, and the nine rows
-that open the answer."""
+"""The talker's adapter: a prompt of user turns, their text by id and their media by the thinker's rows, and the nine
+rows that open the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.bridge import TalkerPrompt, first_text_row, opening_rows, user_rows
 from stretto.models.qwen3_omni.pieces import runs_of
 from stretto.models.qwen3_omni.talker import Talker
-from stretto.models.speech.lane import FrameInput, FrameLane
+from stretto.models.speech.adapter import FrameInput, SpeechAdapter
 from stretto.types import Span
 
 
@@ -29,7 +29,7 @@ class TalkerInput(FrameInput[TalkerPrompt]):
         return runs_of(np.flatnonzero(self.prompt.is_media)[sum(map(len, self.media)) :])
 
 
-class TalkerLane(FrameLane[Talker, TalkerInput]):
+class TalkerAdapter(SpeechAdapter[Talker, TalkerInput]):
     def prompt_input(self, given: TalkerInput, start: int, stop: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
         p, device = given.prompt, self.model.device
         users, length = len(p.ids), len(p)

@@ -1,6 +1,6 @@
-"""What the runner needs of a model: one lane per autoregressive stage.
+"""What the runner needs of a model: one adapter per autoregressive stage.
 
-The runner knows rows, steps and graphs; a lane knows what an input row is, how to run the model, and how to pick.
+The runner knows rows, steps and graphs; a adapter knows what an input row is, how to run the model, and how to pick.
 `device_input`, `forward` without extras, and `pick` make up a decode step: fixed shapes, device data only."""
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Picked:
     """What the sampling rows of a step gave. `tokens` < 0 marks a row whose numbers went bad."""
 
     tokens: torch.Tensor  # [rows, columns] int64; column 0 is what the scheduler calls the token
-    hidden: torch.Tensor | None = None  # [rows, hidden] that they were picked from, of a lane with a `DeviceRows.head`
+    hidden: torch.Tensor | None = (
+        None  # [rows, hidden] that they were picked from, of a adapter with a `DeviceRows.head`
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +48,7 @@ class SideRows:
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class Lane(Protocol[E]):
+class ModelAdapter(Protocol[E]):
     rows: DeviceRows
     cache: KVCache
     inputs: dict[RequestId, Any]  # what each request brought; the stage adds and removes
@@ -93,7 +95,7 @@ class Lane(Protocol[E]):
 
 
 def decode_step(
-    lane: Lane[Any],
+    adapter: ModelAdapter[Any],
     rows: torch.Tensor,
     positions: torch.Tensor,
     values: torch.Tensor,
@@ -101,8 +103,8 @@ def decode_step(
     width: int | None = None,
 ) -> Picked:
     """One decode step for rows whose inputs are on the device. It can be captured."""
-    if lane.fused and rows.shape[0] <= MAX_ROWS:
-        return lane.fused_step(rows, positions, values)
-    x, rope = lane.device_input(rows, positions, values)
-    hidden, _ = lane.forward(x, rope, lane.rows.decode_paging(rows, positions, width), [])
-    return lane.pick(rows, positions, hidden, how)
+    if adapter.fused and rows.shape[0] <= MAX_ROWS:
+        return adapter.fused_step(rows, positions, values)
+    x, rope = adapter.device_input(rows, positions, values)
+    hidden, _ = adapter.forward(x, rope, adapter.rows.decode_paging(rows, positions, width), [])
+    return adapter.pick(rows, positions, hidden, how)

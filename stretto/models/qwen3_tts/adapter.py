@@ -1,4 +1,4 @@
-"""The talker's lane: prompts are rows of text tokens and codec parts (`rows.py`)."""
+"""The talker's adapter: prompts are rows of text tokens and codec parts (`rows.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_tts.rows import FRAME, NONE, VECTOR, SpeechPrompt
 from stretto.models.qwen3_tts.talker import Talker
-from stretto.models.speech.lane import FrameInput, FrameLane
+from stretto.models.speech.adapter import FrameInput, SpeechAdapter
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class TalkerInput(FrameInput[SpeechPrompt]):
     said: int = 0  # tokens of the request's own text
 
 
-class TalkerLane(FrameLane[Talker, TalkerInput]):
+class TalkerAdapter(SpeechAdapter[Talker, TalkerInput]):
     def before_text(self, given: TalkerInput) -> torch.Tensor:
         ref = given.prompt.reference
         return self.frame_rows(ref.frames[-1:])[0] if ref is not None and ref.in_context else self.begin
