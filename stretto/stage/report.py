@@ -19,7 +19,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(slots=True, eq=False)
-class Journal:
+class StageTimings:
     """When a request began here and when its outputs came; what its timeline is drawn from."""
 
     begun: float

@@ -22,7 +22,7 @@ from stretto.stage.codec import AudioOutput
 from stretto.stage.context import StageContext
 from stretto.stage.core import Certain
 from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Journal, failed
+from stretto.stage.report import StageTimings, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.rows import DeviceRows, How
@@ -95,7 +95,7 @@ class Poem:
     """One request."""
 
     passes_on: bool
-    journal: Journal
+    timings: StageTimings
     sent: int = 0  # tokens, to the organ
 
 
@@ -124,7 +124,7 @@ class PoetStage:
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
         self.core.submit(RequestSpec(a.request, params.count, cache_root=a.cache_root), params, prompt.ids)
-        self.requests[a.request] = Poem(params.passes_on, Journal(time.monotonic()))
+        self.requests[a.request] = Poem(params.passes_on, StageTimings(time.monotonic()))
 
     def accept(self, arrival: Arrival) -> None:
         raise NotImplementedError
@@ -158,15 +158,15 @@ class PoetStage:
             yield ToEngine(failed(id, self.name, o.error))
             return
         if o.token is not None:
-            poem.journal.mark(time.monotonic())
+            poem.timings.mark(time.monotonic())
             yield ToEngine(Text(id, (o.token,)))
             if poem.passes_on:
                 mark = Mark.MORE if o.reason is None else Mark.REQUEST_END
                 yield ToLink(LINK, id, Numbers(Span(poem.sent, poem.sent + 1), torch.tensor([o.token])), mark)
                 poem.sent += 1
         if o.reason is not None:
-            poem.journal.cached = o.cached
-            yield ToEngine(poem.journal.ended(id, self.name, o.reason))
+            poem.timings.cached = o.cached
+            yield ToEngine(poem.timings.ended(id, self.name, o.reason))
             del self.requests[id]
 
 
@@ -212,7 +212,7 @@ class OrganStage:
     sends: Mapping[str, type[Payload]] = {}
 
     def __init__(self, c: StageContext) -> None:
-        self.journals: dict[RequestId, Journal] = {}
+        self.requests: dict[RequestId, StageTimings] = {}
         self.core = c.vocoder("organ", Organ())
 
     def __len__(self) -> int:
@@ -224,7 +224,7 @@ class OrganStage:
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
         self.core.open(a.request)
-        self.journals[a.request] = Journal(time.monotonic())
+        self.requests[a.request] = StageTimings(time.monotonic())
 
     def accept(self, arrival: Arrival) -> None:
         last = Reason.STOP if arrival.mark is Mark.REQUEST_END else None
@@ -232,7 +232,7 @@ class OrganStage:
 
     def cancel(self, id: RequestId) -> None:
         self.core.cancel(id)
-        self.journals.pop(id, None)
+        self.requests.pop(id, None)
 
     def finish(self, id: RequestId) -> None:
         pass
@@ -250,13 +250,13 @@ class OrganStage:
         self.core.forget()
 
     def _take(self, o: AudioOutput) -> Iterator[Output]:
-        journal = self.journals[o.request]
+        timings = self.requests[o.request]
         if len(o.samples):
-            journal.mark(time.monotonic())
+            timings.mark(time.monotonic())
             yield ToEngine(Pcm(o.request, o.start, o.frames), o.samples.tobytes())
         if o.reason is not None:
-            yield ToEngine(journal.ended(o.request, self.name, o.reason))
-            del self.journals[o.request]
+            yield ToEngine(timings.ended(o.request, self.name, o.reason))
+            del self.requests[o.request]
 
 
 def build(stages: Sequence[str], c: StageContext) -> dict[str, Stage]:

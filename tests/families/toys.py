@@ -22,7 +22,7 @@ from stretto.prompt.prompt import Prompt
 from stretto.prompt.template import Tokenizer
 from stretto.stage.context import StageContext
 from stretto.stage.payload.schema import named, within
-from stretto.stage.report import Journal
+from stretto.stage.report import StageTimings
 from stretto.stage.request import Reason
 from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
 from stretto.types import Mark, RequestId, Span
@@ -66,7 +66,7 @@ class ToyParams(msgspec.Struct, frozen=True):
 @dataclass(slots=True, eq=False)
 class Work:
     params: ToyParams
-    journal: Journal
+    timings: StageTimings
     numbers: deque[int] = field(default_factory=deque)
     done: int = 0
     ended: bool = False  # no more will come
@@ -89,7 +89,7 @@ class ToyStage:
         return len(self.work)
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
-        self.work[a.request] = work = Work(params, Journal(0.0))
+        self.work[a.request] = work = Work(params, StageTimings(0.0))
         if not self.receives:
             work.numbers.extend(prompt.ids[: params.count])
             work.ended = True
@@ -127,14 +127,14 @@ class ToyStage:
         elif work.ended:
             if self.on and work.params.passes_on:
                 self.outputs.append(ToLink(self.on, id, None, Mark.REQUEST_END))
-            self.outputs.append(ToEngine(work.journal.ended(id, self.name, Reason.STOP)))
+            self.outputs.append(ToEngine(work.timings.ended(id, self.name, Reason.STOP)))
             del self.work[id]
         else:
             return False
         return True
 
     def _give(self, id: RequestId, work: Work, number: int) -> None:
-        work.journal.mark(float(work.done))
+        work.timings.mark(float(work.done))
         if not self.receives:
             self.outputs.append(ToEngine(Text(id, (number,))))
         if self.on and work.params.passes_on:

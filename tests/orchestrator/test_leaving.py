@@ -228,7 +228,7 @@ def kept(driven: HandDriven) -> dict[str, Any]:
         left[f"{name}: requests"] = len(stage)
         if isinstance(node, VocoderStage):
             left["slots"] = stage.config.slots - stage.num_free
-            left["journals"] = len(node.journals)
+            left["requests"] = len(node.requests)
         else:
             left[f"{name}: blocks"] = num_held(stage.scheduler.pool)
             left[f"{name}: rows"] = len(stage.scheduler._table.allocation.seated)

@@ -27,7 +27,7 @@ from stretto.models.qwen3_tts.speaker import SHORTEST, SpeakerEncoder
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Journal, failed
+from stretto.stage.report import StageTimings, failed
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.stage import Arrival, Output, ToEngine
@@ -91,7 +91,7 @@ class Copied:
 class Work:
     parts: Generator[None, None, tuple[torch.Tensor, ...]]
     text: tuple[int, ...]
-    journal: Journal
+    timings: StageTimings
     copied: Copied | None = None  # all parts are done
 
 
@@ -126,7 +126,7 @@ class EnrollerStage:
             raise Busy(f"{MOST} voices are being made already")
         with self._running():
             heard = to_device(np.array(samples), self.model.device, torch.float32)
-        self.work[a.request] = Work(self.model.run(heard, prompt.ids), prompt.ids, Journal(time.monotonic()))
+        self.work[a.request] = Work(self.model.run(heard, prompt.ids), prompt.ids, StageTimings(time.monotonic()))
 
     def cancel(self, id: RequestId) -> None:
         self.work.pop(id, None)
@@ -180,9 +180,9 @@ class EnrollerStage:
         if not np.isfinite(np.frombuffer(voice.vector, np.float32)).all():  # of samples beyond all measure
             self._fail(id, "no voice can be made of this sound")
             return
-        work.journal.mark(time.monotonic())
+        work.timings.mark(time.monotonic())
         self._outputs.append(ToEngine(Made(id), msgspec.msgpack.encode(voice)))
-        self._outputs.append(ToEngine(work.journal.ended(id, self.name, Reason.STOP)))
+        self._outputs.append(ToEngine(work.timings.ended(id, self.name, Reason.STOP)))
 
     def _fail(self, id: RequestId, message: str) -> None:
         self._outputs.append(ToEngine(failed(id, self.name, Invalid(message, "audio"))))

@@ -26,7 +26,7 @@ from stretto.stage.core import Certain, StageCore
 from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.payload.schema import Payload
 from stretto.stage.prefill_priority import DecodeHold
-from stretto.stage.report import Clock, Journal, failed
+from stretto.stage.report import Clock, StageTimings, failed
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
 from stretto.types import Mark, RequestId, Span
@@ -44,7 +44,7 @@ class Speaking:
     request: StageRequest
     num_prompt: int  # tokens of the request's prompt
     want_codes: bool
-    journal: Journal
+    timings: StageTimings
     pace: Pace
     ahead: bool = False  # its prompt is read, and nothing of it will be heard
     frames: list[Sequence[int]] = field(default_factory=list)
@@ -124,7 +124,7 @@ class SpeechStage:
         )
         request = self.core.submit(spec, given, known.rows, closed=False, salts=known.salts, missing=known.missing)
         pace = Pace(p.first_frames, p.each_frames, p.ramp, self.rhythm)
-        self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, Journal(self.clock()), pace)
+        self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace)
         if p.spoken is not None:
             self._text(id, given, p.spoken)
             if not p.live:
@@ -241,7 +241,7 @@ class SpeechStage:
         # Nothing to say: the talker never runs, and silence is the answer.
         self.core.cancel(id)
         self._outputs.append(ToLink(LINK, id, None, Mark.REQUEST_END))
-        self._outputs.append(ToEngine(self.voices[id].journal.ended(id, self.name, Reason.STOP)))
+        self._outputs.append(ToEngine(self.voices[id].timings.ended(id, self.name, Reason.STOP)))
         self._forget(id)
 
     def _take(self, o: Certain) -> None:
@@ -257,13 +257,13 @@ class SpeechStage:
         if o.reason is not None:  # the pick that ends a request is not a frame
             if not voice.ahead:
                 self._send(id, voice, now, Mark.REQUEST_END)
-            voice.journal.cached = o.cached
-            self._outputs.append(ToEngine(voice.journal.ended(id, self.name, o.reason)))
+            voice.timings.cached = o.cached
+            self._outputs.append(ToEngine(voice.timings.ended(id, self.name, o.reason)))
             self._forget(id)
         elif o.token is None:
-            voice.journal.mark_chunk(now)
+            voice.timings.mark_chunk(now)
         else:
-            voice.journal.mark(now)
+            voice.timings.mark(now)
             voice.pace.came(now)
             voice.frames.append(o.row)
             self._waiting[id] = voice

@@ -14,7 +14,7 @@ from stretto.models.speech.talker_stage import FRAME_S, LINK
 from stretto.prompt.prompt import Prompt
 from stretto.stage.codec import AudioOutput, Primer, VocoderCore
 from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Clock, Journal, failed
+from stretto.stage.report import Clock, StageTimings, failed
 from stretto.stage.request import Reason
 from stretto.stage.stage import Arrival, Output, ToEngine
 from stretto.types import Mark, RequestId
@@ -32,7 +32,7 @@ class VocoderStage:
 
     def __init__(self, core: VocoderCore, clock: Clock = time.monotonic) -> None:
         self.core, self.clock = core, clock
-        self.journals: dict[RequestId, Journal] = {}
+        self.requests: dict[RequestId, StageTimings] = {}
 
     def __len__(self) -> int:
         return len(self.core)
@@ -43,7 +43,7 @@ class VocoderStage:
 
     def admit(self, a: Admit, params: VocoderParams, prompt: Prompt) -> None:
         self.core.open(a.request, self.primer(params))
-        self.journals[a.request] = Journal(self.clock())
+        self.requests[a.request] = StageTimings(self.clock())
 
     def primer(self, params: VocoderParams) -> Primer | None:
         """What a request's stream has heard before its first frame."""
@@ -51,7 +51,7 @@ class VocoderStage:
 
     def cancel(self, id: RequestId) -> None:
         self.core.cancel(id)
-        self.journals.pop(id, None)
+        self.requests.pop(id, None)
 
     def finish(self, id: RequestId) -> None:
         """It ends with its frames, which end by themselves."""
@@ -78,20 +78,20 @@ class VocoderStage:
 
     def _take(self, o: AudioOutput, outputs: list[Output]) -> None:
         id = o.request
-        journal = self.journals.get(id)
-        if journal is None:
+        timings = self.requests.get(id)
+        if timings is None:
             return
         if o.error is not None:
-            del self.journals[id]
+            del self.requests[id]
             outputs.append(ToEngine(failed(id, self.name, o.error)))
             return
         if len(o.samples):
             now = self.clock()
-            journal.mark(now)
+            timings.mark(now)
             rate = self.core.model.config.samples_per_frame / FRAME_S
             if o.reason is None and id in self.core:
-                self.core.set_deadline(id, journal.marks[0] + (o.start + len(o.samples)) / rate)
+                self.core.set_deadline(id, timings.marks[0] + (o.start + len(o.samples)) / rate)
             outputs.append(ToEngine(Pcm(id, o.start, o.frames), o.samples.tobytes()))
         if o.reason is not None:
-            outputs.append(ToEngine(journal.ended(id, self.name, o.reason)))
-            del self.journals[id]
+            outputs.append(ToEngine(timings.ended(id, self.name, o.reason)))
+            del self.requests[id]

@@ -22,7 +22,7 @@ from stretto.stage.context import StageContext
 from stretto.stage.core import StageCore
 from stretto.stage.pace import Pace
 from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Clock, Journal
+from stretto.stage.report import Clock, StageTimings
 from stretto.stage.request import RequestSpec
 from stretto.stage.stage import Arrival
 from stretto.types import Mark
@@ -64,7 +64,7 @@ class TalkerStage(SpeechStage):
         spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=known.root)
         request = self.core.submit(spec, given, known.rows, salts=known.salts, missing=known.missing)
         pace = Pace(1, 1, None, self.rhythm)
-        self.voices[id] = Speaking(request, num_prompt, False, Journal(self.clock()), pace, ahead=True)
+        self.voices[id] = Speaking(request, num_prompt, False, StageTimings(self.clock()), pace, ahead=True)
 
     def last_row(self, given: TalkerInput) -> list[int]:
         last = len(given.prompt)

@@ -35,7 +35,7 @@ from stretto.stage.core import Certain, StageCore
 from stretto.stage.guide import Grammars
 from stretto.stage.mediarows import MediaOutput
 from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Clock, Journal, failed
+from stretto.stage.report import Clock, StageTimings, failed
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.logprobs import Scored
 from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
@@ -51,7 +51,7 @@ would cost the host more than its share of the step. The first ones go one by on
 class Telling:
     """A request whose text is being made: what of it has not left yet."""
 
-    journal: Journal
+    timings: StageTimings
     speak: bool
     sent: int = 0  # rows that the talker has
     left: int = 0  # tokens that have left
@@ -130,7 +130,7 @@ class ThinkerStage:
         )
         salts, missing = thinker_salts(pieces), missing_runs(pieces)
         request = self.core.submit(spec, given, prompt.ids, salts=salts, missing=missing)
-        self.tellings[a.request] = Telling(Journal(self.clock()), params.speak)
+        self.tellings[a.request] = Telling(StageTimings(self.clock()), params.speak)
         if pieces:
             self.encoders.add(request, given, a.cache_root, pieces)
 
@@ -158,7 +158,7 @@ class ThinkerStage:
         self.core.cancel(id)
         if telling.speak:
             self._forward(request, telling, len(request.ids), Mark.REQUEST_END, None)
-        self._outputs.append(ToEngine(telling.journal.ended(id, self.name, Reason.STOP)))
+        self._outputs.append(ToEngine(telling.timings.ended(id, self.name, Reason.STOP)))
 
     def throttle(self, id: RequestId, on: bool) -> None:
         if id in self.core.scheduler:
@@ -184,7 +184,7 @@ class ThinkerStage:
             self._fail(id, error)
         for id in encoded:
             if id in self.tellings:
-                self.tellings[id].journal.encoded_at = self.clock()
+                self.tellings[id].timings.encoded_at = self.clock()
         return self.core.launch() or bool(encoded)
 
     def forget(self) -> None:
@@ -201,17 +201,17 @@ class ThinkerStage:
         telling = self.tellings.get(id)
         if telling is None:
             return  # cancelled meanwhile
-        now, journal = self.clock(), telling.journal
+        now, timings = self.clock(), telling.timings
         if o.token is not None:
-            journal.mark(now)
+            timings.mark(now)
             telling.tokens.append(o.token)
             if o.logprobs is not None:
                 telling.logprobs.append(o.logprobs)
-            if len(journal.marks) == 1:
-                journal.cached = o.cached
-                journal.encoded = self.encoders.proven(id)
+            if len(timings.marks) == 1:
+                timings.cached = o.cached
+                timings.encoded = self.encoders.proven(id)
         elif reason is None:
-            journal.mark_chunk(now)
+            timings.mark_chunk(now)
         guide = request.spec.guide
         error = o.error or (guide.error if guide is not None and reason is not None else None)
         if error is not None:
@@ -227,8 +227,8 @@ class ThinkerStage:
         if reason is not None:
             del self.tellings[id]
             self.encoders.drop(id)
-            self._outputs.append(ToEngine(journal.ended(id, self.name, reason)))
-        elif id in self.core.scheduler and (deadline := journal.deadline(FRAME_S)) is not None:
+            self._outputs.append(ToEngine(timings.ended(id, self.name, reason)))
+        elif id in self.core.scheduler and (deadline := timings.deadline(FRAME_S)) is not None:
             self.core.scheduler.set_deadline(id, deadline)
 
     def _tell(self, id: RequestId, telling: Telling, now: float) -> None:
