@@ -237,7 +237,7 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             outlets = driven.host.links.outlets_of(name)
             left[f"{name}: out"] = sum(len(o) + len(o._slow) + len(o.away.full) for o in outlets)
             mine = (
-                (node.tellings, node.encoders.requests)
+                (node.requests, node.encoders.requests)
                 if isinstance(node, ThinkerStage)
                 else (node.voices, node._waiting)
             )

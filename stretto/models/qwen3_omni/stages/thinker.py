@@ -48,7 +48,7 @@ would cost the host more than its share of the step. The first ones go one by on
 
 
 @dataclass(slots=True, eq=False)
-class Telling:
+class TextOutput:
     """A request whose text is being made: what of it has not left yet."""
 
     timings: StageTimings
@@ -73,7 +73,7 @@ class ThinkerStage:
     def __init__(self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic) -> None:
         self.core, self.model, self.clock = core, model, clock
         self.config = model.config
-        self.tellings: dict[RequestId, Telling] = {}
+        self.requests: dict[RequestId, TextOutput] = {}
         grammars = Grammars(partial(open_grammars, Path(context.model)))
         self.compiling = Compiling(grammars, context.ring, context.clock)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
@@ -81,7 +81,7 @@ class ThinkerStage:
         self._outputs: list[Output] = []  # that `poll` returns next
 
     def __len__(self) -> int:
-        return len(self.tellings) + len(self.compiling.waiting)
+        return len(self.requests) + len(self.compiling.waiting)
 
     @property
     def due_ns(self) -> int | None:
@@ -130,7 +130,7 @@ class ThinkerStage:
         )
         salts, missing = thinker_salts(pieces), missing_runs(pieces)
         request = self.core.submit(spec, given, prompt.ids, salts=salts, missing=missing)
-        self.tellings[a.request] = Telling(StageTimings(self.clock()), params.speak)
+        self.requests[a.request] = TextOutput(StageTimings(self.clock()), params.speak)
         if pieces:
             self.encoders.add(request, given, a.cache_root, pieces)
 
@@ -142,23 +142,23 @@ class ThinkerStage:
         self.compiling.drop(id)
         self.encoders.drop(id)
         self.core.cancel(id)
-        self.tellings.pop(id, None)
+        self.requests.pop(id, None)
 
     def accept(self, arrival: Arrival) -> None:
         raise Bug("no link ends at the thinker")
 
     def finish(self, id: RequestId) -> None:
         """End the answer where it is: the talker speaks what it has."""
-        telling = self.tellings.pop(id, None)
-        if telling is None or id not in self.core.scheduler:
+        output = self.requests.pop(id, None)
+        if output is None or id not in self.core.scheduler:
             return
         request = self.core.scheduler.request(id)
-        self._tell(id, telling, self.clock())
+        self._report_text(id, output, self.clock())
         self.encoders.drop(id)
         self.core.cancel(id)
-        if telling.speak:
-            self._forward(request, telling, len(request.ids), Mark.REQUEST_END, None)
-        self._outputs.append(ToEngine(telling.timings.ended(id, self.name, Reason.STOP)))
+        if output.speak:
+            self._forward(request, output, len(request.ids), Mark.REQUEST_END, None)
+        self._outputs.append(ToEngine(output.timings.ended(id, self.name, Reason.STOP)))
 
     def throttle(self, id: RequestId, on: bool) -> None:
         if id in self.core.scheduler:
@@ -183,8 +183,8 @@ class ThinkerStage:
         for id, error in failures:
             self._fail(id, error)
         for id in encoded:
-            if id in self.tellings:
-                self.tellings[id].timings.encoded_at = self.clock()
+            if id in self.requests:
+                self.requests[id].timings.encoded_at = self.clock()
         return self.core.launch() or bool(encoded)
 
     def forget(self) -> None:
@@ -198,15 +198,15 @@ class ThinkerStage:
     def _take(self, o: Certain) -> None:
         request, reason = o.request, o.reason
         id = request.id
-        telling = self.tellings.get(id)
-        if telling is None:
+        output = self.requests.get(id)
+        if output is None:
             return  # cancelled meanwhile
-        now, timings = self.clock(), telling.timings
+        now, timings = self.clock(), output.timings
         if o.token is not None:
             timings.mark(now)
-            telling.tokens.append(o.token)
+            output.tokens.append(o.token)
             if o.logprobs is not None:
-                telling.logprobs.append(o.logprobs)
+                output.logprobs.append(o.logprobs)
             if len(timings.marks) == 1:
                 timings.cached = o.cached
                 timings.encoded = self.encoders.proven(id)
@@ -217,31 +217,31 @@ class ThinkerStage:
         if error is not None:
             self._fail(id, error)
             return
-        if o.token is not None and reason is None and not telling.due(now):
+        if o.token is not None and reason is None and not output.due(now):
             return
-        self._tell(id, telling, now)
-        if telling.speak:
+        self._report_text(id, output, now)
+        if output.speak:
             # The answer's last token is never spoken, so it does not leave.
             ready = o.confirmed + (o.token is not None and reason is None)
-            self._forward(request, telling, ready, Mark.REQUEST_END if reason is not None else Mark.MORE, o.media)
+            self._forward(request, output, ready, Mark.REQUEST_END if reason is not None else Mark.MORE, o.media)
         if reason is not None:
-            del self.tellings[id]
+            del self.requests[id]
             self.encoders.drop(id)
             self._outputs.append(ToEngine(timings.ended(id, self.name, reason)))
         elif id in self.core.scheduler and (deadline := timings.deadline(FRAME_S)) is not None:
             self.core.scheduler.set_deadline(id, deadline)
 
-    def _tell(self, id: RequestId, telling: Telling, now: float) -> None:
-        if telling.tokens:
-            self._outputs.append(ToEngine(Text(id, tuple(telling.tokens), tuple(telling.logprobs))))
-            telling.left, telling.left_at = telling.left + len(telling.tokens), now
-            telling.tokens, telling.logprobs = [], []
+    def _report_text(self, id: RequestId, output: TextOutput, now: float) -> None:
+        if output.tokens:
+            self._outputs.append(ToEngine(Text(id, tuple(output.tokens), tuple(output.logprobs))))
+            output.left, output.left_at = output.left + len(output.tokens), now
+            output.tokens, output.logprobs = [], []
 
     def _forward(
-        self, request: StageRequest, telling: Telling, ready: int, mark: Mark, media: MediaOutput | None
+        self, request: StageRequest, output: TextOutput, ready: int, mark: Mark, media: MediaOutput | None
     ) -> None:
         """Rows that the talker may have: the id at each position, and media rows."""
-        start, rows = telling.sent, None
+        start, rows = output.sent, None
         if ready > start:
             ids = torch.from_numpy(np.array(request.ids[start:ready], dtype=np.int32))
             runs: list[Span] = []
@@ -249,5 +249,5 @@ class ThinkerStage:
             if media is not None:
                 runs, hidden = runs_of([p for p in media.places if start <= p < ready]), media.rows
             rows = ThinkerRows(Span(start, ready), ids, tuple(runs), hidden)
-            telling.sent = ready
+            output.sent = ready
         self._outputs.append(ToLink(LINK, request.id, rows, mark, media.event if media else None))
