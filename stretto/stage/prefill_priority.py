@@ -32,15 +32,15 @@ class HasPace(Protocol):
     def pace(self) -> Pace: ...
 
 
-def spare_s(voices: Iterable[HasPace], now: float) -> float:
+def spare_s(requests: Iterable[HasPace], now: float) -> float:
     """How long all who could have frames in the next step can do without. Those who have heard nothing yet cannot."""
     least = MOST_S
-    for voice in voices:
-        if voice.request.state is not State.RUNNING or not voice.request.closed:
+    for request in requests:
+        if request.request.state is not State.RUNNING or not request.request.closed:
             continue
-        if voice.pace.begun is None:
+        if request.pace.begun is None:
             return 0.0
-        least = min(least, voice.pace.lead(now) - SPARE_S)
+        least = min(least, request.pace.lead(now) - SPARE_S)
     return least
 
 

@@ -239,7 +239,7 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             mine = (
                 (node.requests, node.encoders.requests)
                 if isinstance(node, ThinkerStage)
-                else (node.voices, node._waiting)
+                else (node.requests, node._waiting)
             )
             left[f"{name}: records"] = sum(map(len, mine))
         left[f"{name}: in"] = sum(map(len, driven.host.links.inlets_of(name)))

@@ -38,7 +38,7 @@ LEAST = 2
 
 
 @dataclass(slots=True, eq=False)
-class Speaking:
+class SpeechOutput:
     """A request whose frames are being made: those that have not left yet, and when they should."""
 
     request: StageRequest
@@ -86,8 +86,8 @@ class SpeechStage:
         """`opening_s`: of the first frame, so much is not sounded by the vocoder. `prefill`: a stage on the same device
         to whose prompts frames give way."""
         self.core, self.model, self.clock = core, model, clock
-        self.voices: dict[RequestId, Speaking] = {}
-        self._waiting: dict[RequestId, Speaking] = {}  # those with frames that have not left
+        self.requests: dict[RequestId, SpeechOutput] = {}
+        self._waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
         self._new_rhythm = partial(Rhythm.on_cpu if context.device.type == "cpu" else Rhythm, FRAME_S, opening_s)
         self.rhythm = self._new_rhythm()
         self._came = False  # frames came since the last look at them
@@ -124,7 +124,7 @@ class SpeechStage:
         )
         request = self.core.submit(spec, given, known.rows, closed=False, salts=known.salts, missing=known.missing)
         pace = Pace(p.first_frames, p.each_frames, p.ramp, self.rhythm)
-        self.voices[id] = Speaking(request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace)
+        self.requests[id] = SpeechOutput(request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace)
         if p.spoken is not None:
             self._text(id, given, p.spoken)
             if not p.live:
@@ -151,7 +151,7 @@ class SpeechStage:
 
     def take_text(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
         """More of a text that is read aloud while it is written."""
-        if id not in self.voices:
+        if id not in self.requests:
             return  # it ended meanwhile
         try:
             check_ids(id, len(self.model.text_table), tokens)
@@ -188,7 +188,7 @@ class SpeechStage:
     def launch(self) -> bool:
         hold = None
         if self._hold is not None and self.core.has_room:
-            hold = self._hold.until_ns(self.voices.values(), self.rhythm)
+            hold = self._hold.until_ns(self.requests.values(), self.rhythm)
         return self.core.launch(hold)
 
     def forget(self) -> None:
@@ -200,26 +200,26 @@ class SpeechStage:
         self._came, self._looked = False, now
         waiting = list(self._waiting.items())
         which = leaving([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
-        for (id, voice), go in zip(waiting, which, strict=True):
+        for (id, speech), go in zip(waiting, which, strict=True):
             if go:
-                self._send(id, voice, now, Mark.MORE)
+                self._send(id, speech, now, Mark.MORE)
 
-    def _send(self, id: RequestId, voice: Speaking, now: float, mark: Mark) -> None:
-        frames, first = voice.frames, voice.pace.sent
+    def _send(self, id: RequestId, speech: SpeechOutput, now: float, mark: Mark) -> None:
+        frames, first = speech.frames, speech.pace.sent
         payload = None
         if frames:
             # By way of the host, which has them anyway: on the device each request's few numbers would cost the
             # vocoder's stream several launches of their own.
             codes = np.array(frames, dtype=np.int32)
-            if voice.want_codes:
+            if speech.want_codes:
                 self._outputs.append(ToEngine(Codes(id, first, codes.shape[1]), codes.tobytes()))
             payload = CodecFrames(Span(first, first + len(frames)), torch.from_numpy(codes))
-            voice.pace.left(len(frames), now)
-            voice.frames = []
+            speech.pace.left(len(frames), now)
+            speech.frames = []
             del self._waiting[id]
         self._outputs.append(ToLink(LINK, id, payload, mark))
         if mark is Mark.MORE:
-            self.core.scheduler.set_deadline(id, voice.pace.deadline)
+            self.core.scheduler.set_deadline(id, speech.pace.deadline)
 
     def _text(self, id: RequestId, given: Any, tokens: Sequence[int]) -> None:
         more = len(tokens)
@@ -233,7 +233,7 @@ class SpeechStage:
 
     def _end_text(self, id: RequestId, given: Any) -> None:
         given.text_ended = True
-        if self.voices[id].ahead:
+        if self.requests[id].ahead:
             return  # it ends when all its rows are in
         if given.text:
             self.core.scheduler.end_text(id)
@@ -241,13 +241,13 @@ class SpeechStage:
         # Nothing to say: the talker never runs, and silence is the answer.
         self.core.cancel(id)
         self._outputs.append(ToLink(LINK, id, None, Mark.REQUEST_END))
-        self._outputs.append(ToEngine(self.voices[id].timings.ended(id, self.name, Reason.STOP)))
+        self._outputs.append(ToEngine(self.requests[id].timings.ended(id, self.name, Reason.STOP)))
         self._forget(id)
 
     def _take(self, o: Certain) -> None:
         id = o.request.id
-        voice = self.voices.get(id)
-        if voice is None:
+        speech = self.requests.get(id)
+        if speech is None:
             return
         if o.error is not None:
             self._forget(id)
@@ -255,25 +255,25 @@ class SpeechStage:
             return
         now = self.clock()
         if o.reason is not None:  # the pick that ends a request is not a frame
-            if not voice.ahead:
-                self._send(id, voice, now, Mark.REQUEST_END)
-            voice.timings.cached = o.cached
-            self._outputs.append(ToEngine(voice.timings.ended(id, self.name, o.reason)))
+            if not speech.ahead:
+                self._send(id, speech, now, Mark.REQUEST_END)
+            speech.timings.cached = o.cached
+            self._outputs.append(ToEngine(speech.timings.ended(id, self.name, o.reason)))
             self._forget(id)
         elif o.token is None:
-            voice.timings.mark_chunk(now)
+            speech.timings.mark_chunk(now)
         else:
-            voice.timings.mark(now)
-            voice.pace.came(now)
-            voice.frames.append(o.row)
-            self._waiting[id] = voice
+            speech.timings.mark(now)
+            speech.pace.came(now)
+            speech.frames.append(o.row)
+            self._waiting[id] = speech
             self._came = True
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
-        if id in self.voices:
+        if id in self.requests:
             self.cancel(id)
             self._outputs.append(ToEngine(failed(id, self.name, error)))
 
     def _forget(self, id: RequestId) -> None:
-        self.voices.pop(id, None)
+        self.requests.pop(id, None)
         self._waiting.pop(id, None)

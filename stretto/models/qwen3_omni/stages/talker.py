@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.stages.prefix import row_ids, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.speech.given import check_ids
-from stretto.models.speech.talker_stage import Known, Speaking, SpeechStage
+from stretto.models.speech.talker_stage import Known, SpeechOutput, SpeechStage
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.core import StageCore
@@ -64,7 +64,7 @@ class TalkerStage(SpeechStage):
         spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=known.root)
         request = self.core.submit(spec, given, known.rows, salts=known.salts, missing=known.missing)
         pace = Pace(1, 1, None, self.rhythm)
-        self.voices[id] = Speaking(request, num_prompt, False, StageTimings(self.clock()), pace, ahead=True)
+        self.requests[id] = SpeechOutput(request, num_prompt, False, StageTimings(self.clock()), pace, ahead=True)
 
     def last_row(self, given: TalkerInput) -> list[int]:
         last = len(given.prompt)
@@ -72,7 +72,7 @@ class TalkerStage(SpeechStage):
 
     def accept(self, arrival: Arrival) -> None:
         id = arrival.request
-        if id not in self.voices:
+        if id not in self.requests:
             return  # it is over
         given: TalkerInput = self.core.runner.adapter.inputs[id]
         rows: ThinkerRows | None = arrival.payload
@@ -84,7 +84,7 @@ class TalkerStage(SpeechStage):
                     arrival.adopt()
                     given.media.append(rows.hidden.to(self.model.device))
                 self.core.scheduler.set_missing(id, given.missing)
-            first = max(self.voices[id].num_prompt - rows.span.start, 0)
+            first = max(self.requests[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
                 # On the device they are looked up unseen: one that is not in the table would end all requests.
