@@ -12,7 +12,7 @@ from stretto.models.qwen3_tts.adapter import TalkerInput
 from stretto.models.qwen3_tts.params import TalkerParams, reference
 from stretto.models.qwen3_tts.rows import speech_prompt
 from stretto.models.qwen3_tts.talker import Talker
-from stretto.models.speech.talker_stage import Known, SpeechStage
+from stretto.models.speech.talker_stage import PromptPlan, SpeechStage
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.core import StageCore
@@ -26,7 +26,7 @@ class TalkerStage(SpeechStage):
         super().__init__(core, model, context, opening_s=0.0)
         self.config = model.config
 
-    def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> Known:
+    def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> PromptPlan:
         config, p = self.config, params
         if p.spoken is None:
             raise Invalid("there is no text to be spoken", "input")
@@ -34,7 +34,7 @@ class TalkerStage(SpeechStage):
         rows = speech_prompt(config, prompt.ids, p.voice, p.language, cloned, p.whole)
         given = TalkerInput(rows, p.code0, p.residual, min_frames=p.min_frames)
         root = (cloned.digest if cloned is not None else b"") + a.cache_root
-        return Known(given, rows.told(0, rows.num_known), root, length=rows.length(len(p.spoken)))
+        return PromptPlan(given, rows.told(0, rows.num_known), root, length=rows.length(len(p.spoken)))
 
     def _text(self, id: RequestId, given: TalkerInput, tokens: Sequence[int]) -> None:
         given.said += len(tokens)

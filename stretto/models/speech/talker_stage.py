@@ -56,7 +56,7 @@ class SpeechOutput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class PromptPlan:
     """Of a request's prompt, when the request arrives."""
 
     given: FrameInput[Any]
@@ -109,20 +109,20 @@ class SpeechStage:
     def admit(self, a: Admit, params: Any, prompt: Prompt) -> None:
         id, p = a.request, params
         check_ids(id, len(self.model.text_table), prompt.ids, p.spoken or ())
-        known = self.plan(a, p, prompt)
-        given = known.given
+        plan = self.plan(a, p, prompt)
+        given = plan.given
         spec = RequestSpec(
             id,
-            self._longest(p.max_frames + 1, known.length),
+            self._longest(p.max_frames + 1, plan.length),
             frozenset({self.model.frames.eos}),
             sampling=given.code0,
             priority=a.priority,
             paced=True,
             last_on_device=True,
             cache_output=False,
-            cache_root=known.root,
+            cache_root=plan.root,
         )
-        request = self.core.submit(spec, given, known.rows, closed=False, salts=known.salts, missing=known.missing)
+        request = self.core.submit(spec, given, plan.rows, closed=False, salts=plan.salts, missing=plan.missing)
         pace = Pace(p.first_frames, p.each_frames, p.ramp, self.rhythm)
         self.requests[id] = SpeechOutput(request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace)
         if p.spoken is not None:
@@ -138,7 +138,7 @@ class SpeechStage:
             raise TooLong(f"there is no room to speak behind {prompt} tokens of text and voice", "input")
         return min(picks, room)
 
-    def plan(self, a: Admit, params: Any, prompt: Prompt) -> Known:
+    def plan(self, a: Admit, params: Any, prompt: Prompt) -> PromptPlan:
         """A request's prompt here, as far as it is known."""
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ WORKING_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Admitted:
+class PendingRequest:
     """A request that is not in the stage yet."""
 
     admit: Admit
@@ -45,7 +45,7 @@ class Compiling:
     def __init__(self, grammars: Grammars, ring: Callable[[], None], clock: Callable[[], int]) -> None:
         """`clock`: the loop's."""
         self._grammars, self._ring, self._clock = grammars, ring, clock
-        self.waiting: dict[RequestId, tuple[Admitted, Future[GrammarGuide]]] = {}
+        self.waiting: dict[RequestId, tuple[PendingRequest, Future[GrammarGuide]]] = {}
         self._said_ns = 0  # when it was last said which requests wait
 
     @property
@@ -53,18 +53,18 @@ class Compiling:
         """When it is to be said again, by the loop's clock."""
         return self._said_ns + WORKING_NS if self.waiting else None
 
-    def add(self, known: Admitted) -> None:
+    def add(self, pending: PendingRequest) -> None:
         if not self.waiting:
             self._said_ns = self._clock()
-        made = self._grammars.compile(known.params.grammar, self._ring, known.admit.sender)
-        self.waiting[known.admit.request] = known, made
+        made = self._grammars.compile(pending.params.grammar, self._ring, pending.admit.sender)
+        self.waiting[pending.admit.request] = pending, made
 
     def drop(self, id: RequestId) -> None:
         """Its grammar is not compiled, if its turn has not come."""
         if id in self.waiting:
             self.waiting.pop(id)[1].cancel()
 
-    def done(self) -> list[tuple[Admitted, Future[GrammarGuide]]]:
+    def done(self) -> list[tuple[PendingRequest, Future[GrammarGuide]]]:
         """Those whose grammar is there, or is none."""
         ids = [id for id, (_, made) in self.waiting.items() if made.done()]
         return [self.waiting.pop(id) for id in ids]

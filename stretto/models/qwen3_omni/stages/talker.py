@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.stages.prefix import row_ids, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.speech.given import check_ids
-from stretto.models.speech.talker_stage import Known, SpeechOutput, SpeechStage
+from stretto.models.speech.talker_stage import PromptPlan, SpeechOutput, SpeechStage
 from stretto.prompt.prompt import Prompt
 from stretto.stage.context import StageContext
 from stretto.stage.core import StageCore
@@ -43,12 +43,12 @@ class TalkerStage(SpeechStage):
         super().__init__(core, model, context, OPENING_S, prefill, clock)
         self.talker, self.config = model, model.config
 
-    def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> Known:
+    def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> PromptPlan:
         plan = talker_prompt(prompt, self.config, params.voice, ahead=params.ahead)
         given = TalkerInput(plan, params.code0, params.residual, min_frames=params.min_frames)
         salts = talker_salts(prompt.ids, thinker_salts(media_pieces(prompt, self.config)), plan)
         rows = row_ids(given, 0, len(plan.ids) if params.ahead else len(plan) - 1)
-        return Known(given, rows, a.cache_root, salts, given.missing)
+        return PromptPlan(given, rows, a.cache_root, salts, given.missing)
 
     def admit(self, a: Admit, params: TalkerParams, prompt: Prompt) -> None:
         if params.ahead:
@@ -57,12 +57,12 @@ class TalkerStage(SpeechStage):
         else:
             super().admit(a, params, prompt)
 
-    def _read_ahead(self, a: Admit, known: Known, num_prompt: int) -> None:
+    def _read_ahead(self, a: Admit, plan: PromptPlan, num_prompt: int) -> None:
         """Rows of the user's turns for the prefix cache. One frame is picked behind them, which nobody hears: it shows
         that they are numbers."""
-        id, given = a.request, known.given
-        spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=known.root)
-        request = self.core.submit(spec, given, known.rows, salts=known.salts, missing=known.missing)
+        id, given = a.request, plan.given
+        spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=plan.root)
+        request = self.core.submit(spec, given, plan.rows, salts=plan.salts, missing=plan.missing)
         pace = Pace(1, 1, None, self.rhythm)
         self.requests[id] = SpeechOutput(request, num_prompt, False, StageTimings(self.clock()), pace, ahead=True)
 

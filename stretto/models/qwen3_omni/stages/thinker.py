@@ -23,7 +23,7 @@ from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs, runs_of
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.stages.encoders import Encoders
-from stretto.models.qwen3_omni.stages.guided import Admitted, Compiling, guide_of
+from stretto.models.qwen3_omni.stages.guided import Compiling, PendingRequest, guide_of
 from stretto.models.qwen3_omni.stages.prefix import thinker_salts
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.speech.given import check_ids
@@ -104,18 +104,18 @@ class ThinkerStage:
             prompt.videos,
             prompt.audio_in_video,
         )
-        known = Admitted(a, params, prompt, positions, first)
+        pending = PendingRequest(a, params, prompt, positions, first)
         if params.grammar:
-            self.compiling.add(known)
+            self.compiling.add(pending)
         else:
-            self._submit(known)
+            self._submit(pending)
 
-    def _submit(self, known: Admitted, grammar: GrammarGuide | None = None) -> None:
-        a, params, prompt, c = known.admit, known.params, known.prompt, self.config
+    def _submit(self, pending: PendingRequest, grammar: GrammarGuide | None = None) -> None:
+        a, params, prompt, c = pending.admit, pending.params, pending.prompt, self.config
         pieces, sampling = media_pieces(prompt, c), params.sampling
         capture = np.sort(np.concatenate([p.places for p in pieces])) if params.speak and pieces else None
         given = ThinkerInput(
-            known.positions, known.first, sampling, [], capture, params.logit_bias, params.min_tokens, params.min_p
+            pending.positions, pending.first, sampling, [], capture, params.logit_bias, params.min_tokens, params.min_p
         )
         spec = RequestSpec(
             a.request,
@@ -165,11 +165,11 @@ class ThinkerStage:
             self.core.scheduler.set_blocked(id, on)
 
     def poll(self) -> Sequence[Output]:
-        for known, made in self.compiling.done() if self.compiling.waiting else ():
+        for pending, made in self.compiling.done() if self.compiling.waiting else ():
             try:
-                self._submit(known, made.result())
+                self._submit(pending, made.result())
             except StrettoError as error:
-                self._fail(known.admit.request, error)
+                self._fail(pending.admit.request, error)
         self._outputs += [ToEngine(Working(id, self.name)) for id in self.compiling.working()]
         for certain in self.core.poll():
             self._take(certain)
