@@ -34,7 +34,7 @@ from stretto.orchestrator.events import (
     Usage,
 )
 from stretto.prompt.jobs import Conversation, Outlined, Windows
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.types import RequestId
 
 if TYPE_CHECKING:
@@ -110,12 +110,14 @@ class Engine(Protocol):
         """A conversation that goes on, whose sound comes in while it is spoken."""
         ...
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         """Cut a JSON object that is too large for the event loop into its short fields and the `long` ones, in
         another process. The caller closes the file that comes back."""
         ...
 
-    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
         """Decode a sound file, in another process, and cut it into windows of at most `seconds`. The caller closes the
         file that comes back."""
         ...

@@ -44,8 +44,8 @@ from stretto.orchestrator.supply import supply
 from stretto.orchestrator.ticket import Ticket
 from stretto.orchestrator.watch import Watch
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.pool import PromptPool
-from stretto.prompt.spool import Spool
 from stretto.prompt.template import TextStream
 from stretto.prompt.threads import InThreads, Prompts
 from stretto.prompt.work import Builder
@@ -213,10 +213,12 @@ class PipelineEngine:
         if self._draining:
             raise Busy("the server is shutting down")
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         return await self.prompts.outline(body, long, most, sender)
 
-    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
         return await self.prompts.cut(sound, seconds, sender)
 
     async def run(

@@ -18,8 +18,8 @@ from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.cards import Cards
 from stretto.orchestrator.hosts import Host, Launcher
 from stretto.orchestrator.upkeep import Upkeep
+from stretto.prompt.memfile import MemFileSlice
 from stretto.prompt.packed import Bytes
-from stretto.prompt.spool import Stored
 from stretto.types import RequestId
 
 PIECE = 256 << 10  # bytes of features in one message
@@ -67,7 +67,7 @@ class Pipeline:
         for i in self._holding(stages):
             self.upkeep.hosts[i].send(message, blob)
 
-    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes | Stored) -> None:
+    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes | MemFileSlice) -> None:
         """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
         for i in self._holding(stages):
             host = self.upkeep.hosts[i]

@@ -33,7 +33,7 @@ from stretto.prompt.jobs import (
     failed,
     say,
 )
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ SHORT_S = 0.05  # of CPU time: ten seconds of sound, a photo
 BURST_S, SHARE = 0.25, 0.05  # CPU time of all jobs while they are short: the most at once, and of each second
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
-Work = Callable[[Job, list[Spool]], tuple[FromWorker, Spool | None]]
+Work = Callable[[Job, list[MemFile]], tuple[FromWorker, MemFile | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Child:
     told: socket.socket  # where it is told
     warmed: mmap.mmap  # shared with it: its first byte says that it is ready
 
-    def tell(self, job: Job, answer: socket.socket, files: Sequence[Spool], short: bool) -> None:
+    def tell(self, job: Job, answer: socket.socket, files: Sequence[MemFile], short: bool) -> None:
         with self.told:
             if not short:
                 make_idle(self.pid)
@@ -128,7 +128,7 @@ class Children:
         except OSError as e:  # the next job tries again
             log.warning("no process can be started for the next prompts: %s", e)
 
-    def start(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> None:
+    def start(self, job: Job, answer: socket.socket, files: Sequence[MemFile]) -> None:
         """Let a child do a job. `answer` and `files` stay the caller's: the child has descriptors of its own.
         `OSError`: there can be no child."""
         kept = answer.dup()  # to say that the child died
@@ -140,7 +140,7 @@ class Children:
         self._running[job.number] = child, kept, taken
         self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
 
-    def _told(self, job: Job, answer: socket.socket, files: Sequence[Spool]) -> tuple[Child, float]:
+    def _told(self, job: Job, answer: socket.socket, files: Sequence[MemFile]) -> tuple[Child, float]:
         """The child that has the job now, and the credit that it has taken."""
         child = self._spare(job) or self._fork()
         taken = 0.0 if interactive(job) else self.credit.take()
@@ -224,7 +224,7 @@ class Children:
             signal.setitimer(signal.ITIMER_PROF, SHORT_S)
         limit(self.limits)
         try:
-            result = self.work(job, [Spool.taken(f) for f in files])
+            result = self.work(job, [MemFile.taken(f) for f in files])
         except MemoryError:
             message = f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be prepared"
             result = JobFailed("MediaError", message, "messages"), None

@@ -12,13 +12,13 @@ from stretto.errors import Invalid
 from stretto.fields import NOT_JSON, not_json, read_json
 from stretto.prompt.jobs import Outlined, Windows, references
 from stretto.prompt.media import LONG_SOUND, Budget, cut_sound, decode_audio
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.work import Json
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, Spool]:
+def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, MemFile]:
     """The caller closes the file."""
     short, found = outline(data, long, most)
     spans, at = {}, len(short)
@@ -26,14 +26,14 @@ def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outl
         spans[name] = (at, at + len(value))
         at += len(value)
     ids = tuple({i: None for value in found.values() for i in references(value)})
-    return Outlined(len(short), spans, ids), Spool.sealed(short, *found.values())
+    return Outlined(len(short), spans, ids), MemFile.sealed(short, *found.values())
 
 
-def do_cut(data: memoryview, seconds: float) -> tuple[Windows, Spool]:
+def do_cut(data: memoryview, seconds: float) -> tuple[Windows, MemFile]:
     """The caller closes the file."""
     parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
     ends = np.cumsum([len(p) for p in parts]).tolist()
-    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), Spool.sealed(*parts)
+    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), MemFile.sealed(*parts)
 
 
 def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:

@@ -1,5 +1,5 @@
 """What the server asks of its prompt worker, and what comes back. Typed and small: all that is long lies in memory
-files that go along (see `spool.py`).
+files that go along (see `memfile.py`).
 
 A job is one datagram with descriptors: the socket for its answer, and the memory files that it reads. An answer is one
 datagram, with a memory file if there is more to say; then the socket is closed."""
@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from stretto.errors import Bug, Invalid, StrettoError
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.packed import Packed, PromptMeta
 from stretto.prompt.prompt import Piece
-from stretto.prompt.spool import Spool
 from stretto.types import Wire
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Conversation:
     """Messages and tools as JSON that nobody has decoded yet; `body` holds both. Good for one prompt: `close` is called
     when that is built."""
 
-    body: bytes | Spool
+    body: bytes | MemFile
     messages: ByteRange
     tools: ByteRange | None = None
     recalled: dict[str, str] = field(default_factory=dict)  # texts of earlier answers, by the id they are referred to
@@ -197,7 +197,7 @@ class Conversation:
 
     def parts(self) -> tuple[memoryview, memoryview | None]:
         """Messages and tools."""
-        data = self.body.view() if isinstance(self.body, Spool) else memoryview(self.body)
+        data = self.body.view() if isinstance(self.body, MemFile) else memoryview(self.body)
         return data[slice(*self.messages)], data[slice(*self.tools)] if self.tools is not None else None
 
 
@@ -237,7 +237,7 @@ def failed(error: Exception) -> JobFailed:
     return JobFailed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
 
 
-def say(answer: socket.socket, message: FromWorker, file: Spool | None) -> None:
+def say(answer: socket.socket, message: FromWorker, file: MemFile | None) -> None:
     """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if it still listens."""
     with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):
         socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

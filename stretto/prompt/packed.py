@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import WireError
+from stretto.prompt.memfile import MemFileSlice
 from stretto.prompt.prompt import DIGEST_BYTES, AudioClip, Patches, Piece, Prompt
-from stretto.prompt.spool import Stored
 from stretto.types import Wire
 
 Bytes = bytes | bytearray | memoryview
@@ -68,7 +68,7 @@ class Packed:
     """A prompt that is ready to be sent."""
 
     meta: PromptMeta
-    features: Bytes | Stored
+    features: Bytes | MemFileSlice
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -51,11 +51,11 @@ from stretto.prompt.jobs import (
     decode_head,
     encode,
 )
+from stretto.prompt.memfile import MemFile, MemFileSlice, check_room
 from stretto.prompt.packed import Packed, lay_out
 from stretto.prompt.prepared import without_features
 from stretto.prompt.prompt import Prompt
 from stretto.prompt.settings import PoolSettings
-from stretto.prompt.spool import Spool, Stored, check_room
 from stretto.prompt.template import well_formed
 from stretto.prompt.threads import LONG_AT_ONCE, SHORT_CHARS, Message
 from stretto.prompt.verdicts import Verdicts, digest_of
@@ -80,9 +80,9 @@ class _Call:
     sock: socket.socket
     answer: asyncio.Future[FromWorker]
     over: Callable[[], None]
-    file: Spool | None = None
+    file: MemFile | None = None
 
-    async def take(self) -> tuple[FromWorker, Spool | None]:
+    async def take(self) -> tuple[FromWorker, MemFile | None]:
         """Wait for the answer; the caller closes the file."""
         try:
             answer = await self.answer
@@ -145,9 +145,9 @@ class PromptPool:
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
         with ExitStack() as owned:
             body = talk.body
-            files = [body if isinstance(body, Spool) else owned.enter_context(Spool.of(body))]
+            files = [body if isinstance(body, MemFile) else owned.enter_context(MemFile.of(body))]
             if talk.recalled:
-                files.append(owned.enter_context(Spool.of(msgspec.json.encode(talk.recalled))))
+                files.append(owned.enter_context(MemFile.of(msgspec.json.encode(talk.recalled))))
             work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return _built(*await self._do(Built, work, files, talk.sender))
 
@@ -158,7 +158,7 @@ class PromptPool:
         ends = list(accumulate(map(len, parts)))
         asked = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
         lane = self.long_talks if ends[2] > SHORT_CHARS else self.talks
-        with Spool.of(*parts) as source:
+        with MemFile.of(*parts) as source:
             meta = _built(*await self._do(Built, asked, [source], sender, lane)).packed.meta
         if meta.without_features().pieces() != known.pieces():
             raise errors.Bug("a prompt has other media than were asked for")
@@ -169,14 +169,16 @@ class PromptPool:
         words, how = (well_formed(t).encode() for t in (text, instructions))
         size = len(words)
         work = Read((0, size), (size, size + len(how)) if how else None)
-        with Spool.of(words + how) as source:
+        with MemFile.of(words + how) as source:
             return _built(*await self._do(Built, work, [source], sender))
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object; the caller closes the file that comes back."""
         return await self._do(Outlined, Outline(long, most), [body], sender)
 
-    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
         return await self._do(Windows, Cut(seconds), [sound], sender)
 
@@ -188,7 +190,7 @@ class PromptPool:
         digest = digest_of(data)
         wrong = self._verdicts.find(sender, digest)
         if wrong is None:
-            file = Spool.of(data)
+            file = MemFile.of(data)
             try:
                 wrong = await self._verdict(digest, file, sender)
             except NotSent:  # the worker died a moment ago
@@ -198,7 +200,7 @@ class PromptPool:
         if wrong:
             raise Invalid(wrong, "response_format")
 
-    async def _verdict(self, digest: bytes, file: Spool, sender: str) -> str:
+    async def _verdict(self, digest: bytes, file: MemFile, sender: str) -> str:
         """What is wrong with a grammar, or nothing. It is checked when it is its sender's turn, unless another request
         has brought the same one meanwhile."""
         await self.worker.wait_until_ready(PATIENCE_S)
@@ -239,8 +241,8 @@ class PromptPool:
     # -- jobs
 
     async def _do(
-        self, kind: type[A], work: Work, files: list[Spool], sender: str, lane: FairQueue | None = None
-    ) -> tuple[A, Spool]:
+        self, kind: type[A], work: Work, files: list[MemFile], sender: str, lane: FairQueue | None = None
+    ) -> tuple[A, MemFile]:
         """The answer, which must be of this kind and come with a memory file, which the caller closes. Once more, if
         the worker died a moment ago and nothing was done."""
         await self.worker.wait_until_ready(PATIENCE_S)
@@ -259,8 +261,8 @@ class PromptPool:
         raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
 
     async def _ask(
-        self, work: Work, files: list[Spool], sender: str, lane: FairQueue
-    ) -> tuple[FromWorker, Spool | None]:
+        self, work: Work, files: list[MemFile], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, MemFile | None]:
         """The caller closes the file."""
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
             answer, file = await self._at_once(work, files)
@@ -277,7 +279,7 @@ class PromptPool:
 
     async def _try_out(self) -> None:
         """Build a prompt that any worker can build."""
-        with Spool.of(TRIAL) as source:
+        with MemFile.of(TRIAL) as source:
             try:
                 answer, file = await self._at_once(Read((0, len(TRIAL))), [source])
             except (Busy, StageDead):
@@ -287,7 +289,7 @@ class PromptPool:
         if not isinstance(answer, Built):
             self.worker.kill("it could build no prompt any more")
 
-    async def _at_once(self, work: Work, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+    async def _at_once(self, work: Work, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
         """The caller closes the file."""
         call = self._send(work, files, apart=False, over=lambda: None)
         try:
@@ -298,15 +300,15 @@ class PromptPool:
             raise Busy("prompts take too long at the moment") from None
 
     async def _apart(
-        self, work: Work, files: list[Spool], sender: str, lane: FairQueue
-    ) -> tuple[FromWorker, Spool | None]:
+        self, work: Work, files: list[MemFile], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, MemFile | None]:
         """The caller closes the file."""
         await lane.enter(sender)
         return await self._placed(work, files, lambda: lane.leave(sender))
 
     async def _placed(
-        self, work: Work, files: list[Spool], leave: Callable[[], None]
-    ) -> tuple[FromWorker, Spool | None]:
+        self, work: Work, files: list[MemFile], leave: Callable[[], None]
+    ) -> tuple[FromWorker, MemFile | None]:
         """In a process of its own. The place that it has is given back when nothing of it runs any more. The caller
         closes the file."""
         try:
@@ -321,7 +323,7 @@ class PromptPool:
             self.worker.tell(Stop(call.number))
             raise
 
-    def _send(self, work: Work, files: list[Spool], *, apart: bool, over: Callable[[], None]) -> _Call:
+    def _send(self, work: Work, files: list[MemFile], *, apart: bool, over: Callable[[], None]) -> _Call:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -355,11 +357,11 @@ class PromptPool:
             file.close()
 
     @staticmethod
-    def _understood(data: bytes, fds: list[int]) -> tuple[FromWorker, Spool | None]:
+    def _understood(data: bytes, fds: list[int]) -> tuple[FromWorker, MemFile | None]:
         """The caller closes the file."""
-        file: Spool | None = None
+        file: MemFile | None = None
         try:
-            file = Spool.received(fds[0]) if fds else None
+            file = MemFile.received(fds[0]) if fds else None
             return decode_from_worker(data), file
         except (msgspec.MsgspecError, StrettoError) as e:
             if file is not None:
@@ -393,9 +395,9 @@ class PromptPool:
                 raise Invalid("the request cannot be prepared: what it holds breaks its decoder", "messages")
 
 
-def _built(answer: Built, file: Spool) -> BuiltPrompt:
+def _built(answer: Built, file: MemFile) -> BuiltPrompt:
     """The file is the prompt's from here on, and goes with it."""
-    features = Stored(file, answer.start)
+    features = MemFileSlice(file, answer.start)
     try:
         head = decode_head(file.read(0, answer.head))
     except msgspec.MsgspecError as e:

@@ -15,9 +15,9 @@ from stretto.prompt import work
 from stretto.prompt.cuts import do_cut, do_outline
 from stretto.prompt.fairqueue import FairQueue
 from stretto.prompt.jobs import BuiltPrompt, Conversation, Outlined, Windows
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.packed import pack
 from stretto.prompt.prompt import Prompt
-from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
 
 SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
@@ -44,11 +44,13 @@ class Prompts(Protocol):
         """Of a text that is to be read aloud."""
         ...
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object into its short fields and the `long` ones; the caller closes the file."""
         ...
 
-    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
         ...
 
@@ -94,7 +96,7 @@ class InThreads:
 
         return await asyncio.to_thread(run)
 
-    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
         return await _with_file(do_cut, sound.view(), seconds)
 
     async def check(self, grammar: str, sender: str = "") -> None:
@@ -129,7 +131,9 @@ class InThreads:
         prompt, spoken = await asyncio.to_thread(work.read_aloud, self._builder, text, instructions)
         return BuiltPrompt(pack(prompt), spoken)
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         return await _with_file(do_outline, body.view(), long, most)
 
     @property
@@ -148,7 +152,7 @@ class InThreads:
         return {}
 
 
-async def _with_file(work: Callable[..., tuple[T, Spool]], *given: Any) -> tuple[T, Spool]:
+async def _with_file(work: Callable[..., tuple[T, MemFile]], *given: Any) -> tuple[T, MemFile]:
     """What `work` makes in a thread; the caller closes the file. If the caller is cancelled, the
     file is closed when the thread is done."""
     made = asyncio.ensure_future(asyncio.to_thread(work, *given))

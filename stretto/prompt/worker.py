@@ -52,10 +52,10 @@ from stretto.prompt.jobs import (
     failed,
     say,
 )
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.packed import known_media, lay_out
 from stretto.prompt.prepared import with_features
 from stretto.prompt.prompt import Prompt
-from stretto.prompt.spool import Spool
 from stretto.prompt.work import Builder
 
 
@@ -88,20 +88,20 @@ class Worker:
             return True
         with contextlib.ExitStack() as owned:  # a child has descriptors of its own of what it was sent
             answer = owned.enter_context(socket.socket(fileno=fds[0]))
-            files = [owned.enter_context(Spool.taken(f)) for f in fds[1:]]
+            files = [owned.enter_context(MemFile.taken(f)) for f in fds[1:]]
             if message.apart:
                 self._start(message, answer, files)
             else:
                 say(answer, *self._at_once(message, files))
         return True
 
-    def _start(self, job: Job, answer: socket.socket, files: list[Spool]) -> None:
+    def _start(self, job: Job, answer: socket.socket, files: list[MemFile]) -> None:
         try:
             self.children.start(job, answer, files)
         except OSError as e:  # no process could be started for it
             say(answer, failed(e), None)
 
-    def _at_once(self, job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+    def _at_once(self, job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
         """Text that is short; media are for a process of their own. The caller closes the file."""
         try:
             return do(self.builder, job.work, files, only_text=True)
@@ -110,22 +110,22 @@ class Worker:
 
 
 def do_apart(
-    builder: Builder, compiler: GrammarCompiler | None, job: Job, files: list[Spool]
-) -> tuple[FromWorker, Spool | None]:
+    builder: Builder, compiler: GrammarCompiler | None, job: Job, files: list[MemFile]
+) -> tuple[FromWorker, MemFile | None]:
     """The caller closes the file."""
     if isinstance(job.work, Check):
         return check(compiler, job.work, files[0])
     return do(builder, job.work, files, only_text=False)
 
 
-def check(compiler: GrammarCompiler | None, job: Check, grammar: Spool) -> tuple[FromWorker, None]:
+def check(compiler: GrammarCompiler | None, job: Check, grammar: MemFile) -> tuple[FromWorker, None]:
     if compiler is None:
         raise Bug("this model follows no grammar")
     check_apart(compiler, _text(grammar.view()), job.cpu_s, job.memory_mb)
     return Checked(), None
 
 
-def do(builder: Builder, job: Work, files: list[Spool], *, only_text: bool) -> tuple[FromWorker, Spool | None]:
+def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) -> tuple[FromWorker, MemFile | None]:
     """The caller closes the file."""
     data = files[0].view()
     match job:
@@ -161,12 +161,12 @@ def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
         compiler.check('start: %json {"type": "object"}')
 
 
-def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, Spool]:
+def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, MemFile]:
     """The caller closes the file."""
     meta, arrays = lay_out(prompt)
     head = encode(Head(meta, spoken))
     gap = b"\0" * (-len(head) % 4)  # floats lie where they should
-    file = Spool.sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
+    file = MemFile.sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
     return Built(len(head), len(head) + len(gap)), file
 
 

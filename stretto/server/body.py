@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.server.failures import Refused
 from stretto.server.shares import Shares
 
@@ -23,38 +23,38 @@ class Body:
     shares: Shares
     owner: str
     size: int = 0
-    spool: Spool | None = None  # holds all of it, once it is large
+    memfile: MemFile | None = None  # holds all of it, once it is large
     _parts: list[bytes] = field(default_factory=list)
 
     def add(self, part: bytes) -> None:
         if not self.shares.take(self.owner, len(part)):
             raise self._too_many(len(part))
         self.size += len(part)
-        if self.spool is None and self.size > ON_THE_LOOP:
-            self.spool = Spool.of(*self._parts)
+        if self.memfile is None and self.size > ON_THE_LOOP:
+            self.memfile = MemFile.of(*self._parts)
             self._parts.clear()
-        if self.spool is None:
+        if self.memfile is None:
             self._parts.append(part)
         else:
-            self.spool.append(part)
+            self.memfile.append(part)
 
     @property
     def data(self) -> bytes:
         """All of it, for routes that take no large ones."""
-        return b"".join(self._parts) if self.spool is None else self.spool.read(0, self.spool.size)
+        return b"".join(self._parts) if self.memfile is None else self.memfile.read(0, self.memfile.size)
 
-    def replace(self, spool: Spool) -> None:
+    def replace(self, memfile: MemFile) -> None:
         """The same in another form."""
-        assert self.spool is not None
-        self.spool.close()
-        self.spool = spool
+        assert self.memfile is not None
+        self.memfile.close()
+        self.memfile = memfile
 
     def close(self) -> None:
         self.shares.give_back(self.owner, self.size)
         self.size = 0
         self._parts.clear()
-        if self.spool is not None:
-            self.spool.close()
+        if self.memfile is not None:
+            self.memfile.close()
 
     def _too_many(self, size: int) -> Refused:
         if self.shares.free < size:

@@ -113,7 +113,7 @@ class ChatAsk:
 
 async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
     """Cuts a body into its fields: on the event loop if it is small, else in another process."""
-    if body.spool is None:
+    if body.memfile is None:
         short, found = outline(body.data, LONG, MOST_SHORT)
         request = _decoded(short)
         if "messages" not in found:
@@ -127,7 +127,7 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
         more = {"recalled": recalled, "sender": visit.sender, "close": body.close, "variables": variables(request)}
         talk = Conversation.of(messages, used, **more)
         return ChatAsk(request, talk, grammar)
-    outlined, file = await service.engine().outline(body.spool, LONG, MOST_SHORT, visit.sender)
+    outlined, file = await service.engine().outline(body.memfile, LONG, MOST_SHORT, visit.sender)
     body.replace(file)
     await service.turns.take()
     request = _decoded(file.read(0, outlined.short))

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from stretto.errors import Invalid
 from stretto.prompt.jobs import ByteRange
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 
 MAX_PARTS = 32
 MAX_HEAD = 4096  # bytes of a part's headers
@@ -21,7 +21,7 @@ WINDOW = 256 << 10  # bytes that are searched in one call
 _BOUNDARY = re.compile(r"boundary=(?:\"([^\"\r\n]{1,70})\"|([^;\s\"]{1,70}))", re.I)
 _NAME = re.compile(rb"[;\s]name=\"([^\"\r\n]{1,64})\"")
 _FILE = re.compile(rb"[;\s]filename(?:=|\*=)")
-Source = bytes | Spool
+Source = bytes | MemFile
 """A body: small ones are bytes, large ones lie in a memory file."""
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def _take(form: Form, body: Source, head: bytes, value: ByteRange) -> None:
         raise Invalid(f"{name} is not UTF-8", name) from None
 
 
-def copy_part(body: Source, part: ByteRange, to: Spool) -> None:
+def copy_part(body: Source, part: ByteRange, to: MemFile) -> None:
     """Append a part of a body to a memory file; the kernel copies, so that other threads run."""
     if isinstance(body, bytes):
         to.append(memoryview(body)[slice(*part)])
@@ -89,9 +89,9 @@ def copy_part(body: Source, part: ByteRange, to: Spool) -> None:
         start, to.size = start + copied, to.size + copied
 
 
-def part_of(body: Source, part: ByteRange) -> Spool:
+def part_of(body: Source, part: ByteRange) -> MemFile:
     """A memory file with a part of a body; the caller closes it."""
-    file = Spool.new()
+    file = MemFile.new()
     try:
         copy_part(body, part, file)
     except BaseException:
@@ -103,13 +103,13 @@ def part_of(body: Source, part: ByteRange) -> Spool:
 async def in_thread(body: Source, work: Callable[[Source], T], discard: Callable[[T], None]) -> T:
     """Do `work` with a body on a worker thread. The thread has a descriptor of its own for a memory file: a request
     that ends meanwhile closes its one, and the result, of which nobody knows any more, is discarded."""
-    own = Spool(os.dup(body.fd), body.size) if isinstance(body, Spool) else body
+    own = MemFile(os.dup(body.fd), body.size) if isinstance(body, MemFile) else body
 
     def run() -> T:
         try:
             return work(own)
         finally:
-            if isinstance(own, Spool):
+            if isinstance(own, MemFile):
                 own.close()
 
     def finish(task: asyncio.Task[T]) -> None:

@@ -20,7 +20,7 @@ from stretto.family import Transcription
 from stretto.fields import wrong_field
 from stretto.orchestrator.api import Finished, TextDelta
 from stretto.prompt.jobs import Conversation
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.server.answer import closing, drop_none, finish_reason, note
 from stretto.server.body import Body
 from stretto.server.exchange import Exchange
@@ -48,14 +48,14 @@ class Sound:
     """A request: its fields, and the file as it came."""
 
     request: TranscriptionRequest
-    file: Spool
+    file: MemFile
     translate: bool
 
 
 def reader(translate: bool) -> Callable[[Service, Body, Visit], Awaitable[Sound]]:
     async def read(service: Service, body: Body, visit: Visit) -> Sound:
         mark = boundary(visit.content_type)
-        source = body.data if body.spool is None else body.spool
+        source = body.data if body.memfile is None else body.memfile
         return await in_thread(source, lambda s: _of_form(s, mark, translate), lambda sound: sound.file.close())
 
     return read

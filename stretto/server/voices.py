@@ -17,7 +17,7 @@ from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.fields import wrong_field
 from stretto.prompt.jobs import ByteRange, Conversation
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.server.body import Body
 from stretto.server.exchange import Exchange, decode
 from stretto.server.forms import Source, boundary, copy_part, in_thread, parse_form
@@ -78,7 +78,7 @@ class Clip:
     """A request to make a voice, and what its sender calls its fields. Whoever has it closes it."""
 
     request: VoiceRequest
-    message: Spool  # a conversation of one message, which holds the sound
+    message: MemFile  # a conversation of one message, which holds the sound
     names: Mapping[str, str] = field(default_factory=dict)  # where they are not ours
 
     def called(self, param: str) -> str:
@@ -89,7 +89,7 @@ class Clip:
 
 
 async def read_voice(service: Service, body: Body, visit: Visit) -> Clip:
-    source = body.data if body.spool is None else body.spool
+    source = body.data if body.memfile is None else body.memfile
     if is_form(visit.content_type):
         mark = boundary(visit.content_type)
         return await in_thread(source, lambda s: _of_form(s, mark), Clip.close)
@@ -145,7 +145,7 @@ def _of_form(source: Source, mark: bytes) -> Clip:
     return Clip(request, _message(request, lambda to: _encode(source, (start, stop), to)), names)
 
 
-def _encode(source: Source, part: ByteRange, to: Spool) -> None:
+def _encode(source: Source, part: ByteRange, to: MemFile) -> None:
     """Append a file as base64, in quotation marks."""
     to.append(b'"')
     for at in range(part[0], part[1], PIECE):
@@ -154,9 +154,9 @@ def _encode(source: Source, part: ByteRange, to: Spool) -> None:
     to.append(b'"')
 
 
-def _message(request: VoiceRequest, write_sound: Callable[[Spool], None]) -> Spool:
+def _message(request: VoiceRequest, write_sound: Callable[[MemFile], None]) -> MemFile:
     """The clip as a message of a conversation; `write_sound` appends its base64."""
-    text, file = (request.text or "").strip(), Spool.new()
+    text, file = (request.text or "").strip(), MemFile.new()
     try:
         file.append(b'[{"role":"user","content":[{"type":"input_audio","input_audio":{"data":')
         write_sound(file)

@@ -35,12 +35,12 @@ class HasPace(Protocol):
 def spare_s(requests: Iterable[HasPace], now: float) -> float:
     """How long all who could have frames in the next step can do without. Those who have heard nothing yet cannot."""
     least = MOST_S
-    for request in requests:
-        if request.request.state is not State.RUNNING or not request.request.closed:
+    for speech in requests:
+        if speech.request.state is not State.RUNNING or not speech.request.closed:
             continue
-        if request.pace.begun is None:
+        if speech.pace.begun is None:
             return 0.0
-        least = min(least, request.pace.lead(now) - SPARE_S)
+        least = min(least, speech.pace.lead(now) - SPARE_S)
     return least
 
 

@@ -21,8 +21,8 @@ MUTATIONS = [
     ),
     (
         "a memory file that cannot be filled is closed",
-        "stretto/prompt/spool.py",
-        "        except BaseException:\n            spool.close()\n            raise\n",
+        "stretto/prompt/memfile.py",
+        "        except BaseException:\n            memfile.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         [f"{DESCRIPTORS}::test_a_memory_file_that_cannot_be_filled_is_closed"],
     ),
@@ -140,7 +140,7 @@ MUTATIONS = [
     ),
     (
         "a memory file from the worker is sealed",
-        "stretto/prompt/spool.py",
+        "stretto/prompt/memfile.py",
         "if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:",
         "if False:",
         [f"{POOL}::test_what_a_worker_says_is_checked"],
@@ -176,7 +176,7 @@ MUTATIONS = [
     (
         "large bodies are not decoded on the event loop",
         "stretto/server/chat.py",
-        "    if body.spool is None:\n        short, found = outline(",
+        "    if body.memfile is None:\n        short, found = outline(",
         "    if True:\n        short, found = outline(",
         [f"{BODIES}::test_the_loop_decodes_nothing_large"],
     ),

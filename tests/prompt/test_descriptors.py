@@ -17,12 +17,12 @@ import pytest
 from stretto.errors import StrettoError, WireError
 from stretto.prompt import threads
 from stretto.prompt.jobs import Conversation
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.pool import PromptPool
-from stretto.prompt.spool import Spool
 from stretto.prompt.threads import InThreads
 from tests.prompt.samples import sound_file, tone
+from tests.prompt.test_memfile import until_all_are_closed
 from tests.prompt.test_pool import HELLO, TOOLS, heavy, picture, processes, sound, talk, until, with_pool
-from tests.prompt.test_spool import until_all_are_closed
 
 MANY = 300
 
@@ -77,11 +77,11 @@ def test_no_process_keeps_anything(roomy_dir: Path) -> None:
             return pool.build(talk([{"role": "user", "content": [sound(), picture(64)]}]))
 
         async def outlined(data: bytes, most: int = 1000) -> None:
-            with Spool.of(data) as source:
+            with MemFile.of(data) as source:
                 await ended(pool.outline(source, ("messages", "tools"), most))
 
         async def windows() -> None:
-            with Spool.of(sound_file(tone(3.0))) as source:
+            with MemFile.of(sound_file(tone(3.0))) as source:
                 await ended(pool.cut(source, 1.0))
 
         async def all_kinds(count: int) -> None:
@@ -114,7 +114,7 @@ def test_no_process_keeps_anything(roomy_dir: Path) -> None:
 
 def test_an_answer_that_comes_as_its_caller_leaves_is_closed(tiny_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
-        with Spool.of(b'{"messages":[]}') as source:
+        with MemFile.of(b'{"messages":[]}') as source:
             await ended(pool.outline(source, ("messages",), 100))
             before = await census(pool)
             asked = asyncio.create_task(pool.outline(source, ("messages",), 100))
@@ -129,7 +129,7 @@ def test_an_answer_that_comes_as_its_caller_leaves_is_closed(tiny_dir: Path) -> 
 
 
 def test_a_caller_in_this_process_that_leaves_gets_no_file(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [Spool.of(b"{}")]
+    made = [MemFile.of(b"{}")]
     monkeypatch.setattr(threads, "do_outline", lambda *given: (None, made[0]))
 
     async def run() -> None:
@@ -150,12 +150,12 @@ def test_a_memory_file_that_cannot_be_filled_is_closed() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            Spool.of(b"x")
+            MemFile.of(b"x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     reading, writing = os.pipe()
-    for fd in (Spool.of(b"soft").fd, reading):  # one that can still change, one that is no memory file
+    for fd in (MemFile.of(b"soft").fd, reading):  # one that can still change, one that is no memory file
         with pytest.raises(WireError):
-            Spool.received(fd)
+            MemFile.received(fd)
     os.close(writing)
     assert descriptors("self") == before

@@ -37,11 +37,11 @@ from stretto.prompt.jobs import (
     JobFailed,
     decode_from_worker,
 )
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.packed import Packed, PieceMeta, PromptMeta, pack
 from stretto.prompt.pool import PoolSettings, PromptPool
 from stretto.prompt.prepared import prepared
 from stretto.prompt.prompt import DIGEST_BYTES
-from stretto.prompt.spool import Spool
 from stretto.prompt.threads import InThreads
 from tests.prompt.samples import sound_file, tone, video_file
 
@@ -198,8 +198,8 @@ def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
     body = {"model": "m", "messages": HELLO * 800, "stream": True, "tools": TOOLS, "x": {"y": [1, None]}}
 
     async def test(pool: PromptPool) -> None:
-        spool = Spool.of(json.dumps(body).encode())
-        outlined, file = await pool.outline(spool, ("messages", "tools"), 1000)
+        memfile = MemFile.of(json.dumps(body).encode())
+        outlined, file = await pool.outline(memfile, ("messages", "tools"), 1000)
         view = file.view()
         assert json.loads(bytes(view[: outlined.short])) == {k: body[k] for k in ("model", "stream", "x")}
         for name, (a, b) in outlined.long.items():
@@ -208,18 +208,20 @@ def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
         same(built.packed, (await pool.build(talk(body["messages"], TOOLS))).packed)
         file.close()
         with pytest.raises(Invalid, match="x is too large") as caught:
-            await pool.outline(spool, ("messages", "tools"), 12)
+            await pool.outline(memfile, ("messages", "tools"), 12)
         assert caught.value.param == "x"
         fields = {"x": "y" * 900, "messages": HELLO, "logit_bias": dict.fromkeys(range(300), 1)}
-        biased = Spool.of(json.dumps(fields).encode())
+        biased = MemFile.of(json.dumps(fields).encode())
         with pytest.raises(Invalid, match=r"logit_bias is too large: [\d,]+ bytes; all fields but messages") as caught:
             await pool.outline(biased, ("messages", "tools"), 1000)
         assert caught.value.param == "logit_bias"
         for bad in (b"[1]", b'{"messages":', b"\xff", b"[" * 100_000):
             with pytest.raises(Invalid):
-                await pool.outline(Spool.of(bad), ("messages",), 1000)
+                await pool.outline(MemFile.of(bad), ("messages",), 1000)
         ids = [f"audio_{i:032x}" for i in range(3)]
-        with_ids = Spool.of(json.dumps({"messages": [{"role": "assistant", "audio": {"id": i}} for i in ids]}).encode())
+        with_ids = MemFile.of(
+            json.dumps({"messages": [{"role": "assistant", "audio": {"id": i}} for i in ids]}).encode()
+        )
         assert list((await pool.outline(with_ids, ("messages",), 1000))[0].references) == ids
 
     with_pool(tiny_dir, test)
@@ -405,7 +407,7 @@ def test_jobs_that_are_never_short_use_up_their_credit() -> None:
 
 
 def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
-    def work(job: Job, files: list[Spool]) -> tuple[FromWorker, Spool | None]:
+    def work(job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
         return JobFailed("MediaError", str(os.sched_getscheduler(0)), "messages"), None
 
     def policy(children: Children, number: int) -> int:
@@ -453,7 +455,7 @@ def test_media_are_decoded_apart_however_small_their_file(tiny_dir: Path) -> Non
             asked = talk([{"role": "user", "content": content}])
             assert isinstance(asked.body, bytes)
             assert len(asked.body) < pool_module.AT_ONCE_BYTES
-            answer, _ = await pool._at_once(Build(asked.messages), [Spool.of(asked.body)])
+            answer, _ = await pool._at_once(Build(asked.messages), [MemFile.of(asked.body)])
             assert isinstance(answer, Apart if apart else Built)
 
     with_pool(tiny_dir, test)
@@ -489,10 +491,10 @@ def test_a_worker_that_dies_comes_back(roomy_dir: Path, monkeypatch: pytest.Monk
 def test_what_a_worker_says_is_checked(tiny_dir: Path) -> None:
     """It decodes what strangers send, so it may not be itself any more."""
     with pytest.raises(WireError, match="can still change"):
-        Spool.received(Spool.of(b"soft").fd)
-    sealed = Spool.of(b"hard")
+        MemFile.received(MemFile.of(b"soft").fd)
+    sealed = MemFile.of(b"hard")
     sealed.seal()
-    assert bytes(Spool.received(os.dup(sealed.fd)).view()) == b"hard"
+    assert bytes(MemFile.received(os.dup(sealed.fd)).view()) == b"hard"
     with pytest.raises(OSError, match="not permitted"):
         sealed.append(b"!")
     Packed(PromptMeta((1,), ((features(4, 0),),)), bytes(16)).check()

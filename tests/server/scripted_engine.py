@@ -23,7 +23,7 @@ from stretto.orchestrator.api import (
     Usage,
 )
 from stretto.prompt.jobs import Conversation, Outlined
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.threads import Prompts
 from stretto.prompt.worker import do_outline
 from tests.server.solo_engine import Ledger, decoded
@@ -79,7 +79,9 @@ class ScriptedEngine:
         if self.prompts is not None:
             await self.prompts.close()
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         if self.prompts is not None:
             return await self.prompts.outline(body, long, most, sender)
         return do_outline(body.view(), long, most)

@@ -35,8 +35,8 @@ from stretto.orchestrator.api import (
 from stretto.prompt import work
 from stretto.prompt.jobs import Conversation, Outlined
 from stretto.prompt.media import MediaLimits
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.prompt import Prompt
-from stretto.prompt.spool import Spool
 from stretto.prompt.template import TextStream
 from stretto.prompt.threads import InThreads
 from stretto.types import RequestId
@@ -160,7 +160,9 @@ class SoloEngine:
 
         return self._events(start, params, str(request_id))
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         return await InThreads(self.builder).outline(body, long, most)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:

@@ -254,8 +254,8 @@ def test_a_body_gives_back_what_it_held() -> None:
         body.add(b"a" * 1000)
         assert body.data == b"a" * 1000
         body.add(b"b" * ON_THE_LOOP)
-        assert body.spool is not None
-        assert bytes(body.spool.view()) == b"a" * 1000 + b"b" * ON_THE_LOOP
+        assert body.memfile is not None
+        assert bytes(body.memfile.view()) == b"a" * 1000 + b"b" * ON_THE_LOOP
         assert shares.held == body.size == 1000 + ON_THE_LOOP
         with pytest.raises(Refused):
             body.add(b"c" * (1 << 20))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stretto.prompt.jobs import Outlined
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.prompt.worker import do_outline
 from stretto.server import forms
 from stretto.server.forms import MAX_FIELD, MAX_PARTS, in_thread, parse_form, part_of
@@ -36,7 +36,9 @@ def running() -> Iterator[Running]:
 class Elsewhere(ScriptedEngine):
     """Cuts large bodies in a thread, as a real engine does in another process."""
 
-    async def outline(self, body: Spool, long: tuple[str, ...], most: int, sender: str = "") -> tuple[Outlined, Spool]:
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
         return await asyncio.to_thread(lambda: do_outline(body.view(), long, most))
 
 
@@ -97,7 +99,7 @@ def test_a_form_is_the_same_however_it_is_read(monkeypatch: pytest.MonkeyPatch) 
             continue
         expected = parse_form(body, b"mark")
         assert body[slice(*expected.files["file"])] == noise
-        with closing(Spool.of(body)) as file:
+        with closing(MemFile.of(body)) as file:
             for window in (12, 13, 50, 1 << 20):
                 monkeypatch.setattr(forms, "WINDOW", window)
                 assert parse_form(file, b"mark") == expected
@@ -112,14 +114,14 @@ def test_the_loop_copies_nothing_large(kind: str, running: Running, monkeypatch:
     loop = running.thread
 
     def watched(name: str, size: Any) -> None:
-        method = getattr(Spool, name)
+        method = getattr(MemFile, name)
 
-        def call(self: Spool, *args: Any) -> Any:
+        def call(self: MemFile, *args: Any) -> Any:
             if threading.current_thread() is loop:
                 sizes.append(size(self, *args))
             return method(self, *args)
 
-        monkeypatch.setattr(Spool, name, call)
+        monkeypatch.setattr(MemFile, name, call)
 
     watched("read", lambda self, start, stop: stop - start)
     watched("append", lambda self, data: len(data))
@@ -144,8 +146,8 @@ def test_leaving_while_a_form_is_read_closes_its_files() -> None:
     before = descriptors()
     begun, go_on, done = threading.Event(), threading.Event(), asyncio.Event()
 
-    def work(source: forms.Source) -> Spool:
-        assert isinstance(source, Spool)
+    def work(source: forms.Source) -> MemFile:
+        assert isinstance(source, MemFile)
         begun.set()
         assert go_on.wait(60)
         assert source.read(0, 5) == b"hello"
@@ -153,9 +155,9 @@ def test_leaving_while_a_form_is_read_closes_its_files() -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        file = Spool.of(b"hello")
+        file = MemFile.of(b"hello")
 
-        def discard(made: Spool) -> None:
+        def discard(made: MemFile) -> None:
             made.close()
             loop.call_soon(done.set)
 

@@ -17,7 +17,7 @@ from stretto.family import ModelInfo, Transcription
 from stretto.orchestrator.api import Event, TextDelta
 from stretto.prompt.cuts import do_cut
 from stretto.prompt.jobs import Windows
-from stretto.prompt.spool import Spool
+from stretto.prompt.memfile import MemFile
 from stretto.server import memory
 from stretto.server.body import ON_THE_LOOP
 from stretto.server.memory import AudioMemory
@@ -80,7 +80,7 @@ class Scribe(ScriptedEngine):
         words = Transcription("Write.", "Write in {language}.", "Translate.", {"en": "English"})
         return replace(super().info, transcription=words)
 
-    async def cut(self, sound: Spool, seconds: float, sender: str = "") -> tuple[Windows, Spool]:
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
         return await asyncio.to_thread(do_cut, sound.view(), seconds)
 
 

@@ -20,8 +20,8 @@ import pytest
 from stretto.control.settings import EngineConfig, HostSettings
 from stretto.prompt.pool import PoolSettings, PromptPool
 from tests.prompt.test_descriptors import descriptors
+from tests.prompt.test_memfile import until_all_are_closed
 from tests.prompt.test_pool import picture, processes, sound, until
-from tests.prompt.test_spool import until_all_are_closed
 from tests.server.real_engine import Served, served
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"

@@ -1,8 +1,8 @@
 """Bytes in a file that has no name and lies in memory (memfd): filled piece by piece, handed to another process by
 its descriptor, so that nobody copies a large request on the event loop.
 
-Each file has one owner, which closes it: `with Spool.of(...) as file`, or by `close`. A function that returns one says
-that its caller closes it.
+Each file has one owner, which closes it: `with MemFile.of(...) as file`, or by `close`. A function that returns one
+says that its caller closes it.
 
 A file that comes from another process is mapped only if it is sealed: one that could still shrink would end this
 process with a bus error."""
@@ -26,36 +26,36 @@ _CLOSING: SimpleQueue[int] = SimpleQueue()
 
 
 @dataclass(slots=True, eq=False)
-class Spool:
+class MemFile:
     """Whoever makes one, by any of the class methods, closes it."""
 
     fd: int
     size: int = 0
 
     @classmethod
-    def new(cls) -> Spool:
+    def new(cls) -> MemFile:
         return cls(os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
 
     @classmethod
-    def of(cls, *parts: Buffer) -> Spool:
-        spool = cls.new()
+    def of(cls, *parts: Buffer) -> MemFile:
+        memfile = cls.new()
         try:
             for part in parts:
-                spool.append(part)
+                memfile.append(part)
         except BaseException:
-            spool.close()
+            memfile.close()
             raise
-        return spool
+        return memfile
 
     @classmethod
-    def sealed(cls, *parts: Buffer) -> Spool:
+    def sealed(cls, *parts: Buffer) -> MemFile:
         """One that never changes again."""
-        spool = cls.of(*parts)
-        spool.seal()
-        return spool
+        memfile = cls.of(*parts)
+        memfile.seal()
+        return memfile
 
     @classmethod
-    def received(cls, fd: int) -> Spool:
+    def received(cls, fd: int) -> MemFile:
         """One that another process made: it must not be able to change any more. A descriptor that is refused is
         closed here."""
         file = cls(fd)
@@ -72,7 +72,7 @@ class Spool:
         return file
 
     @classmethod
-    def taken(cls, fd: int) -> Spool:
+    def taken(cls, fd: int) -> MemFile:
         """One that the server made, which is trusted."""
         return cls(fd, os.fstat(fd).st_size)
 
@@ -104,7 +104,7 @@ class Spool:
             os.close(self.fd)
             self.fd = -1
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> MemFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -129,14 +129,14 @@ def _start_closing() -> None:
         while True:
             os.close(_CLOSING.get())
 
-    Thread(target=close, name="spool-closer", daemon=True).start()
+    Thread(target=close, name="memfile-closer", daemon=True).start()
 
 
-class Stored:
+class MemFileSlice:
     """Bytes that stay in their memory file, from `start` on: read piece by piece and never mapped, since unmapping is
     slow too. The object owns the file: it is closed when the object is freed."""
 
-    def __init__(self, file: Spool, start: int) -> None:
+    def __init__(self, file: MemFile, start: int) -> None:
         self._file, self._start = file, start
         _start_closing()
 
