@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import Invalid
-from stretto.prompt.apart import WorkerLimits, limit
+from stretto.prompt.job_process import WorkerLimits, limit
 from stretto.prompt.template import Tokenizer
 
 if TYPE_CHECKING:

@@ -135,7 +135,7 @@ class Checked(Wire, frozen=True, tag="checked"):
     """The grammar can be compiled."""
 
 
-class Apart(Wire, frozen=True, tag="apart"):
+class NeedsProcess(Wire, frozen=True, tag="apart"):
     """This takes longer than a moment: ask again, to be done apart."""
 
 
@@ -153,7 +153,7 @@ class Died(Wire, frozen=True, tag="died"):
     signal: int
 
 
-FromWorker = Built | Outlined | Windows | Checked | Apart | JobFailed | Died
+FromWorker = Built | Outlined | Windows | Checked | NeedsProcess | JobFailed | Died
 
 
 # -- the worker itself

@@ -23,12 +23,11 @@ import msgspec
 
 from stretto import errors
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
-from stretto.prompt.apart import MAX_RESULT
 from stretto.prompt.fairqueue import FairQueue
 from stretto.prompt.grammars import why_ended
+from stretto.prompt.job_process import MAX_RESULT
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
-    Apart,
     Build,
     Built,
     BuiltPrompt,
@@ -41,6 +40,7 @@ from stretto.prompt.jobs import (
     FromWorker,
     Job,
     JobFailed,
+    NeedsProcess,
     Outline,
     Outlined,
     Read,
@@ -266,7 +266,7 @@ class PromptPool:
         """The caller closes the file."""
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
             answer, file = await self._at_once(work, files)
-            if not isinstance(answer, Apart):
+            if not isinstance(answer, NeedsProcess):
                 return answer, file
             if file is not None:
                 file.close()

@@ -1,7 +1,7 @@
 """The prompt worker: a process beside the server that decodes what clients send and builds prompts from it.
 
 Started and spoken to by `pool.py` alone. It loads the checkpoint's tokenizer once. Short texts it does at once, in
-about a millisecond; everything else in a child that it forks, one for each job (`apart.py`). Imports no torch."""
+about a millisecond; everything else in a child that it forks, one for each job (`job_process.py`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from stretto.errors import Bug, Invalid, StageDead
 from stretto.named import load
 from stretto.observe import logs
 from stretto.prompt import work
-from stretto.prompt.apart import Children, WorkerLimits
 from stretto.prompt.cuts import do_cut, do_outline
 from stretto.prompt.grammars import GrammarCompiler, check_apart
+from stretto.prompt.job_process import Children, WorkerLimits
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
     MAX_FDS,
-    Apart,
     Build,
     Built,
     ByteRange,
@@ -41,6 +40,7 @@ from stretto.prompt.jobs import (
     FromWorker,
     Head,
     Job,
+    NeedsProcess,
     Outline,
     Read,
     Stop,
@@ -130,11 +130,11 @@ def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) ->
     data = files[0].view()
     match job:
         case Check():
-            return Apart(), None
+            return NeedsProcess(), None
         case Build():
             messages = work.decode(_part(data, job.messages), "messages")
             if only_text and work.has_media(messages):
-                return Apart(), None
+                return NeedsProcess(), None
             tools = _part(data, job.tools) if job.tools is not None else None
             recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
             return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video, job.variables))
@@ -150,7 +150,7 @@ def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) ->
             return do_outline(data, job.long, job.most)
         case Cut():
             if only_text:
-                return Apart(), None
+                return NeedsProcess(), None
             return do_cut(data, job.seconds)
 
 

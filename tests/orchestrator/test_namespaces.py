@@ -72,7 +72,7 @@ def network() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Apart(ProcessStarter):
+class NeedsProcess(ProcessStarter):
     """Each agent in a namespace of its own."""
 
     numbers: list[int] = field(default_factory=list)
@@ -92,7 +92,7 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
 
     async def work() -> None:
-        starter = Apart()
+        starter = NeedsProcess()
         config = EngineConfig(placement="two", connector=connector)
         it = PipelineEngine(tiny_dir, config, RemoteLauncher(starter, SECRET, OURS))
         await it.start()
@@ -124,7 +124,7 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
 
 def test_realtime_with_stages_at_other_addresses_answers_exactly(network: None, tiny_dir: Path, models: Models) -> None:
     plain = Plain(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)))
-    starter = Apart()
+    starter = NeedsProcess()
     it = Recorder(tiny_dir, EngineConfig(placement="two", connector="tcp"), RemoteLauncher(starter, SECRET, OURS))
     it.answers = []
     with served(it) as server:

@@ -23,11 +23,10 @@ from stretto.errors import Busy, CheckpointError, Invalid, MediaError, StageDead
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.prompt import pool as pool_module
-from stretto.prompt.apart import BURST_S, SHARE, SHORT_S, Children, Credit, WorkerLimits
 from stretto.prompt.fairqueue import FairQueue
+from stretto.prompt.job_process import BURST_S, SHARE, SHORT_S, Children, Credit, WorkerLimits
 from stretto.prompt.jobs import (
     MAX_DATAGRAM,
-    Apart,
     Build,
     Built,
     Conversation,
@@ -35,6 +34,7 @@ from stretto.prompt.jobs import (
     FromWorker,
     Job,
     JobFailed,
+    NeedsProcess,
     decode_from_worker,
 )
 from stretto.prompt.memfile import MemFile
@@ -456,7 +456,7 @@ def test_media_are_decoded_apart_however_small_their_file(tiny_dir: Path) -> Non
             assert isinstance(asked.body, bytes)
             assert len(asked.body) < pool_module.AT_ONCE_BYTES
             answer, _ = await pool._at_once(Build(asked.messages), [MemFile.of(asked.body)])
-            assert isinstance(answer, Apart if apart else Built)
+            assert isinstance(answer, NeedsProcess if apart else Built)
 
     with_pool(tiny_dir, test)
 
