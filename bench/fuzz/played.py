@@ -59,13 +59,13 @@ class Played:
         self.builder = PromptBuilder.open(model, OmniConfig.read(model))
         self.prompt = pack(self.builder.build(CHATS["text"]))
         self.pipeline = self.engine._pipelines[0]
-        self.engine._up = self.pipeline.upkeep.started = True
-        links = self.pipeline.upkeep.links
+        self.engine._up = self.pipeline.supervisor.started = True
+        links = self.pipeline.supervisor.links
         links.up = dict.fromkeys(links.up, True)
-        self.pipeline.upkeep.hosts = [self.host(i) for i in range(len(STAGES))]
+        self.pipeline.supervisor.hosts = [self.host(i) for i in range(len(STAGES))]
 
     def host(self, index: int) -> HostProcess:
-        host = self.pipeline.upkeep.make_host(index)
+        host = self.pipeline.supervisor.make_host(index)
         host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
         return host
 
@@ -78,11 +78,11 @@ class Played:
 
     async def fill(self) -> None:
         """Replace dead hosts and finished requests, so that there is always something to damage."""
-        for i, host in enumerate(self.pipeline.upkeep.hosts):
+        for i, host in enumerate(self.pipeline.supervisor.hosts):
             if host.state == "dead":
-                self.pipeline.upkeep.hosts[i] = self.host(i)
+                self.pipeline.supervisor.hosts[i] = self.host(i)
         while not self.pipeline.ready(STAGES):
-            await self.pipeline.upkeep.links.join()
+            await self.pipeline.supervisor.links.join()
         for t in self.tickets:
             while not t.events.empty():
                 event = t.events.get_nowait()
@@ -97,9 +97,9 @@ class Played:
     def look(self) -> None:
         p = self.pipeline
         assert len(self.engine._tickets) == p.active == len(IDS), (len(self.engine._tickets), p.active)
-        assert set(p.upkeep.progress) == set(STAGES), p.upkeep.progress
-        assert set(p.upkeep.memory) <= {*STAGES, "allocated"}, p.upkeep.memory
-        assert len(p.upkeep._tasks) <= len(LINKS) + 1, p.upkeep._tasks
+        assert set(p.supervisor.progress) == set(STAGES), p.supervisor.progress
+        assert set(p.supervisor.memory) <= {*STAGES, "allocated"}, p.supervisor.memory
+        assert len(p.supervisor._tasks) <= len(LINKS) + 1, p.supervisor._tasks
         assert self.engine.progress.state == "ready"
         assert all(isinstance(v, int | float) for v in self.engine.metrics().values())
 
@@ -137,7 +137,7 @@ async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Ca
         await played.fill()
         header, blob = changed(rng, corpus, [t.id for t in played.tickets])
         which = rng.randrange(len(STAGES))
-        host = played.pipeline.upkeep.hosts[which]
+        host = played.pipeline.supervisor.hosts[which]
         with named(index, "from a host", header, blob):
             message = readable(decode_from_host, header)
             what = "refused" if message is None else type(message).__name__

@@ -32,8 +32,8 @@ from stretto.named import load
 from stretto.observe.trace import TraceWriter
 from stretto.orchestrator.admission import Ask, Names, announce, fitted, seed_of
 from stretto.orchestrator.api import Message, Modality
-from stretto.orchestrator.cards import Cards
 from stretto.orchestrator.events import AudioChunk, CodeFrames, Event, Finished, Product, Progress
+from stretto.orchestrator.gpu_sharing import Cards
 from stretto.orchestrator.hosts import Launcher
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.reading import Reader

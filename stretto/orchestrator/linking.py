@@ -1,5 +1,5 @@
 """The links between the hosts of a pipeline: made when they are up, made anew when one breaks. Asyncio, used by
-`upkeep.py`; imports no torch.
+`supervisor.py`; imports no torch.
 
 A link is made by asking the receiving host to listen and handing what it answers to the sending host, both with a
 secret that is new each time, by which the ends know each other. One that is made anew has a higher generation."""

@@ -1,5 +1,5 @@
 """One pipeline, as the engine uses it for requests: is it ready, what goes to which of its hosts, and what they say.
-How its hosts and the links between them are started and kept up: `upkeep.py`. Asyncio; imports no torch."""
+How its hosts and the links between them are started and kept up: `supervisor.py`. Asyncio; imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stretto.family import PipelineSpec
 from stretto.observe.descriptors import OPEN_FILES
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
-from stretto.orchestrator.cards import Cards
+from stretto.orchestrator.gpu_sharing import Cards
 from stretto.orchestrator.hosts import Host, Launcher
-from stretto.orchestrator.upkeep import Upkeep
+from stretto.orchestrator.supervisor import Supervisor
 from stretto.prompt.memfile import MemFileSlice
 from stretto.prompt.packed import Bytes
 from stretto.types import RequestId
@@ -39,25 +39,25 @@ class Pipeline:
         cards: Cards | None = None,
     ) -> None:
         """`on_message` is told what hosts say of requests, `on_loss` which stages can no longer be reached, and why;
-        `trace` is given what hosts did when. `launcher` and `cards`: see `Upkeep`."""
+        `trace` is given what hosts did when. `launcher` and `cards`: see `Supervisor`."""
         self.name, self.spec, self.config, self.trace = name, spec, config, trace
         self._on_message = on_message
 
         def lost(stages: frozenset[str], error: StrettoError) -> None:
             on_loss(self, stages, error)
 
-        self.upkeep = Upkeep(name, model, spec, config, self._message, lost, trace is not None, launcher, cards)
+        self.supervisor = Supervisor(name, model, spec, config, self._message, lost, trace is not None, launcher, cards)
         self.active = 0  # requests, counted by the engine
 
     async def start(self) -> None:
-        await self.upkeep.start()
+        await self.supervisor.start()
 
     async def close(self) -> None:
-        await self.upkeep.close()
+        await self.supervisor.close()
 
     def ready(self, stages: Sequence[str]) -> bool:
         """Can it take a request now that needs these stages?"""
-        up = self.upkeep
+        up = self.supervisor
         if not up.hosts or any(up.host_of(s).state != "ready" for s in stages):
             return False
         return all(up.links.up.get(link.name, True) for link in self.spec.links_of(stages))
@@ -65,30 +65,30 @@ class Pipeline:
     def send(self, stages: Sequence[str], message: ToHost, blob: Bytes = b"") -> None:
         """To each host that holds one of the stages, once."""
         for i in self._holding(stages):
-            self.upkeep.hosts[i].send(message, blob)
+            self.supervisor.hosts[i].send(message, blob)
 
     async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes | MemFileSlice) -> None:
         """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
         for i in self._holding(stages):
-            host = self.upkeep.hosts[i]
+            host = self.supervisor.hosts[i]
             for at in range(0, len(features), PIECE):
                 await host.writable()
                 host.send(Features(request, len(features)), features[at : at + PIECE])
 
     def hosts_of(self, stages: Sequence[str]) -> list[tuple[str, ...]]:
-        return [self.upkeep.places[i].stages for i in self._holding(stages)]
+        return [self.supervisor.places[i].stages for i in self._holding(stages)]
 
     def _holding(self, stages: Sequence[str]) -> list[int]:
         """Which hosts hold one of the stages."""
-        return sorted({self.upkeep.index[s] for s in stages})
+        return sorted({self.supervisor.index[s] for s in stages})
 
     def _message(self, host: Host, message: FromHost, blob: bytes) -> None:
         match message:
             case Loading() | Ready() | Broken() | Listening() | Linked() | LinkDown():
-                self.upkeep.heard(host, message)
+                self.supervisor.heard(host, message)
             case Stats():
                 self._note(host, message)
-            case Ended(stage=stage) if stage not in self.upkeep.index:
+            case Ended(stage=stage) if stage not in self.supervisor.index:
                 raise WireError(f"it speaks of a stage {stage!r}")
             case Ended():
                 self._on_message(by_our_clock(message, host.offset), blob)
@@ -101,23 +101,23 @@ class Pipeline:
         if self.trace is not None and stats.spans:
             ahead = int(1e9 * host.offset)
             self.trace.write(host.name, [(lane, name, a - ahead, b - ahead) for lane, name, a, b in stats.spans])
-        if not self.upkeep.started:
-            self.upkeep.notify()
+        if not self.supervisor.started:
+            self.supervisor.notify()
 
     # -- what it says of itself
 
     def ping(self, number: int) -> None:
-        for host in self.upkeep.hosts:
+        for host in self.supervisor.hosts:
             host.ping(number)
 
     def end_silent(self, seconds: float) -> None:
-        for host in self.upkeep.hosts:
+        for host in self.supervisor.hosts:
             host.end_if_silent(seconds)
 
     def metrics(self) -> dict[str, float]:
         """What its hosts said last of themselves, and the plan. Stages and links are told apart by their names; what is
         a host's own says which, where there are several. A dead host says nothing, and its successor begins anew."""
-        up = self.upkeep
+        up = self.supervisor
         values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(up.memory.get(s, 0)) for s in self.spec.names}
         for place, restarts in zip(up.places, up.restarts, strict=True):
             values[f'stretto_host_restarts_total{{host="{place.name}"}}'] = float(restarts)
@@ -134,7 +134,7 @@ class Pipeline:
 
     @property
     def pids(self) -> list[int | None]:
-        return [h.pid for h in self.upkeep.hosts]
+        return [h.pid for h in self.supervisor.hosts]
 
 
 def by_our_clock(message: Ended, offset: float) -> Ended:

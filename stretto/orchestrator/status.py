@@ -19,11 +19,11 @@ def progress_of(
     stages = {
         (stage if len(pipelines) == 1 else f"{p.name}.{stage}"): what
         for p in pipelines
-        for stage, what in p.upkeep.progress.items()
+        for stage, what in p.supervisor.progress.items()
     }
     if error is not None:
         return Progress("dead", stages, error)
-    trouble = "; ".join(filter(None, (p.upkeep.trouble for p in pipelines))) or None
+    trouble = "; ".join(filter(None, (p.supervisor.trouble for p in pipelines))) or None
     if not up:
         return Progress("loading", stages, trouble)
     if draining:

@@ -118,7 +118,7 @@ def test_two_nodes_answer_as_one_and_outlive_deaths(
         try:
             for chat in ("text", "audio", "image"):
                 await check(it, chat)
-            front, back = (h.pid for h in it._pipelines[0].upkeep.hosts)
+            front, back = (h.pid for h in it._pipelines[0].supervisor.hosts)
             assert front is not None
             assert back is not None
             [host] = children(front)
@@ -135,7 +135,7 @@ def test_two_nodes_answer_as_one_and_outlive_deaths(
             cluster.named["b"] = cluster.add_node(num_cpus=3, num_gpus=2, resources={"b": 1})
             await ready(it)
             await check(it, "text")
-            left = [pid for h in it._pipelines[0].upkeep.hosts if h.pid for pid in (h.pid, *children(h.pid))]
+            left = [pid for h in it._pipelines[0].supervisor.hosts if h.pid for pid in (h.pid, *children(h.pid))]
         finally:
             await it.close()
         await gone(*left)
@@ -151,7 +151,7 @@ def test_a_node_that_lacks_something_is_one_clear_error(
 ) -> None:
     async def work() -> None:
         it = engine(tiny_dir, group, config)
-        starter = it._pipelines[0].upkeep.launcher._starter  # type: ignore[attr-defined]
+        starter = it._pipelines[0].supervisor.launcher._starter  # type: ignore[attr-defined]
         if wrong == "model":
             starter._model, words = "/nowhere/model", "has no model at /nowhere/model"
         else:

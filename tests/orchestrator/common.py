@@ -168,7 +168,7 @@ async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> d
     """What the hosts (all of them, or these) say of themselves, asked now. A host reads its messages in order: it has
     taken in whatever it was sent before."""
     pipeline = engine._pipelines[0]
-    asked = pipeline.upkeep.hosts if hosts is None else [pipeline.upkeep.hosts[i] for i in hosts]
+    asked = pipeline.supervisor.hosts if hosts is None else [pipeline.supervisor.hosts[i] for i in hosts]
     await asyncio.gather(*(_asked(host) for host in asked))
     return pipeline.metrics()
 

@@ -258,7 +258,7 @@ def test_what_was_on_its_way_from_a_dead_host_is_lost_too(index: int, lost: set[
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES, restart=False)
         pipeline = Pipeline("p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: told.append(stages))
-        pipeline.upkeep.died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
+        pipeline.supervisor.died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
         await pipeline.close()
 
     run(work())

@@ -47,8 +47,8 @@ class Play:
             "p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: self.lost.append(stages)
         )
         self.hosts = [Player() for _ in STAGES]
-        self.pipeline.upkeep.hosts = self.hosts  # type: ignore[assignment]
-        self.pipeline.upkeep.links.up["thinker>talker"] = True
+        self.pipeline.supervisor.hosts = self.hosts  # type: ignore[assignment]
+        self.pipeline.supervisor.links.up["thinker>talker"] = True
 
     def say(self, host: int, message: Any) -> None:
         self.pipeline._message(self.hosts[host], message, b"")  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ class Play:
 def play(work: Callable[[Play], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
         p = Play()
-        joining = asyncio.create_task(p.pipeline.upkeep.links.join())
+        joining = asyncio.create_task(p.pipeline.supervisor.links.join())
         await work(p)
         await joining
         await p.pipeline.close()
@@ -158,7 +158,7 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
     ends = {LINK: (TALKER, VOCODER), other: (0, TALKER)}
 
     async def work(p: Play) -> None:
-        p.pipeline.upkeep.links.up[other] = False
+        p.pipeline.supervisor.links.up[other] = False
         told: list[bytes] = []
         for count in range(1, rounds + 1):
             for link, (sender, receiver) in ends.items():  # in the order in which they are made
@@ -174,7 +174,7 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
             assert p.pipeline.ready(STAGES)
             if count < rounds:
                 for link in ends:
-                    p.say(VOCODER, LinkDown(link, p.pipeline.upkeep.links.generations[link], "it broke"))
+                    p.say(VOCODER, LinkDown(link, p.pipeline.supervisor.links.generations[link], "it broke"))
         assert [len(secret) for secret in told] == [SECRET_BYTES] * rounds * len(ends)
         assert len(set(told)) == len(told)
 

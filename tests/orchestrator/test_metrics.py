@@ -40,8 +40,8 @@ def pipeline(placement: Placement, first: float = 1.0) -> Pipeline:
     """Its hosts say `first`, `first + 1`, ..."""
     p = Pipeline("p", "", PIPELINE, EngineConfig(placement=placement), lambda m, b: None, lambda p, s, e: None)
     hosts = places(placement, STAGES)
-    p.upkeep.hosts = [p.upkeep.make_host(i) for i in range(len(hosts))]
-    for i, host in enumerate(p.upkeep.hosts):
+    p.supervisor.hosts = [p.supervisor.make_host(i) for i in range(len(hosts))]
+    for i, host in enumerate(p.supervisor.hosts):
         say(p, host, said(hosts[i].stages, first + i))
     return p
 
@@ -78,12 +78,12 @@ def test_a_host_that_comes_back_begins_anew() -> None:
     async def work() -> None:
         p = pipeline(PROCESSES)
         talker = 'stretto_stage_steps_total{stage="talker"}'
-        old = p.upkeep.hosts[1]
+        old = p.supervisor.hosts[1]
         old.state = "dead"
         assert talker not in p.metrics()
         assert not any("talker>code2wav" in k and "out" in k for k in p.metrics())
-        p.upkeep.hosts[1] = p.upkeep.make_host(1)
-        say(p, p.upkeep.hosts[1], {talker: 0.0})  # it has no links yet
+        p.supervisor.hosts[1] = p.supervisor.make_host(1)
+        say(p, p.supervisor.hosts[1], {talker: 0.0})  # it has no links yet
         assert p.metrics()[talker] == 0.0
         assert not any("talker>code2wav" in k and "out" in k for k in p.metrics())
         assert p.metrics()['stretto_stage_steps_total{stage="thinker"}'] == 1.0
@@ -116,8 +116,8 @@ def test_replicas_are_told_apart(tiny_dir: Path) -> None:
         for count in (1, 2):
             engine = PipelineEngine(tiny_dir, EngineConfig(replicas=count))
             for i, p in enumerate(engine._pipelines):
-                p.upkeep.hosts = [p.upkeep.make_host(0)]
-                p._message(p.upkeep.hosts[0], Stats(0, {name: i + 1.0}), b"")
+                p.supervisor.hosts = [p.supervisor.make_host(0)]
+                p._message(p.supervisor.hosts[0], Stats(0, {name: i + 1.0}), b"")
             told = {k: v for k, v in engine.metrics().items() if "steps_total" in k}
             assert told == ({name: 1.0} if count == 1 else {f'{name[:-1]},replica="p{i}"}}': i + 1.0 for i in (0, 1)})
 

@@ -100,7 +100,7 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
             for chat in CHATS:
                 got = await collect(it.generate(CHATS[chat], params=SHORT))
                 same(got, expected(models, builder, CHATS[chat], SHORT))
-            assert [h.address for h in it._pipelines[0].upkeep.hosts] == [address(0), address(1)]
+            assert [h.address for h in it._pipelines[0].supervisor.hosts] == [address(0), address(1)]
             await check_session(it, Plain(models, builder))
             events = it.generate(CHATS["text"], params=LONG)
             async for e in events:
@@ -128,7 +128,7 @@ def test_realtime_with_stages_at_other_addresses_answers_exactly(network: None, 
     it = Recorder(tiny_dir, EngineConfig(placement="two", connector="tcp"), RemoteLauncher(starter, SECRET, OURS))
     it.answers = []
     with served(it) as server:
-        assert [h.address for h in it._pipelines[0].upkeep.hosts] == [address(0), address(1)]
+        assert [h.address for h in it._pipelines[0].supervisor.hosts] == [address(0), address(1)]
         check_realtime(server.running, it, plain)
         server.do(it.close())
         server.do(starter.ended())

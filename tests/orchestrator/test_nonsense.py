@@ -61,8 +61,8 @@ def test_a_stage_that_there_is_not_ends_the_host(message: FromHost) -> None:
     assert len(deaths) == 1
     assert "kitchen" in deaths[0]
     assert not passed
-    assert set(pipeline.upkeep.progress) == set(STAGES)
-    assert not pipeline.upkeep.memory
+    assert set(pipeline.supervisor.progress) == set(STAGES)
+    assert not pipeline.supervisor.memory
 
 
 def test_what_is_meant_well_is_passed_on() -> None:

@@ -31,7 +31,7 @@ class Watched:
     def __init__(self, model: Path) -> None:
         config, launcher = EngineConfig(stall_s=STALL_S), ScriptedLauncher()
         self.pipeline = Pipeline("p", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, launcher=launcher)
-        self.pipeline.upkeep.hosts = [self.pipeline.upkeep.make_host(0)]
+        self.pipeline.supervisor.hosts = [self.pipeline.supervisor.make_host(0)]
         [self.host] = launcher.hosts
         assert isinstance(self.host, ScriptedHost)
         self.host.started, self.host.state = True, "ready"

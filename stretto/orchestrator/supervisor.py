@@ -18,7 +18,7 @@ from stretto.control.life import Broken, Configure, LinkDown, Linked, Listening,
 from stretto.control.settings import EngineConfig, places
 from stretto.errors import StageDead, StrettoError, WireError
 from stretto.family import PipelineSpec
-from stretto.orchestrator.cards import Cards
+from stretto.orchestrator.gpu_sharing import Cards
 from stretto.orchestrator.hosts import Host, Launcher, OnMessage, Unusable
 from stretto.orchestrator.linking import Links
 from stretto.orchestrator.process import LocalLauncher
@@ -31,7 +31,7 @@ TOLD = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "St
 """Errors whose words say all: their names are for programmers."""
 
 
-class Upkeep:
+class Supervisor:
     def __init__(
         self,
         name: str,

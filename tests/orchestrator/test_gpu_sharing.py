@@ -16,8 +16,8 @@ from stretto.device import card_of, visible
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.orchestrator import engine as engine_module
-from stretto.orchestrator.cards import Cards
 from stretto.orchestrator.engine import PipelineEngine
+from stretto.orchestrator.gpu_sharing import Cards
 from stretto.orchestrator.pipeline import Pipeline
 from stretto.orchestrator.process import HostProcess, LocalLauncher
 from tests.orchestrator.common import run
@@ -176,7 +176,7 @@ def test_a_host_that_waits_for_its_card_is_not_started_after_the_end() -> None:
         await settle()
         await p.close()
         launcher.hosts[0].state = "ready"
-        p.upkeep.notify()
+        p.supervisor.notify()
         await settle()
         assert [h.started for h in launcher.hosts] == [True, False]
         start.cancel()

@@ -61,12 +61,12 @@ def test_a_host_that_dies_again_and_again_waits_longer_each_time() -> None:
         assert waits == sorted(waits)
         assert all(longer > 2 * shorter for shorter, longer in pairwise(waits[1:5]))
         assert 10 < waits[-1] < 60, "but it is tried for ever"
-        assert pipeline.upkeep.trouble is not None
-        assert "it died young" in pipeline.upkeep.trouble
+        assert pipeline.supervisor.trouble is not None
+        assert "it died young" in pipeline.supervisor.trouble
 
         await up(await started(launcher, 8))
         assert pipeline.ready(STAGES)
-        assert pipeline.upkeep.trouble is None
+        assert pipeline.supervisor.trouble is None
         assert await dies(8) < 0.1
         await pipeline.close()
 
