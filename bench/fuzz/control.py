@@ -39,8 +39,8 @@ from stretto.control.messages import (
     Features,
     Finish,
     FromHost,
+    MediaData,
     Pcm,
-    Supply,
     Text,
     Throttle,
     ToHost,
@@ -115,7 +115,7 @@ class Told:
         r = IDS[0]
         plain: list[ToHost] = [Cancel(r), Throttle(r, True), Throttle(r, False), Ping(1), Quit()]
         plain += [Finish(r, stage) for stage in STAGES]
-        plain += [Supply(r, stage, (PieceMeta((2, 2), bytes(16), 0),)) for stage in STAGES]
+        plain += [MediaData(r, stage, (PieceMeta((2, 2), bytes(16), 0),)) for stage in STAGES]
         plain += [Unlink(link) for link in LINKS]
         plain += [Listen(link, "shm", 1, SECRET) for link in LINKS]
         plain += [Connect(link, "shm", self.peer, 1, SECRET) for link in LINKS]

@@ -49,8 +49,9 @@ class Features(Wire, frozen=True, tag="features"):
     size: Positive  # of all pieces
 
 
-class Supply(Wire, frozen=True, tag="supply"):
-    """Features that a stage asked for (`Lacking`), behind this message or ahead of it like those of an announcement."""
+class MediaData(Wire, frozen=True, tag="supply"):
+    """Features that a stage asked for (`MediaRequest`), behind this message or ahead of it like those of an
+    announcement."""
 
     request: RequestId
     stage: str
@@ -85,7 +86,7 @@ class Throttle(Wire, frozen=True, tag="throttle"):
     on: bool
 
 
-ToHost = LifeToHost | Features | Admit | Supply | Say | Cancel | Finish | Throttle
+ToHost = LifeToHost | Features | Admit | MediaData | Say | Cancel | Finish | Throttle
 
 
 # -- host to orchestrator
@@ -141,7 +142,7 @@ class Working(Wire, frozen=True, tag="working"):
     stage: str
 
 
-class Lacking(Wire, frozen=True, tag="lacking"):
+class MediaRequest(Wire, frozen=True, tag="lacking"):
     """A stage needs the features of these pieces of a prompt, which were not along."""
 
     request: RequestId
@@ -159,7 +160,7 @@ class Failed(Wire, frozen=True, tag="failed"):
     param: str | None = None
 
 
-FromHost = LifeFromHost | Text | Codes | Pcm | Made | Ended | Working | Lacking | Failed
+FromHost = LifeFromHost | Text | Codes | Pcm | Made | Ended | Working | MediaRequest | Failed
 
 
 _encoder = msgspec.msgpack.Encoder()

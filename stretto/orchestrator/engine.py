@@ -21,7 +21,7 @@ import numpy as np
 
 from stretto import errors
 from stretto.control.devices import check_cards
-from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Lacking, Made, Pcm, Text, Working
+from stretto.control.messages import Cancel, Codes, Ended, Failed, FromHost, Made, MediaRequest, Pcm, Text, Working
 from stretto.control.request import PLAIN, Manner, Params
 from stretto.control.settings import EngineConfig, check_model
 from stretto.device import cards
@@ -346,7 +346,7 @@ class PipelineEngine:
                 t.end(message)
             case Working():
                 pass  # that is all it says
-            case Lacking():
+            case MediaRequest():
                 t.supplying = asyncio.create_task(supply(t, message, t.supplying))
             case Failed():
                 t.fail(_error(message))

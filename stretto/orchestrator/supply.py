@@ -7,14 +7,14 @@ import asyncio
 
 import numpy as np
 
-from stretto.control.messages import Lacking, Supply
+from stretto.control.messages import MediaData, MediaRequest
 from stretto.errors import Gone
 from stretto.orchestrator.pipeline import PIECE
 from stretto.orchestrator.ticket import Ticket
 from stretto.prompt.packed import PieceMeta
 
 
-async def supply(t: Ticket, ask: Lacking, before: asyncio.Task[None] | None) -> None:
+async def supply(t: Ticket, ask: MediaRequest, before: asyncio.Task[None] | None) -> None:
     """Send a stage the features that it asks for, behind those that it asked for `before`: their pieces must not be
     mixed."""
     if before is not None:
@@ -32,4 +32,4 @@ async def supply(t: Ticket, ask: Lacking, before: asyncio.Task[None] | None) -> 
     if len(blob) > PIECE:
         await t.pipeline.send_features((ask.stage,), t.id, blob)
         blob = b""
-    t.pipeline.send((ask.stage,), Supply(t.id, ask.stage, tuple(metas)), blob)
+    t.pipeline.send((ask.stage,), MediaData(t.id, ask.stage, tuple(metas)), blob)

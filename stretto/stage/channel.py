@@ -12,7 +12,7 @@ from stretto.control.messages import (
     Cancel,
     Features,
     FromHost,
-    Supply,
+    MediaData,
     ToHost,
     decode_to_host,
     encode,
@@ -74,7 +74,7 @@ class Channel:
             self._features.add(message, blob)
         elif isinstance(message, Cancel):
             self._features.drop(message.request)
-        elif isinstance(message, Admit | Supply) and not blob:
+        elif isinstance(message, Admit | MediaData) and not blob:
             return message, self._features.take(message.request)
         return message, blob
 

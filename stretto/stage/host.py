@@ -15,7 +15,7 @@ import torch
 
 from stretto.connector.switches import OverlapSwitches
 from stretto.control.life import Configure, Connect, LinkDown, Listen, Ping, Quit, Stats, Unlink
-from stretto.control.messages import Admit, Cancel, Ended, Failed, Features, Finish, Say, Supply, Throttle, ToHost
+from stretto.control.messages import Admit, Cancel, Ended, Failed, Features, Finish, MediaData, Say, Throttle, ToHost
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.named import load
@@ -155,7 +155,7 @@ class Host:
                 start = time.perf_counter_ns()
                 self._admit(message, blob)
                 self.recorder.span("loop", "admit", start, time.perf_counter_ns())
-            case Supply():
+            case MediaData():
                 self._supply(message, blob)
             case Cancel(request=id):
                 self._cancel(id)
@@ -197,7 +197,7 @@ class Host:
         except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
             self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
 
-    def _supply(self, m: Supply, blob: Bytes) -> None:
+    def _supply(self, m: MediaData, blob: Bytes) -> None:
         stage: object = self.stages.get(m.stage)
         try:
             if not isinstance(stage, TakesFeatures):

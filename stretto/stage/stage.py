@@ -135,7 +135,7 @@ class Stage(Protocol):
 
 @runtime_checkable
 class TakesFeatures(Protocol):
-    """A stage that asks for features that did not come with a request (`Lacking`)."""
+    """A stage that asks for features that did not come with a request (`MediaRequest`)."""
 
     def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
         """They are here; the request may be over."""

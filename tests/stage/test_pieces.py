@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.control.messages import Ended, Failed, Lacking, Supply, Working
+from stretto.control.messages import Ended, Failed, MediaData, MediaRequest, Working
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -148,7 +148,7 @@ def test_features_that_are_not_along_are_asked_for_when_they_are_needed(desk: De
     bare = pack(prompt, known=set(digests[1:]))  # the first window is along
     id = desk.announce(bare)
     desk.settle()
-    assert desk.said(Lacking) == [Lacking(id, "thinker", tuple(digests[1:]))], "all at once"
+    assert desk.said(MediaRequest) == [MediaRequest(id, "thinker", tuple(digests[1:]))], "all at once"
     assert len(desk.said(Working)) == 1, "what is along is encoded meanwhile"
     assert not desk.said(Ended)
     features = b"".join(p.array.tobytes() for p in list(prompt.pieces())[1:])
@@ -156,13 +156,13 @@ def test_features_that_are_not_along_are_asked_for_when_they_are_needed(desk: De
     for p in list(prompt.pieces())[1:]:
         metas.append(PieceMeta(p.shape, p.digest, at))
         at += p.array.nbytes
-    desk.driven.host.handle(Supply(id, "thinker", tuple(metas)), features)
+    desk.driven.host.handle(MediaData(id, "thinker", tuple(metas)), features)
     desk.settle()
     assert {m.stage for m in desk.said(Ended)} == set(STAGES)
     desk.announce(bare)  # found: nothing is asked for
     desk.settle()
     assert {m.stage for m in desk.said(Ended)} == set(STAGES)
-    assert not desk.said(Lacking)
+    assert not desk.said(MediaRequest)
 
 
 def test_a_supply_that_fits_nothing_fails_its_request_alone(desk: Desk, builder: PromptBuilder) -> None:
@@ -170,17 +170,17 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(desk: Desk, builder:
     [piece] = prompt.pieces()
     id = desk.announce(pack(prompt, known={piece.digest}))
     desk.settle()
-    desk.driven.host.handle(Supply(RequestId("nobody"), "thinker", ()), b"")
-    desk.driven.host.handle(Supply(RequestId("another"), "talker", ()), b"")
+    desk.driven.host.handle(MediaData(RequestId("nobody"), "thinker", ()), b"")
+    desk.driven.host.handle(MediaData(RequestId("another"), "talker", ()), b"")
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [("another", "WireError")], "it asks for none"
     desk.driven.reports.clear()
-    desk.driven.host.handle(Supply(id, "thinker", (PieceMeta(piece.shape, piece.digest, 0),)), b"too short")
+    desk.driven.host.handle(MediaData(id, "thinker", (PieceMeta(piece.shape, piece.digest, 0),)), b"too short")
     desk.settle()
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "WireError")]
     id = desk.announce(pack(prompt, known={piece.digest}))
     desk.settle()
     # Of another shape than was announced.
-    desk.driven.host.handle(Supply(id, "thinker", (PieceMeta((3, 4), piece.digest, 0),)), bytes(48))
+    desk.driven.host.handle(MediaData(id, "thinker", (PieceMeta((3, 4), piece.digest, 0),)), bytes(48))
     desk.settle()
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "Bug")]
     assert desk.encoded(pack(prompt)) == 1

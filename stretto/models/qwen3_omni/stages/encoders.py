@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from stretto.control.messages import Lacking, Working
+from stretto.control.messages import MediaRequest, Working
 from stretto.errors import Bug, StrettoError
 from stretto.layers.upload import to_device
 from stretto.models.parts import Parts
@@ -90,7 +90,7 @@ class Encoded(NamedTuple):
     """What came of a call."""
 
     requests: Sequence[RequestId]  # of which a part was encoded
-    reports: Sequence[Working | Lacking]
+    reports: Sequence[Working | MediaRequest]
     failures: Sequence[tuple[RequestId, StrettoError]]  # requests whose media cannot be encoded, and why
 
 
@@ -104,7 +104,7 @@ class Encoders:
         self.requests: dict[RequestId, Encoding] = {}
         vision, hidden = model.config.thinker.vision, model.config.thinker.text.hidden_size
         self._rests_ns = 0  # not before this is the next part encoded
-        self._reports: list[Working | Lacking] = []
+        self._reports: list[Working | MediaRequest] = []
         self._failures: list[tuple[RequestId, StrettoError]] = []
         self._others = OTHERS if model.device.type == "cpu" else 0
         for name, read in {
@@ -221,7 +221,7 @@ class Encoders:
         if digests:
             e.asked.update(digests)
             self.asked += len(digests)
-            self._reports.append(Lacking(e.request.id, self.core.name, tuple(digests)))
+            self._reports.append(MediaRequest(e.request.id, self.core.name, tuple(digests)))
 
     def run(self, ids: Sequence[RequestId]) -> None:
         """Encode a part of what is due of a request, or windows of several; then they are behind the others. What was
