@@ -159,12 +159,25 @@ def test_a_hostile_schema_is_a_400_and_the_hosts_never_see_it(real: Running, sch
 
 
 def test_a_schema_that_is_too_long_is_a_400(real: Running) -> None:
-    long = {"type": "object", "description": "x" * MAX_GRAMMAR}
-    tool = {"type": "function", "function": {"name": "long", "parameters": long}}
-    for body in (structured(long), {"messages": ASK, "tools": [tool], "tool_choice": "required"}):
+    def schema(size: int) -> dict[str, Any]:
+        return {"type": "object", "description": "x" * size}
+
+    def tool(size: int, name: str = "long") -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": schema(size)}}
+
+    def called(*tools: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": ASK, "tools": list(tools), "tool_choice": "required"}
+
+    at = "response_format.json_schema.schema"
+    for body, param in ((structured(schema(MAX_GRAMMAR)), at), (called(tool(MAX_GRAMMAR)), "tools")):
         reply = real.ask("/v1/chat/completions", body)
-        assert (reply.status, reply.error["param"]) == (400, "response_format")
-        assert f"letters of at most {MAX_GRAMMAR}" in reply.error["message"]
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert f"more than the {MAX_GRAMMAR:,} that an answer can follow" in reply.error["message"]
+    # The schema itself is short enough, and the grammar around it is not.
+    around = len(json.dumps([tool(0, "n" * 64)]))
+    reply = real.ask("/v1/chat/completions", called(tool(MAX_GRAMMAR - around, "n" * 64)))
+    assert (reply.status, reply.error["param"]) == (400, "response_format")
+    assert f"letters of at most {MAX_GRAMMAR}" in reply.error["message"]
 
 
 def test_a_check_ends_when_its_client_leaves(real: Running) -> None:

@@ -226,7 +226,7 @@ def test_vocoder_steps(
     fill_dummy(model, 0)
     model.prepare()
     config = codec.CodecConfig(slots=3, frame_sizes=(1, 2), stream_sizes=(1,))
-    stage = codec.VocoderCore(model, lambda output: None, config)
+    stage = codec.VocoderCore(model, config)
     stage.state.frames.fill_(5)
     before = [stage.state.frames.clone(), stage.state.tails.clone()]
     stage.stream = cuda.side  # type: ignore[assignment]

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stretto.models.qwen3_omni.nodes.guided import WORKING_NS, Admitted, Compiling
 
 from stretto.control.messages import Admit, FromHost, Text, Working
 from stretto.control.settings import HostSettings
 from stretto.errors import Bug, Invalid
 from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.models.qwen3_omni.params import ThinkerParams
+from stretto.models.qwen3_omni.stages.guided import WORKING_NS, Compiling, PendingRequest
 from stretto.prompt.grammars import GrammarCompiler
 from stretto.prompt.packed import PromptMeta
 from stretto.prompt.prompt import Prompt
@@ -87,10 +87,10 @@ def test_what_breaks_the_compiler_is_its_request_s_alone(tiny_dir: Path) -> None
 # ---- requests that wait
 
 
-def request(name: str, sender: str) -> Admitted:
+def request(name: str, sender: str) -> PendingRequest:
     params = ThinkerParams(SamplingParams(0.0, 0, 1.0, 1.0, 0), 5, grammar="start: /a/\n")
     admit = Admit(RequestId(name), PromptMeta((1,)), {}, sender=sender.encode())
-    return Admitted(admit, params, Prompt((1,)), None, 0.0)  # type: ignore[arg-type]
+    return PendingRequest(admit, params, Prompt((1,)), None, 0.0)  # type: ignore[arg-type]
 
 
 def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
@@ -123,25 +123,22 @@ def test_a_stage_says_which_requests_wait_for_their_grammars(tiny_dir: Path) -> 
     now = [0]
     with Held(tiny_dir) as held:
         driven = HandDriven(tiny_dir, HostSettings())
-        node = driven.host.nodes["thinker"]
-        node.compiling = Compiling(held.grammars, lambda: None, lambda: now[0])
+        stage: Any = driven.host.stages["thinker"]
+        stage.compiling = Compiling(held.grammars, lambda: None, lambda: now[0])
         waits = request("r1", "a")
-        node.admit(waits.admit, waits.params, waits.prompt)
-        driven.reports.clear()  # that it loaded
-        node.turn()
-        assert driven.reports == []
-        assert node.due_ns == WORKING_NS
+        stage.admit(waits.admit, waits.params, waits.prompt)
+        assert stage.poll() == []
+        assert stage.due_ns == WORKING_NS
         now[0] = WORKING_NS
-        node.turn()
-        assert said(driven) == [Working(RequestId("r1"), "thinker")]
+        assert [output.message for output in stage.poll()] == [Working(RequestId("r1"), "thinker")]
         held.open.set()
         while not any(isinstance(m, Text) for m in said(driven)):
             driven.host.loop.round()
-        node.compiling.add(request("r2", "a"))
-        assert len(node) == 2
-        node.cancel(RequestId("r2"))
-        node.cancel(RequestId("r1"))
-        assert len(node) == 0
+        stage.compiling.add(request("r2", "a"))
+        assert len(stage) == 2
+        stage.cancel(RequestId("r2"))
+        stage.cancel(RequestId("r1"))
+        assert len(stage) == 0
         driven.host.close()
 
 

@@ -49,7 +49,7 @@ def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> No
     assert plans["talker"].weights >= sum(t.nbytes for t in talker.parameters()) + talker.text_table.nbytes
     assert plans["thinker"].state == thinker.cache(8, s.block_size).data.nbytes
     assert plans["talker"].state == talker.cache(10, s.block_size).data.nbytes
-    state = VocoderCore(code2wav, lambda o: None, CodecConfig(slots=5)).state
+    state = VocoderCore(code2wav, CodecConfig(slots=5)).state
     assert plans["code2wav"].state == state.window.nbytes + state.tails.nbytes
 
 
