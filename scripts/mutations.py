@@ -256,18 +256,16 @@ def seconds_of(test: str, cases: ET.Element) -> float | None:
 
 
 class Copy:
-    """A copy of the working tree in which one file at a time is another."""
+    """A copy of a working tree in which one file at a time is another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, root: Path, names: list[str], folder: Path) -> None:
         self.tree = folder / "tree"
         self.temp = folder / "t"  # short: tests put sockets there
         self.output = folder / "output"
         self.results = folder / "results.xml"
         self._times = itertools.count(1)
-        for name in git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0"):
-            source, target = ROOT / name, self.tree / name
-            if not source.is_file():
-                continue
+        for name in names:
+            source, target = root / name, self.tree / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.stat().st_size > LINK_BYTES:
                 target.symlink_to(source)
@@ -380,7 +378,9 @@ async def measure(copy: Copy, tests: list[str], mark: str) -> dict[str, float]:
 async def judge(args: argparse.Namespace, modules: dict[str, list[Mutant]], folder: Path, mark: str) -> int:
     tests_by_file = {file: args.tests or find_tests(file, ROOT) for file in modules}
     tests = list(dict.fromkeys(test for some in tests_by_file.values() for test in some))
-    first = Copy(folder / "0")
+    names = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+    names = [name for name in names if (ROOT / name).is_file()]  # one may be removed and not yet committed
+    first = Copy(ROOT, names, folder / "0")
     print(f"{sum(map(len, modules.values()))} mutants; first, the tests without one: {' '.join(tests)}", flush=True)
     start = time.monotonic()
     seconds = await measure(first, tests, f"{mark}.") if tests else {}
@@ -413,7 +413,7 @@ async def judge(args: argparse.Namespace, modules: dict[str, list[Mutant]], fold
 
     async with asyncio.TaskGroup() as group:
         for n in range(min(args.jobs, len(jobs))):
-            group.create_task(worker(first if n == 0 else Copy(folder / str(n))))
+            group.create_task(worker(first if n == 0 else Copy(ROOT, names, folder / str(n))))
     if survivors:
         print("\nNo test notices:")
     for job in sorted(survivors, key=jobs.index):

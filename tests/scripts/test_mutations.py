@@ -1,5 +1,5 @@
-"""`scripts/mutations.py`: which mutants it makes of a source, which lines and tests it takes, and that it leaves no
-process behind. What it runs here are shells, not tests."""
+"""`scripts/mutations.py`: which mutants it makes of a source, which lines and tests it takes, that it leaves no process
+behind, and all of it in a small repository."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import asyncio
 import os
 import re
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from scripts import mutations
-from scripts.mutations import added_lines, find_tests, imported_modules, kill_marked, mutants, run, seconds_of
+from scripts.mutations import Copy, added_lines, find_tests, imported_modules, kill_marked, mutants, run, seconds_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,6 +156,23 @@ def test_seconds_are_of_files_that_pass() -> None:
         assert seconds_of(test, cases) is None
 
 
+def test_a_copy_is_apart_from_the_tree(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "small.py").write_text("x = 1\n")
+    (root / "large").write_bytes(bytes(mutations.LINK_BYTES + 1))
+    copy = Copy(root, ["a/small.py", "large"], tmp_path / "copy")
+    assert (copy.tree / "large").resolve() == root / "large"
+    times = set()
+    for source in ("x = 2\n", "x = 1\n", "x = 3\n"):
+        copy.write("a/small.py", source)
+        assert (copy.tree / "a" / "small.py").read_text() == source
+        times.add((copy.tree / "a" / "small.py").stat().st_mtime)
+    assert (root / "a" / "small.py").read_text() == "x = 1\n"
+    assert len(times) == 3  # so that none runs with another's bytecode
+    assert all(time < 1000 for time in times)
+
+
 # A child says "alive" into the pipe, unless it is killed while it sleeps: with the pipe's end, both are known.
 LEFT = "sleep 3; echo alive >&3"
 
@@ -241,3 +260,60 @@ def test_ranges_of_lines() -> None:
 def test_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=re.escape(f"{tmp_path}: no file of this repository")):
         mutations.repository_path(str(tmp_path))
+
+
+MODULE = """\
+def first(items):
+    if not items:
+        return None
+    return items[0]
+
+
+def old(items):
+    items.clear()
+"""
+CHANGED = MODULE.replace(
+    "    return items[0]", "    items.sort()\n    if items[0] < 0:\n        raise ValueError\n    return items[0]"
+)
+TESTS = """\
+import pytest
+from stretto.items import first
+
+def test_first():
+    assert first([2, 3]) == 2
+    with pytest.raises(ValueError):
+        first([-1])
+"""
+
+
+def test_a_small_repository(tmp_path: Path) -> None:
+    def command(*words: str, status: int = 0) -> str:
+        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout
+
+    for name in ("scripts", "stretto", "tests"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "scripts" / "mutations.py", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (tmp_path / "stretto" / "__init__.py").write_text("")
+    (tmp_path / "stretto" / "items.py").write_text(MODULE)
+    (tmp_path / "tests" / "test_items.py").write_text(TESTS)
+    command("git", "init", "-q")
+    command("git", "add", ".")
+    command("git", "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "Begin")
+    (tmp_path / "stretto" / "items.py").write_text(CHANGED)
+    printed = command(sys.executable, "scripts/mutations.py", "--since", "HEAD", status=1)
+    results = re.findall(r"^\[./3\] (\w+) .*items\.py:(\d+)  (.*?):", printed, re.MULTILINE)
+    assert results == [
+        ("SURVIVES", "4", "call removed"),
+        ("noticed", "5", "condition is False"),
+        ("SURVIVES", "5", "`<` is `<=`"),
+    ]
+    assert "  stretto/items.py:4  call removed:  items.sort()\n" in printed
+    assert "1 of 3 mutants noticed" in printed
+    assert (tmp_path / "stretto" / "items.py").read_text() == CHANGED
+    (tmp_path / "tests" / "test_items.py").write_text(TESTS.replace("[2, 3]", "[3, 0, 2]").replace("== 2", "== 0"))
+    printed = command(sys.executable, "scripts/mutations.py", "stretto/items.py", "--lines", "4")
+    assert "1 of 1 mutants noticed" in printed
