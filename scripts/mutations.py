@@ -207,18 +207,20 @@ def imported_modules(source: str) -> set[str]:
 
 
 def find_tests(file: str, root: Path) -> list[str]:
-    """Test files of a module: that of its name and those that import it, small ones first; if there are none, those
+    """Test files of a module: those of its name and those that import it, small ones first; if there are none, those
     beside its place, and beside helpers of tests that import it."""
     parts = Path(file).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     beside = root.joinpath("tests", *(parts[1:-1] if parts[0] == PACKAGE else parts[:-1]))
     folders = {beside}
+    name = f"test{parts[-1]}".replace("_", "")
+    long_name = f"test{''.join(parts[-2:])}".replace("_", "")  # with the package: in any folder
     mirror: list[Path] = []
     importers: list[Path] = []
     for path in sorted((root / "tests").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         is_test = path.name.startswith("test_")
-        if is_test and path.parent == beside and path.stem.replace("_", "") == f"test{parts[-1]}".replace("_", ""):
+        if (path.stem.replace("_", "") == name and path.parent == beside) or path.stem.replace("_", "") == long_name:
             mirror.append(path)
         elif module.rpartition(".")[2] in text and module in imported_modules(text):
             if is_test:
@@ -415,9 +417,9 @@ async def judge(args: argparse.Namespace, modules: dict[str, list[Mutant]], fold
         for n in range(min(args.jobs, len(jobs))):
             group.create_task(worker(first if n == 0 else Copy(ROOT, names, folder / str(n))))
     if survivors:
-        print("\nNo test notices:")
+        print("\nNone of its tests notices (are there others? name them with --tests):")
     for job in sorted(survivors, key=jobs.index):
-        print(f"  {job}{'' if job.tests else '  (it has no tests: name them with --tests)'}")
+        print(f"  {job}{'' if job.tests else '  (no tests were found)'}")
     print(f"\n{len(jobs) - len(survivors)} of {len(jobs)} mutants noticed, {time.monotonic() - start:.0f} s")
     return 1 if survivors else 0
 

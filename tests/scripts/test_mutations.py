@@ -125,10 +125,14 @@ def test_tests_mirror_or_import_the_module(tmp_path: Path) -> None:
     write("test_other.py", "x = 1  # a comment\nfrom stretto.server import looptime\n")
     write("other/test_any.py", "import stretto.server.looptime\n")
     write("other/test_near.py", "import stretto.server.looptimer\n")
+    write("other/test_server_looptime.py")
     write("help/conftest.py", "from stretto.server.body import Body\nfrom stretto.server.app import App\n")
     write("help/test_by_help.py")
     found = find_tests("stretto/server/looptime.py", tmp_path)
-    assert found == ["tests/server/test_loop_time.py", "tests/other/test_any.py", "tests/test_other.py"]
+    assert found == [
+        "tests/other/test_server_looptime.py", "tests/server/test_loop_time.py",
+        "tests/other/test_any.py", "tests/test_other.py",
+    ]  # fmt: skip
     assert find_tests("stretto/server/body.py", tmp_path) == ["tests/server/test_body.py"]
     assert find_tests("stretto/server/app.py", tmp_path) == [
         "tests/help/test_by_help.py", "tests/server/test_loop_time.py", "tests/server/test_body.py",
