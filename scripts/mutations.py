@@ -145,10 +145,11 @@ def is_log(call: ast.expr) -> bool:
 def mutants(source: str, lines: Collection[int] | None = None) -> list[Mutant]:
     """All mutants of a module's source, or those of these lines, in their order; none twice."""
     finder = Finder(source, lines)
-    found: dict[str, Mutant] = {}
+    found: dict[str, Mutant] = {}  # by its source
     for e in sorted(finder.edits(), key=lambda e: (e.start, -e.end)):
         text = (finder.data[: e.start] + e.text.encode() + finder.data[e.end :]).decode()
-        found.setdefault(text, Mutant(e.line, e.change, text))
+        if text != source:  # else the condition is `False` as it stands
+            found.setdefault(text, Mutant(e.line, e.change, text))
     return list(found.values())
 
 

@@ -15,7 +15,19 @@ from pathlib import Path
 import pytest
 
 from scripts import mutations
-from scripts.mutations import Copy, added_lines, find_tests, imported_modules, kill_marked, mutants, run, seconds_of
+from scripts.mutations import (
+    Copy,
+    added_lines,
+    changes_since,
+    default_base,
+    find_tests,
+    git,
+    imported_modules,
+    kill_marked,
+    mutants,
+    run,
+    seconds_of,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +56,10 @@ def test_an_elif_is_a_guard() -> None:
 
 def test_an_if_that_goes_on_is_none() -> None:
     assert changes("if a:\n    b = 1\n") == []
+
+
+def test_no_mutant_is_the_source_itself() -> None:
+    assert changes("if False:\n    raise X\n") == []
 
 
 def test_a_raise_behind_other_statements_is_removed() -> None:
@@ -106,6 +122,34 @@ def test_mutants_of_a_real_module_differ_and_are_python() -> None:
 def test_lines_of_a_diff() -> None:
     diff = "--- a\n+++ b\n@@ -3 +3,2 @@ def f\n-x\n+y\n+@@ -1 +90 @@\n@@ -9,2 +9,0 @@\n@@ -20,0 +21 @@\n"
     assert added_lines(diff) == {3, 4, 21}
+
+
+def test_lines_that_changed_since_the_branch_left_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    (tmp_path / "stretto").mkdir()
+
+    def commit(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        git("add", ".")
+        git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", name)
+        return git("rev-parse", "HEAD").strip()
+
+    git("init", "-q", "-b", "main")
+    commit("stretto/a.py", "a\nb\nc\n")
+    on_main = commit("stretto/b.py", "a\n")
+    assert default_base() == "HEAD~1"
+    assert changes_since("HEAD~1", []) == {"stretto/b.py": {1}}
+    git("checkout", "-qb", "work")
+    commit("stretto/a.py", "a\nB\nc\n")
+    assert default_base() == on_main
+    (tmp_path / "stretto" / "a.py").write_text("a\nB\nc\nd\n")
+    (tmp_path / "stretto" / "b.py").unlink()
+    for name in ("stretto/new.py", "stretto/c.txt", "other.py"):
+        (tmp_path / name).write_text("a\n")
+    assert changes_since(on_main, []) == {"stretto/a.py": {2, 4}, "stretto/new.py": None}
+    assert changes_since(on_main, ["other.py"]) == {"other.py": None}
+    with pytest.raises(SystemExit, match="git merge-base: fatal: .*nowhere"):
+        git("merge-base", "nowhere", "HEAD")
 
 
 def test_imports() -> None:
