@@ -54,7 +54,7 @@ from stretto.family import Wanted
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
-from stretto.orchestrator import linking, upkeep
+from stretto.orchestrator import linking, supervisor
 from stretto.prompt.packed import Bytes, PieceMeta
 from stretto.stage.channel import Channel
 from stretto.stage.host import Host
@@ -241,7 +241,7 @@ def to_host(told: Told, inputs: int, seed: int, step: Callable[[], None]) -> Cou
 
 def fuzz_control(inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
     """Half of the inputs in each direction; a count of the outcomes."""
-    for module in (upkeep, linking):  # they warn of each death
+    for module in (supervisor, linking):  # they warn of each death
         logging.getLogger(module.__name__).setLevel(logging.ERROR)
     linking.LINK_DELAYS = (0.0,) * len(linking.LINK_DELAYS)
     with tempfile.TemporaryDirectory() as folder:

@@ -148,7 +148,7 @@ def test_lines_that_changed_since_the_branch_left_main(tmp_path: Path, monkeypat
         (tmp_path / name).write_text("a\n")
     assert changes_since(on_main, []) == {"stretto/a.py": {2, 4}, "stretto/new.py": None}
     assert changes_since(on_main, ["other.py"]) == {"other.py": None}
-    with pytest.raises(SystemExit, match="git merge-base: fatal: .*nowhere"):
+    with pytest.raises(SystemExit, match=r"git merge-base: fatal: .*nowhere"):
         git("merge-base", "nowhere", "HEAD")
 
 
