@@ -54,9 +54,9 @@ def state(host: OneHost) -> list[object]:
     stages = [stage.core for stage in host.host.stages.values()]
     runners = host.runners()
     kept: list[object] = [host.host.switches, host.codec().config, host.codec().graphs]
-    kept += [(s.scheduler.config, s.ahead.on) for s in stages if s is not host.codec()]
+    kept += [(s.scheduler.config, s.timer.on) for s in stages if s is not host.codec()]
     kept.append(list(host.host.loop.stages))
-    kept += [(r.graphs, r.lane.fused, r.lane.prompts) for r in runners]
+    kept += [(r.graphs, r.adapter.fused, r.adapter.prompts) for r in runners]
     return kept
 
 

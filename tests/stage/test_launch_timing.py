@@ -64,15 +64,15 @@ def test_a_step_behind_another_begins_when_that_ends(told: Told) -> None:
     told.retire(4 * MS)
     assert told.due_in() == 16 * MS - LEAD - LAUNCH
     told.retire(15 * MS)
-    assert list(told.ahead._steps[8].took)[-2:] == [16 * MS, 15 * MS], "time in the queue counts as the step's"
+    assert list(told.timer._steps[8].took)[-2:] == [16 * MS, 15 * MS], "time in the queue counts as the step's"
 
 
 def test_the_end_is_when_it_was_noticed_first(told: Told) -> None:
     """The loop comes 3 ms late to a step that the waiter saw in time."""
-    flight = told.ahead.launched(8, LAUNCH)
+    flight = told.timer.launched(8, LAUNCH)
     told.launch()
     told.clock.now += 16 * MS
-    told.ahead.ended(flight)
+    told.timer.ended(flight)
     told.retire(3 * MS)
     assert told.due_in() == 13 * MS - LEAD - LAUNCH
 
@@ -123,7 +123,7 @@ def test_short_steps_are_not_waited_for() -> None:
 def test_within_a_tick_is_now(told: Told) -> None:
     """So a sleep in whole ticks is never too short: what it wakes up for is due."""
     told.launch()
-    due = told.ahead.due_ns()
+    due = told.timer.due_ns()
     assert due is not None
     told.clock.now = due - TICK_NS
     assert told.due_in() == TICK_NS
@@ -133,12 +133,12 @@ def test_within_a_tick_is_now(told: Told) -> None:
 
 
 def test_off_is_at_once_but_goes_on_learning(told: Told) -> None:
-    told.ahead.on = False
+    told.timer.on = False
     for _ in range(WINDOW):
         told.step(20 * MS)
     told.launch()
     assert told.due_in() is None
-    told.ahead.on = True
+    told.timer.on = True
     assert told.due_in() == 20 * MS - LEAD - LAUNCH
 
 
@@ -183,7 +183,7 @@ def test_in_noise_it_is_early_rather_than_late(seed: int) -> None:
     that are begun when due (or up to a tick before) next to none finds the device done, and most of a step is won."""
     rng = random.Random(seed)
     told = Told(lead=int(1.5 * MS))
-    clock, ahead = told.clock, told.ahead
+    clock, ahead = told.clock, told.timer
     late, won, end = 0, 0, clock.now
     for n in range(400):
         due = ahead.due_ns()
