@@ -43,8 +43,34 @@ def runs(results: Results) -> str:
     return textwrap.fill(f"Two numbers in a cell: for steps, two passes in one process; over HTTP, {over_http}.", 120)
 
 
+def side_by_side(results: Results) -> str:
+    """For the README: vLLM-Omni and Stretto, one after the other on one machine, by one client."""
+    theirs = results.file("side_by_side/vllm_omni_0.26_h200_side")
+    ours = results.file("side_by_side/stretto_974223c_h200_side")
+    if theirs is None or ours is None:
+        return ""
+    found = {(level["concurrency"], level["prompt_words"] > 500): level for level in ours["levels"]}
+    lines = []
+    for level in theirs["levels"]:
+        long = level["prompt_words"] > 500
+        both_sides = level, found[level["concurrency"], long]
+        row = [f"{level['concurrency']}{', prompt of 2,000 tokens' if long else ''}"]
+        for of in both_sides:
+            made = of["audio_s_per_s"]
+            row += [
+                f"{1e3 * of['ttfa']['p50']:,.0f} ms",
+                f"{of['rtf']['p50']:.3f}",
+                f"{made:.1f}" if made < 20 else f"{made:.0f}",
+                f"{1e3 * of['underrun']['max']:,.0f} ms" if of["underrun"]["max"] else "0",
+            ]
+        lines.append(tuple(row))
+    names = "first audio, p50", "RTF, p50", "speech made, s/s", "underrun, max"
+    head = "streams", *(f"vLLM-Omni: {names[0]}", *names[1:]), *(f"Stretto: {names[0]}", *names[1:])
+    return markdown(head, lines)
+
+
 def summary(results: Results) -> str:
-    """For the README: what a listener notices."""
+    """What a listener notices."""
     lines = []
     for streams in (1, 4, 8, 16, 32):
         first = [1e3 * v for v in p50s(results, "latency", "text-100", streams, "first_audio_s")]
@@ -299,6 +325,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "open": open_loop,
     "before_after": before_after,
     "give_way": give_way,
+    "side_by_side": side_by_side,
     "summary": summary,
     "steps": steps,
     "layer": layer_table,
