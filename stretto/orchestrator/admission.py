@@ -38,12 +38,12 @@ class Ask:
     enrols: bool = False  # wants a voice, not an answer
     sender: str = ""  # whose turn it is when many ask at once
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
-    ahead: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
+    prefill_only: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
 
     @property
     def capability(self) -> Capability:
         """What its stages have to do."""
-        if self.ahead:
+        if self.prefill_only:
             return "speech_ahead" if self.speak else "text_ahead"
         if self.enrols:
             return "enrolment"

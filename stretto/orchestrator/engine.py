@@ -283,10 +283,10 @@ class PipelineEngine:
         ticket = Ticket(
             id, ask.id, pipeline, self.model, stages, prompt, params, seed_of(params), words, arrived, progressed=now
         )
-        ticket.ahead, ticket.media = ask.ahead, built.media
+        ticket.prefill_only, ticket.media = ask.prefill_only, built.media
         ticket.said = len(ask.spoken or ()) if self._info.live_text else 0  # else it is in the prompt
         self._tickets[id] = ticket
-        self.counts["ahead" if ask.ahead else "requests"] += 1
+        self.counts["ahead" if ask.prefill_only else "requests"] += 1
         pipeline.active += 1
         return ticket
 
@@ -313,7 +313,7 @@ class PipelineEngine:
         if t.unfinished:
             t.pipeline.send(t.stages, Cancel(t.id))
         how = "finished" if t.over and not t.unfinished else "failed" if t.failed else "cancelled"
-        if not t.ahead:
+        if not t.prefill_only:
             self.counts[how] += 1
         log.debug(
             "%s %s: %d prompt tokens, %d text tokens, %d frames, %.3f s",

@@ -346,7 +346,13 @@ class Session:
     async def _read_up_to(self, heard: AudioClip) -> None:
         setting, model = self._setting, self._engine.model
         ask = Ask(
-            setting.speak, None, Params(max_text_tokens=1), None, session=self._name, owner=self._owner, ahead=True
+            setting.speak,
+            None,
+            Params(max_text_tokens=1),
+            None,
+            session=self._name,
+            owner=self._owner,
+            prefill_only=True,
         )
         if ask.capability not in model.pipeline.paths:
             return

@@ -45,7 +45,7 @@ class Ticket:
     seed: int
     words: TextStream
     arrived: float
-    ahead: bool = False  # nothing will be heard of it
+    prefill_only: bool = False  # nothing will be heard of it
     media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, by digest
     supplying: asyncio.Task[None] | None = None  # them
     events: asyncio.Queue[Event | StrettoError] = field(default_factory=asyncio.Queue)

@@ -70,7 +70,7 @@ class Recorder(PipelineEngine):
 
     async def run(self, build: Any, ask: Ask, writes: Any = None) -> AsyncIterator[Event]:
         answer = Answer()
-        if not ask.ahead:
+        if not ask.prefill_only:
             self.answers.append(answer)
             ask = replace(ask, params=replace(ask.params, want_codes=True))
         async for event in super().run(build, ask, writes):

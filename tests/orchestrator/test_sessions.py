@@ -308,7 +308,7 @@ def test_an_answer_waits_for_what_is_being_read(tiny_dir: Path, monkeypatch: pyt
         go, asked = asyncio.Event(), asyncio.Event()
 
         async def requests(build: Callable[[], Any], ask: Ask) -> AsyncIterator[Event]:
-            if ask.ahead:
+            if ask.prefill_only:
                 sent.append(sum(p.offset is not None for p in (await build()).packed.meta.pieces()))
                 await go.wait()
                 order.append("read")

@@ -52,11 +52,13 @@ def user_places(ids: Sequence[int], tokens: TokenIds) -> list[int]:
     return places
 
 
-def talker_prompt(prompt: Prompt, config: OmniConfig, voice: str | None = None, *, ahead: bool = False) -> TalkerPrompt:
+def talker_prompt(
+    prompt: Prompt, config: OmniConfig, voice: str | None = None, *, prefill_only: bool = False
+) -> TalkerPrompt:
     """`ahead`: of a prompt that goes on, so that there is no answer to be opened yet."""
     talker, tokens = config.talker, config.tokens
     role = prompt.ids[-3:]
-    if not ahead and role[:2] != (tokens.im_start, tokens.assistant):
+    if not prefill_only and role[:2] != (tokens.im_start, tokens.assistant):
         raise Invalid("a prompt to be answered aloud must end with the opening of the assistant's turn", "messages")
     places = user_places(prompt.ids, tokens)
     ids = [prompt.ids[p] for p in places]

@@ -32,7 +32,7 @@ class ThinkerParams(StageParams, frozen=True):
 
 
 class TalkerParams(FrameParams, frozen=True):
-    ahead: bool = False  # the beginning of a prompt: take its rows, and say nothing
+    prefill_only: bool = False  # the beginning of a prompt: take its rows, and say nothing
 
 
 def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
@@ -67,7 +67,7 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.packets.ramp,
         p.want_codes,
         w.spoken,
-        ahead=w.capability == "speech_ahead",
+        prefill_only=w.capability == "speech_ahead",
     )
     match w.capability:
         case "text" | "text_ahead":

@@ -46,7 +46,7 @@ class SpeechOutput:
     want_codes: bool
     timings: StageTimings
     pace: Pace
-    ahead: bool = False  # its prompt is read, and nothing of it will be heard
+    prefill_only: bool = False  # its prompt is read, and nothing of it will be heard
     frames: list[Sequence[int]] = field(default_factory=list)
 
     @property
@@ -233,7 +233,7 @@ class SpeechStage:
 
     def _end_text(self, id: RequestId, given: Any) -> None:
         given.text_ended = True
-        if self.requests[id].ahead:
+        if self.requests[id].prefill_only:
             return  # it ends when all its rows are in
         if given.text:
             self.core.scheduler.end_text(id)
@@ -255,7 +255,7 @@ class SpeechStage:
             return
         now = self.clock()
         if o.reason is not None:  # the pick that ends a request is not a frame
-            if not speech.ahead:
+            if not speech.prefill_only:
                 self._send(id, speech, now, Mark.REQUEST_END)
             speech.timings.cached = o.cached
             self._outputs.append(ToEngine(speech.timings.ended(id, self.name, o.reason)))

@@ -44,14 +44,14 @@ class TalkerStage(SpeechStage):
         self.talker, self.config = model, model.config
 
     def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> PromptPlan:
-        plan = talker_prompt(prompt, self.config, params.voice, ahead=params.ahead)
+        plan = talker_prompt(prompt, self.config, params.voice, prefill_only=params.prefill_only)
         given = TalkerInput(plan, params.code0, params.residual, min_frames=params.min_frames)
         salts = talker_salts(prompt.ids, thinker_salts(media_pieces(prompt, self.config)), plan)
-        rows = row_ids(given, 0, len(plan.ids) if params.ahead else len(plan) - 1)
+        rows = row_ids(given, 0, len(plan.ids) if params.prefill_only else len(plan) - 1)
         return PromptPlan(given, rows, a.cache_root, salts, given.missing)
 
     def admit(self, a: Admit, params: TalkerParams, prompt: Prompt) -> None:
-        if params.ahead:
+        if params.prefill_only:
             check_ids(a.request, len(self.model.text_table), prompt.ids)
             self._read_ahead(a, self.plan(a, params, prompt), len(prompt.ids))
         else:
@@ -64,7 +64,9 @@ class TalkerStage(SpeechStage):
         spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=plan.root)
         request = self.core.submit(spec, given, plan.rows, salts=plan.salts, missing=plan.missing)
         pace = Pace(1, 1, None, self.rhythm)
-        self.requests[id] = SpeechOutput(request, num_prompt, False, StageTimings(self.clock()), pace, ahead=True)
+        self.requests[id] = SpeechOutput(
+            request, num_prompt, False, StageTimings(self.clock()), pace, prefill_only=True
+        )
 
     def last_row(self, given: TalkerInput) -> list[int]:
         last = len(given.prompt)
