@@ -55,7 +55,7 @@ def user_places(ids: Sequence[int], tokens: TokenIds) -> list[int]:
 def talker_prompt(
     prompt: Prompt, config: OmniConfig, voice: str | None = None, *, prefill_only: bool = False
 ) -> TalkerPrompt:
-    """`ahead`: of a prompt that goes on, so that there is no answer to be opened yet."""
+    """`prefill_only`: of a prompt that goes on, so that there is no answer to be opened yet."""
     talker, tokens = config.talker, config.tokens
     role = prompt.ids[-3:]
     if not prefill_only and role[:2] != (tokens.im_start, tokens.assistant):
