@@ -59,7 +59,7 @@ class Case:
 class Bench:
     def __init__(self, encoder: VisionEncoder, graphs: FrameGraphs, stream: torch.cuda.Stream, repeats: int) -> None:
         self.encoder, self.graphs, self.stream, self.repeats = encoder, graphs, stream, repeats
-        self.prefill_only = AHEAD_CYCLES
+        self.ahead = AHEAD_CYCLES
 
     def case(self, case: Case) -> dict[str, Any]:
         encoder, size = self.encoder, (case.rows, case.columns)
@@ -111,7 +111,7 @@ class Bench:
         while True:
             self.stream.synchronize()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(self.prefill_only)
+            torch.cuda._sleep(self.ahead)
             begin.record()
             kept = call()
             end.record()
@@ -120,9 +120,9 @@ class Bench:
             del kept
             if not waited:
                 return begin.elapsed_time(end)
-            if self.prefill_only > 100 * AHEAD_CYCLES:
+            if self.ahead > 100 * AHEAD_CYCLES:
                 raise RuntimeError("the host waits for the device within one encoding")
-            self.prefill_only *= 2
+            self.ahead *= 2
 
 
 def distance(plain: VisionRows, captured: Sequence[VisionRows]) -> float:
