@@ -46,8 +46,8 @@ def of_before(directory: Any) -> Measure:
 
         def _instrument(self, stub: bool) -> None:
             self.send, self.push = self.channel.post, self.channel.push
-            for name, node in self.host.stages.items():
-                stub_codec(node.core) if name == "code2wav" else stub_runner(node.core.runner)
+            for name, node in self.host.nodes.items():
+                stub_codec(node.stage) if name == "code2wav" else stub_runner(node.stage.runner)
 
     settings = HostSettings(max_rows=ROWS, thinker_blocks=16 * ROWS, talker_blocks=16 * ROWS)
     host = Plain(directory, settings, True)

@@ -136,34 +136,35 @@ class Links:
         self.outlets: dict[str, Outlet] = {}
         self.receivers: dict[str, Stage] = {}  # by link
         self.senders: dict[str, Stage] = {}
-        self._ends: dict[str, list[Inlet | Outlet]] = {name: [] for name in stages}
+        self._inlets: dict[str, list[Inlet]] = {name: [] for name in stages}  # by stage
+        self._outlets: dict[str, list[Outlet]] = {name: [] for name in stages}
         for name, stage in stages.items():
             for link, kind in stage.receives.items():
                 inlet = self.inlets[link] = Inlet(link, kind)
                 self.receivers[link] = stage
-                self._ends[name].append(inlet)
+                self._inlets[name].append(inlet)
             for link, kind in stage.sends.items():
                 outlet = self.outlets[link] = Outlet(link, kind)
                 self.senders[link] = stage
-                self._ends[name].append(outlet)
+                self._outlets[name].append(outlet)
         for link in self.inlets.keys() & self.outlets.keys():
             self.outlets[link].inlet = self.inlets[link]
             self.inlets[link].within = True
 
     def inlets_of(self, stage: str) -> list[Inlet]:
-        return [end for end in self._ends[stage] if isinstance(end, Inlet)]
+        return self._inlets[stage]
 
     def outlets_of(self, stage: str) -> list[Outlet]:
-        return [end for end in self._ends[stage] if isinstance(end, Outlet)]
+        return self._outlets[stage]
 
     def open(self, id: RequestId, stage: str, way: Set[str]) -> None:
         """A stage has admitted a request; `way` holds the names of all its stages, of other hosts too."""
-        for end in self._ends[stage]:
+        for end in (*self._inlets[stage], *self._outlets[stage]):
             sender, _, receiver = end.link.partition(">")
             if sender in way and receiver in way:
                 end.open(id)
 
     def close(self, id: RequestId, stage: str, purge: bool) -> None:
         """It is over there. With `purge`, so is what is on its way."""
-        for end in self._ends[stage]:
+        for end in (*self._inlets[stage], *self._outlets[stage]):
             end.close(id, purge)
