@@ -159,12 +159,16 @@ class Links:
 
     def open(self, id: RequestId, stage: str, way: Set[str]) -> None:
         """A stage has admitted a request; `way` holds the names of all its stages, of other hosts too."""
-        for end in (*self._inlets[stage], *self._outlets[stage]):
+        for end in self._ends_of(stage):
             sender, _, receiver = end.link.partition(">")
             if sender in way and receiver in way:
                 end.open(id)
 
     def close(self, id: RequestId, stage: str, purge: bool) -> None:
         """It is over there. With `purge`, so is what is on its way."""
-        for end in (*self._inlets[stage], *self._outlets[stage]):
+        for end in self._ends_of(stage):
             end.close(id, purge)
+
+    def _ends_of(self, stage: str) -> Iterator[Inlet | Outlet]:
+        yield from self._inlets[stage]
+        yield from self._outlets[stage]
