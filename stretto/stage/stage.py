@@ -125,7 +125,8 @@ class Stage(Protocol):
         ...
 
     def launch(self) -> bool:
-        """Give the device more to do, if there is something. True: it was given. On a CPU this does the work."""
+        """Give the device more to do, if there is something. True: it was given, or `poll` has something to return. On
+        a CPU this does the work."""
         ...
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.control.messages import Ended, Failed, MediaData, MediaRequest, Working
+from stretto.control.messages import Cancel, Ended, Failed, MediaData, MediaRequest, Working
 from stretto.control.settings import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -140,6 +140,18 @@ def test_pieces_are_encoded_once_by_one_owner(desk: Desk, builder: PromptBuilder
     assert desk.encoded(pack(builder.build(chat(say("Behind other words:"), *media))), b"a") == 0, "they were kept"
     assert desk.encoded(packed, b"b") == 4, "not for others"
     assert not desk.node.encoders.requests
+
+
+def test_a_request_for_features_leaves_though_no_step_is_launched(desk: Desk, builder: PromptBuilder) -> None:
+    """Else it would wait in the stage until something else wakes the loop."""
+    prompt = builder.build(chat(picture(seed=8)))
+    id = desk.announce(pack(prompt, known={p.digest for p in prompt.pieces()}))
+    desk.node.throttle(id, True)
+    assert desk.node.poll() == []
+    assert desk.node.launch()
+    assert [type(output.message) for output in desk.node.poll()] == [MediaRequest]
+    assert not desk.node.launch()
+    desk.driven.host.handle(Cancel(id), b"")
 
 
 def test_features_that_are_not_along_are_asked_for_when_they_are_needed(desk: Desk, builder: PromptBuilder) -> None:

@@ -185,7 +185,7 @@ class ThinkerStage:
         for id in encoded:
             if id in self.requests:
                 self.requests[id].timings.encoded_at = self.clock()
-        return self.core.launch() or bool(encoded)
+        return self.core.launch() or bool(self._outputs)
 
     def forget(self) -> None:
         self.core.forget()
