@@ -60,14 +60,14 @@ class Child:
 
     pid: int
     pidfd: int
-    told: socket.socket  # where it is told
+    jobs: socket.socket  # where its job is sent
     warmed: mmap.mmap  # shared with it: its first byte says that it is ready
 
-    def tell(self, job: Job, answer: socket.socket, files: Sequence[MemFile], short: bool) -> None:
-        with self.told:
+    def send(self, job: Job, answer: socket.socket, files: Sequence[MemFile], short: bool) -> None:
+        with self.jobs:
             if not short:
                 make_idle(self.pid)
-            socket.send_fds(self.told, [encode(job)], [answer.fileno(), *(f.fd for f in files)])
+            socket.send_fds(self.jobs, [encode(job)], [answer.fileno(), *(f.fd for f in files)])
 
     def ready(self) -> bool:
         """Has it done what it does while it waits?"""
@@ -133,24 +133,24 @@ class Children:
         `OSError`: there can be no child."""
         kept = answer.dup()  # to say that the child died
         try:
-            child, taken = self._told(job, answer, files)
+            child, taken = self._assign(job, answer, files)
         except BaseException:
             kept.close()
             raise
         self._running[job.number] = child, kept, taken
         self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
 
-    def _told(self, job: Job, answer: socket.socket, files: Sequence[MemFile]) -> tuple[Child, float]:
+    def _assign(self, job: Job, answer: socket.socket, files: Sequence[MemFile]) -> tuple[Child, float]:
         """The child that has the job now, and the credit that it has taken."""
         child = self._spare(job) or self._fork()
         taken = 0.0 if interactive(job) else self.credit.take()
         short = interactive(job) or taken > 0
         try:
-            child.tell(job, answer, files, short)
+            child.send(job, answer, files, short)
         except OSError:  # it was killed
             child.end()
             child = self._fork()
-            child.tell(job, answer, files, short)
+            child.send(job, answer, files, short)
         return child, taken
 
     def _spare(self, job: Job) -> Child | None:
@@ -192,7 +192,7 @@ class Children:
         finally:
             theirs.close()
 
-    def _child(self, told: socket.socket, warm: Callable[[], None], warmed: mmap.mmap, worker: int) -> None:
+    def _child(self, jobs: socket.socket, warm: Callable[[], None], warmed: mmap.mmap, worker: int) -> None:
         """Does not return."""
         code = 1
         try:
@@ -204,12 +204,12 @@ class Children:
                 answer.close()
             for spare in self._spares:
                 os.close(spare.pidfd)
-                spare.told.close()
+                spare.jobs.close()
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
             NAME.write_text("prompt spare")
             warm()
             warmed[0] = 1
-            data, fds, _, _ = socket.recv_fds(told, MAX_DATAGRAM, MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(jobs, MAX_DATAGRAM, MAX_FDS)
             if data:
                 self._do(decode_job(data), *fds)
             code = 0

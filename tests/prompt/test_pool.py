@@ -428,7 +428,7 @@ def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
         children.credit.left = 0.0
         assert policy(children, 2) == os.SCHED_IDLE
         for spare in children._spares:
-            spare.told.close()
+            spare.jobs.close()
             spare.end()
 
 
