@@ -31,7 +31,7 @@ from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Stage
 from stretto.stage.stats import record_codec, record_stage
 from stretto.stage.vocoder import Vocoder
-from stretto.stage.warmup import WarmUp
+from stretto.stage.warmup import WarmUpRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class StageContext:
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
     configure: Configure | None = None  # what the host was told that it is
-    warm_up: WarmUp | None = None  # what the stages do before the host is ready, if the family says so
+    warm_up: Sequence[WarmUpRequest] = ()  # that the stages serve before the host is ready
 
     @property
     def beside(self) -> tuple[tuple[str, ...], ...]:

@@ -49,13 +49,6 @@ class WarmUpRequest:
     """By link: what its sender would send, for a host that does not have it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WarmUp:
-    """A family's, for the stages of one host."""
-
-    requests: Sequence[WarmUpRequest]
-
-
 class Reports:
     """What a host reports through. While `muted`, what is said of requests does not leave."""
 
@@ -82,13 +75,13 @@ class Reports:
 
 def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.monotonic) -> int:
     """On the loop thread, before its first round. How many requests came to a good end."""
-    given, good = host.context.warm_up, 0
-    if given is None:
+    requests, good = host.context.warm_up, 0
+    if not requests:
         return good
     start = clock()
     reports.muted = True
     with alone(host.links):
-        for number, asked in enumerate(given.requests):
+        for number, asked in enumerate(requests):
             if asked.told.keys() & host.stages.keys():
                 good += _perform(host, reports, asked, RequestId(f"warm-up-{number}"), clock)
         _settle(host)
@@ -98,7 +91,7 @@ def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.mono
     for outlet in host.links.outlets.values():
         outlet.handed = 0
     host.recorder.take_spans(MAX_SPANS)
-    host.context.warm_up = None  # and the tensors in it
+    host.context.warm_up = ()  # and the tensors in it
     log.info("served %d warm-up requests in %.3f s", good, clock() - start)
     return good
 

@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -175,7 +174,7 @@ def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
     assert driven.values() == before
     assert not driven.host.recorder.take_spans(1)
     assert driven.host.num_requests() == 0
-    assert driven.host.context.warm_up is None
+    assert not driven.host.context.warm_up
     nodes: dict[str, Any] = driven.host.stages
     others: dict[str, Any] = plain.host.stages
     assert nodes["talker"].rhythm == others["talker"].rhythm
@@ -233,11 +232,11 @@ def watch(owner: Any, name: str, note: Callable[[], None]) -> None:
 
 def test_one_that_fails_or_does_not_end_is_given_up(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     driven, plain = opened("custom_voice"), opened("custom_voice")
-    [good] = driven.host.context.warm_up.requests  # type: ignore[union-attr]
+    [good] = driven.host.context.warm_up
     endless = {**good.told, "talker": msgspec.structs.replace(good.told["talker"], live=True)}
     unheard = {**good.told, "talker": msgspec.structs.replace(good.told["talker"], spoken=())}
     requests = [WarmUpRequest(endless, good.prompt), WarmUpRequest(unheard, good.prompt), good]
-    driven.host.context.warm_up = replace(driven.host.context.warm_up, requests=requests)  # type: ignore[type-var]
+    driven.host.context.warm_up = requests
     ticks = count()
     with caplog.at_level(logging.INFO, "stretto"):
         assert warm_up(driven.host, driven.outgoing, lambda: float(next(ticks))) == 1

@@ -17,11 +17,11 @@ from stretto.models.qwen3_omni.pieces import runs_of
 from stretto.models.speech.warmup import WORD, packets, params
 from stretto.prompt.prompt import AudioClip, Patches, Prompt
 from stretto.stage.payload.schema import Payload
-from stretto.stage.warmup import WarmUp, WarmUpRequest
+from stretto.stage.warmup import WarmUpRequest
 from stretto.types import Span
 
 
-def warm_up(config: OmniConfig, device: torch.device, dtype: torch.dtype) -> WarmUp:
+def warm_up(config: OmniConfig, device: torch.device, dtype: torch.dtype) -> Sequence[WarmUpRequest]:
     told = stage_params(Wanted("speech", params(device), 0))
     frames = packets(config.talker.num_code_groups)
 
@@ -33,7 +33,7 @@ def warm_up(config: OmniConfig, device: torch.device, dtype: torch.dtype) -> War
         return WarmUpRequest(told, prompt, arriving)
 
     seen = asked(question(config, media=True))
-    return WarmUp([seen, seen, asked(question(config, media=False))] if device.type == "cuda" else [seen])
+    return [seen, seen, asked(question(config, media=False))] if device.type == "cuda" else [seen]
 
 
 def question(config: OmniConfig, media: bool) -> Prompt:

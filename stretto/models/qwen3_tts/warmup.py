@@ -3,6 +3,8 @@ nobody has, since what is kept of it the first time is put to use the second tim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import torch
@@ -13,19 +15,19 @@ from stretto.models.qwen3_tts.config import SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.params import RESIDUAL, ClonedVoice, stage_params
 from stretto.models.speech.warmup import WORD, packets, params
 from stretto.prompt.prompt import AudioClip, Prompt
-from stretto.stage.warmup import WarmUp, WarmUpRequest
+from stretto.stage.warmup import WarmUpRequest
 
 FRAMES = 2
 """Of the cloned voice's reference."""
 
 
-def warm_up(config: TtsConfig, device: torch.device) -> WarmUp:
+def warm_up(config: TtsConfig, device: torch.device) -> Sequence[WarmUpRequest]:
     requests = [reading(config, params(device))]
     if config.kind == "base":
         requests *= 2
         if device.type == "cuda":  # on a CPU there is little to be made, and it takes long
             requests.append(enrolment(config))
-    return WarmUp(requests)
+    return requests
 
 
 def reading(config: TtsConfig, p: Params) -> WarmUpRequest:
