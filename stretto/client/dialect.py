@@ -11,7 +11,7 @@ from stretto.errors import Invalid
 Dialect = Literal["openai", "stretto", "vllm-omni"]
 DIALECTS: tuple[Dialect, ...] = ("openai", "stretto", "vllm-omni")
 
-# The stages behind the text, as vLLM-Omni's deploy file of Qwen3-Omni has them: frames of speech, then samples. A
+# The stages behind the text, as vLLM-Omni's own deploy file has them: frames of speech, then samples. A
 # request that names the parameters of one stage has to name those of all.
 OMNI_FRAMES = {"temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05, "detokenize": False}
 OMNI_SAMPLES = {
