@@ -1,0 +1,69 @@
+"""What a host does with the outputs of its stages: requests that are over leave nothing in its links."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.control.life import Configure
+from stretto.control.messages import Admit, Cancel, Ended, Failed, FromHost
+from stretto.control.settings import HostSettings
+from stretto.errors import Invalid
+from stretto.prompt.packed import PromptMeta
+from stretto.stage.host import Host
+from stretto.stage.report import StageTimings, failed
+from stretto.stage.request import Reason
+from stretto.stage.stage import ToEngine, ToLink
+from stretto.types import Mark, RequestId
+from tests.families.toys import ToyParams
+
+ID = RequestId("r")
+LINK = "writer>voice"
+
+
+class Alone:
+    """A host of one stage of two; the other one is elsewhere."""
+
+    def __init__(self, name: str, other: str) -> None:
+        self.reports: list[FromHost] = []
+        configure = Configure("", "tests.families.toys:build_two", (name,), {}, (("writer", "voice"),))
+        self.host = Host(configure, HostSettings(), lambda message, blob: self.reports.append(message))
+        self.host.load()
+        self.stage: Any = self.host.stages[name]
+        params = msgspec.Raw(msgspec.msgpack.encode(ToyParams(3, True)))
+        self.host.handle(Admit(ID, PromptMeta((1, 2, 3)), {name: params}, elsewhere=(other,)), b"")
+        self.links = [*self.host.links.inlets.values(), *self.host.links.outlets.values()]
+        assert [len(link) for link in self.links] == [1]
+        self.reports.clear()
+
+
+def test_what_a_cancelled_request_has_made_is_dropped() -> None:
+    alone = Alone("writer", "voice")
+    alone.stage.outputs.append(ToLink(LINK, ID, None, Mark.REQUEST_END))
+    alone.host.handle(Cancel(ID), b"")
+    alone.host.poll(alone.stage)
+    assert [len(link) for link in alone.links] == [0]
+    alone.host.close()
+
+
+@pytest.mark.parametrize(("name", "other"), [("writer", "voice"), ("voice", "writer")])
+def test_links_forget_a_request_that_fails_in_a_stage(name: str, other: str) -> None:
+    alone = Alone(name, other)
+    alone.stage.cancel(ID)
+    alone.stage.outputs.append(ToEngine(failed(ID, name, Invalid("no"))))
+    alone.host.poll(alone.stage)
+    assert [type(message) for message in alone.reports] == [Failed]
+    assert [len(link) for link in alone.links] == [0]
+    alone.host.close()
+
+
+def test_an_inlet_forgets_a_request_that_ends_before_its_sender_does() -> None:
+    alone = Alone("voice", "writer")
+    alone.stage.cancel(ID)
+    alone.stage.outputs.append(ToEngine(StageTimings(0.0).ended(ID, "voice", Reason.LENGTH)))
+    alone.host.poll(alone.stage)
+    assert [type(message) for message in alone.reports] == [Ended]
+    assert [len(link) for link in alone.links] == [0]
+    alone.host.close()
