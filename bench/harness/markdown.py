@@ -1,4 +1,4 @@
-"""A table as Markdown, and the words that its cells are made of. Used by the tables of docs/performance.md."""
+"""A table as Markdown, and the words that its cells are made of. Used by the tables of bench/report."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
     python -m bench report                  # writes the pictures to docs/img and prints the tables
     python -m bench report --write          # and writes the tables into the documents
     python -m bench report --tables         # prints the tables, nothing else
-    python -m bench report --first-packets  # what the rule for first packets would have done in the recorded runs
 
 Tables stand in the pages between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A table without a file is left out. A
 test compares the pages with the files."""
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from bench.harness.results import RESULTS, ROOT, parser
 
-PAGES = ("docs/performance.md", "docs/faults.md", "docs/path.md", "README.md", "bench/notes/decode.md")
+NOTES = ("serving", "steps", "links", "ablation", "host", "decode")
+PAGES = ("README.md", "docs/performance.md", "docs/faults.md", "docs/path.md", *(f"bench/notes/{n}.md" for n in NOTES))
 
 
 def fill(page: str, tables: dict[str, str]) -> str:
@@ -38,13 +38,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--img", type=Path, default=ROOT / "docs" / "img", help="for the pictures (default: docs/img)")
     p.add_argument("--tables", action="store_true", help="print the tables, nothing else")
     p.add_argument("--write", action="store_true", help="put the tables into the pages too")
-    p.add_argument("--first-packets", action="store_true", help="replay the packets of runs of `serve`, nothing else")
     args = p.parse_args(given)
-    if args.first_packets:
-        from bench.report.first_packets import show
-
-        show([args.results / "h200.json", args.results / "h200_again.json"])
-        return 0
     results = Results(args.results)
     tables = {name: text for name, make in TABLES.items() if (text := make(results))}
     for name, text in tables.items():

@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md about processes that share a card or send to each other: what the copies of links cost
+"""Tables of bench/notes about processes that share a card or send to each other: what the copies of links cost
 decode steps, what a hop takes, what it costs to split a pipeline on one card, and to have other servers on it. They
 stand in tables.py."""
 

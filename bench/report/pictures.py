@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md, from the files in bench/results: roofline.svg (steps and kernels against what
+"""The pictures of bench/notes, from the files in bench/results: roofline.svg (steps and kernels against what
 memory and arithmetic allow), overlap.svg (one answer, stage by stage over time) and layers.svg (the kernels of a
 thinker's layer over time). One whose file is missing is left out."""
 

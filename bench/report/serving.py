@@ -1,5 +1,5 @@
-"""Tables of docs/performance.md about a server: listeners, start-up, memory, its host; and where all of them come from.
-They stand in tables.py."""
+"""Tables about a server: listeners, start-up, memory, its host; and which file each measurement comes from. Used by
+tables.py."""
 
 from __future__ import annotations
 

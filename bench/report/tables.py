@@ -72,7 +72,7 @@ def side_by_side(results: Results) -> str:
 def summary(results: Results) -> str:
     """What a listener notices."""
     lines = []
-    for streams in (1, 4, 8, 16, 32):
+    for streams in (1, 4, 8, 16, 32, 64, 128):
         first = [1e3 * v for v in p50s(results, "latency", "text-100", streams, "first_audio_s")]
         rtf = p50s(results, "latency", "text-100", streams, "rtf")
         wait = p50s(results, "latency", "text-100", streams, "wait_0ms_s", "max")

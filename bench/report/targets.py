@@ -1,4 +1,4 @@
-"""The table of docs/performance.md that compares what was measured with the targets. It stands in tables.py."""
+"""The table of bench/notes/serving.md that compares what was measured with the targets. It stands in tables.py."""
 
 from __future__ import annotations
 
