@@ -44,11 +44,11 @@ unit:
 # Tests on a Ray cluster of this machine. Apart from the others: Ray is large, and its cluster takes a while to start.
 ray: setup-test
 	@scripts/setup.sh ray
-	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/cluster tests/deploy $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/ray tests/deploy $(ARGS)
 
 # Hosts at addresses of their own, in network namespaces: as root.
 netns: setup-test
-	STRETTO_NETNS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/orchestrator/test_namespaces.py $(ARGS)
+	STRETTO_NETNS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/engine/test_namespaces.py $(ARGS)
 
 format:
 	$(BIN)/ruff check --fix .

@@ -25,9 +25,9 @@ import numpy as np
 
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
+from stretto.config.server import ServerConfig
+from stretto.engine.protocol import AudioChunk, Event, Finished, Progress, TextDelta, Usage
 from stretto.family import ModelInfo
-from stretto.orchestrator.api import AudioChunk, Event, Finished, Progress, TextDelta, Usage
-from stretto.server.config import ServerConfig
 from stretto.server.run import Server
 
 SAMPLES = 1920  # a frame: 80 ms

@@ -49,11 +49,11 @@ from bench.harness.parts import add_parts
 from bench.harness.results import ROOT, arguments, measured_part, parser, read, write
 from bench.harness.serving import GpuWatch, Server, Stopped, environment, serving
 from bench.harness.workload import WORKLOADS, Workload
-from stretto.client.bench import Closed, Level, Open
-from stretto.client.player import play
-from stretto.client.report import client, table
-from stretto.client.workload import poisson
-from stretto.prompt.template import Tokenizer
+from stretto.loadtest.player import play
+from stretto.loadtest.report import client, table
+from stretto.loadtest.runner import Closed, Level, Open
+from stretto.loadtest.workload import poisson
+from stretto.preprocess.template import Tokenizer
 
 PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
 PHASES = ("admission", "thinker prompt", "talker first frame", "vocoder", "to the engine", "server and socket")

@@ -3,7 +3,7 @@
 
     scripts/mutations.py                                # lines changed since the branch left main, or since HEAD~1
     scripts/mutations.py --since v0.1                   # since another revision
-    scripts/mutations.py stretto/server/body.py         # all lines of a file, or those of --lines 40-80
+    scripts/mutations.py stretto/server/http/body.py         # all lines of a file, or those of --lines 40-80
     scripts/mutations.py --tests tests/server/test_bodies.py tests/contract
 
 A mutant is a copy of the sources with one change: the condition of an `if` that leaves (raise, return, continue, break)
@@ -176,7 +176,7 @@ def default_base() -> str:
 
 def added_lines(diff: str) -> set[int]:
     """Numbers of the lines that a diff of one file (with `-U0`) adds or changes."""
-    hunks = re.findall(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", diff, re.MULTILINE)
+    hunks = re.findall(r"^ -\S+ \+(\d+)(?:,(\d+))? ", diff, re.MULTILINE)
     return {n for first, count in hunks for n in range(int(first), int(first) + int(count or 1))}
 
 

@@ -16,11 +16,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stretto.api import Answer, AsyncEngine, Engine
-    from stretto.control.request import ChunkSizes, Manner, Params
-    from stretto.control.settings import EngineConfig, HostPlace, HostSettings
-    from stretto.errors import Busy, CheckpointError, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
-    from stretto.family import ModelInfo
-    from stretto.orchestrator.api import (
+    from stretto.config.engine import EngineConfig, HostPlace, HostSettings
+    from stretto.engine.protocol import (
         AudioChunk,
         CodeFrames,
         Event,
@@ -30,20 +27,23 @@ if TYPE_CHECKING:
         TokenLogprob,
         Usage,
     )
-    from stretto.orchestrator.session import Item, Session
+    from stretto.engine.session import Item, Session
+    from stretto.errors import Busy, CheckpointError, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
+    from stretto.family import ModelInfo
+    from stretto.messages.params import ChunkSizes, Manner, Params
 
 _WHERE = {
     "stretto.api": ("Answer", "AsyncEngine", "Engine"),
-    "stretto.control.request": ("ChunkSizes", "Manner", "Params"),
-    "stretto.control.settings": ("EngineConfig", "HostPlace", "HostSettings"),
+    "stretto.messages.params": ("ChunkSizes", "Manner", "Params"),
+    "stretto.config.engine": ("EngineConfig", "HostPlace", "HostSettings"),
     "stretto.errors": (
         "Busy", "CheckpointError", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError", "TooLong"
     ),
     "stretto.family": ("ModelInfo",),
-    "stretto.orchestrator.api": (
+    "stretto.engine.protocol": (
         "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan", "TokenLogprob", "Usage"
     ),
-    "stretto.orchestrator.session": ("Item", "Session"),
+    "stretto.engine.session": ("Item", "Session"),
 }  # fmt: skip
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 

@@ -24,17 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto import embedded
-from stretto.control.request import PLAIN, Manner, Params
-from stretto.control.settings import EngineConfig, parse_devices
-from stretto.device import find_device
+from stretto.config.engine import EngineConfig, parse_devices
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk, Event, Finished, Message, Modality, TextDelta, TokenLogprob
+from stretto.engine.session import Session
+from stretto.engine.sync import SyncEngine
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
+from stretto.hardware import find_device
 from stretto.hub import find_model
-from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, Modality, TextDelta, TokenLogprob
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.session import Session
-from stretto.orchestrator.sync import SyncEngine
-from stretto.prompt.jobs import Conversation
+from stretto.messages.params import PLAIN, Manner, Params
+from stretto.preprocess.pool.jobs import Conversation
 from stretto.registry import write_tiny
 
 BOTH: tuple[Modality, ...] = ("text", "audio")

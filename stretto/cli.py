@@ -10,13 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from stretto import __version__
-from stretto.client.bench_command import add_bench_parser
-from stretto.client.talk_command import add_talk_parser
-from stretto.cluster.command import run_on_ray
+from stretto.commands.bench import add_bench_parser
+from stretto.commands.generate import add_generate_parser
+from stretto.commands.serve import add_env_parser, add_serve_parser
+from stretto.commands.speak import add_speak_parser
+from stretto.commands.talk import add_talk_parser
 from stretto.errors import Invalid, StrettoError
-from stretto.generate import add_generate_parser
-from stretto.server.command import add_env_parser, add_serve_parser
-from stretto.speak import add_speak_parser
+from stretto.ray.serve import run_on_ray
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from stretto.control.request import PLAIN, Manner, Params
 from stretto.errors import Bug
+from stretto.messages.params import PLAIN, Manner, Params
 
 Capability = Literal["text", "speech", "reading", "enrolment", "text_ahead", "speech_ahead"]
 """What a request can want: an answer in words, an answer in words and speech, a given text read aloud, or a voice made
@@ -150,7 +150,7 @@ class Model(Protocol):
     info: ModelInfo
     vocab_size: int
     media_tokens: MediaTokens
-    builder: str  # "module:function" of (directory) -> a prompt builder, see `prompt/work.py`
+    builder: str  # "module:function" of (directory) -> a prompt builder, see `preprocess/work.py`
 
     def check_voice(self, voice: str) -> None:
         """Raises `Invalid` for a voice that it does not have."""

@@ -11,10 +11,10 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import cast
 
+from stretto._imports import load
 from stretto.errors import CheckpointError, Invalid
 from stretto.family import Family, Model
-from stretto.named import load
-from stretto.prompt.files import read_json
+from stretto.preprocess.files import read_json
 
 ENTRY_POINTS = "stretto.families"
 

@@ -19,11 +19,11 @@ import torch
 from hypothesis import settings
 
 from stretto import cpu
+from stretto.engine import announce as admission
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.observe.logs import JsonLines, TextLines
 from stretto.observe.stderr import QueuedStderr
-from stretto.orchestrator import admission
 from tests.oracle import PromptMaker, load_oracle
 
 # Tests compute in bfloat16. Decided before anything is computed; workers and hosts inherit the answer.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stretto.prompt.prompt import AudioClip, Patches, Prompt
+from stretto.preprocess.prompt import AudioClip, Patches, Prompt
 
 
 def load_oracle(

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from stretto.control.life import Configure
-from stretto.control.messages import Admit
+from stretto.messages.hosts import Configure
+from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import TalkerParams, ThinkerParams
 from stretto.models.speech.params import VocoderParams
-from stretto.prompt.packed import PromptMeta
+from stretto.preprocess.pool.packed import PromptMeta
 from stretto.types import RequestId, SamplingParams
 
 STAGES = PIPELINE.names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
-from stretto.prompt.prompt import AudioClip, Patches, Prompt
+from stretto.preprocess.prompt import AudioClip, Patches, Prompt
 
 NEWLINE = 10 + 188  # byte-level BPE shifts the control bytes; only consistency matters here
 KINDS = ("text", "multi-turn", "audio", "image", "video", "audio+image", "audio-in-video")

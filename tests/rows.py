@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from stretto.kernels import moe
+from stretto.kernels.reference import moe
 
 SHARE = 0.95
 """Of the rows must be within the limit."""
@@ -95,7 +95,7 @@ class Forced:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """In all of our ways to route: plain layers, prompts, one decoding row, several."""
-        from stretto.kernels.fast import experts, experts_many, grouped
+        from stretto.kernels.triton import experts, experts_many, grouped
 
         route, prompts, one, several = moe.route, grouped.route, experts.project, experts_many.route
 

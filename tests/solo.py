@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from stretto.errors import Invalid, TooLong
-from stretto.kernels.paged import KVCache
-from stretto.kernels.sampling import Noise, SamplingRows, sample
+from stretto.kernels.reference.paged import KVCache
+from stretto.kernels.reference.sampling import Noise, SamplingRows, sample
 from stretto.models.qwen3_omni.bridge import (
     TalkerPrompt,
     first_text_row,
@@ -32,7 +32,7 @@ from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.models.speech.talker import FrameRows
 from stretto.models.speech.vocoder import VocoderStream
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from stretto.types import GREEDY, SamplingParams, stage_seed
 
 Finish = Literal["stop", "length"]

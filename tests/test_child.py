@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stretto.child import die_with_parent
+from stretto._process import die_with_parent
 
 
 def test_a_child_that_asks_too_late_ends_by_itself() -> None:

@@ -280,7 +280,7 @@ def test_tests_decide_before_anything_is_computed() -> None:
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_a_host_decides_before_anything_is_computed(tiny_dir: Path) -> None:
-    load = "from stretto.models.qwen3_omni.load import Source\nimport stretto.stage.host, torch\n"
+    load = "from stretto.models.qwen3_omni.load import Source\nimport stretto.stage.host.host, torch\n"
     load += f"Source.open({str(tiny_dir)!r}, 'cpu', "
     assert limited(load + "torch.bfloat16)") == "AVX2 False"
     assert limited(load + "None)").startswith("None")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto import embedded, generate
+from stretto import embedded
+from stretto.commands import generate
+from stretto.commands import serve as command
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.family import open_model
-from stretto.server import command
 
 
 def package(folder: Path, files: tuple[str, ...] = ("config.json", "a.safetensors", "b.safetensors")) -> Path:

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from stretto.fields import MOST_HALVES, read_json
+from stretto._validation import MOST_HALVES, read_json
 
 UNITS = ("\\ud83d", "\\ude00", "\\\\", "\\n", "a", "\\u0041", "u", "d83d", '\\"', "é", "\\uD83d\\uDE00")
 

@@ -24,16 +24,16 @@ def loaded(module: str) -> set[str]:
     [
         ("stretto.stage.scheduler.scheduler", {"torch"}),
         ("stretto.models.qwen3_omni.prompts", {"torch", "transformers"}),
-        ("stretto.orchestrator.engine", {"torch", "transformers", "stretto.stage.stage"}),
+        ("stretto.engine.engine", {"torch", "transformers", "stretto.stage.stage"}),
         ("stretto.server.app", {"torch", "transformers", "stretto.stage"}),
         ("stretto.cli", {"torch", "transformers"}),
         ("stretto.registry", {"torch", "transformers"}),
         ("stretto.cpu", {"torch"}),
-        ("stretto.client.talk_command", {"torch"}),
-        ("stretto.client.bench_command", {"torch", "httpx"}),
-        ("stretto.connector.shm", {"stretto.models.qwen3_omni.thinker", "stretto.stage.stage"}),
-        ("stretto.stage.process", {"transformers", "stretto.server"}),
-        ("stretto.kernels.paged", {"stretto.models", "stretto.stage"}),
+        ("stretto.commands.talk", {"torch"}),
+        ("stretto.commands.bench", {"torch", "httpx"}),
+        ("stretto.transport.shm", {"stretto.models.qwen3_omni.thinker", "stretto.stage.stage"}),
+        ("stretto.stage.host.process", {"transformers", "stretto.server"}),
+        ("stretto.kernels.reference.paged", {"stretto.models", "stretto.stage"}),
     ],
 )
 def test_stays_out(module: str, never: set[str]) -> None:

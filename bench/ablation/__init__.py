@@ -37,16 +37,16 @@ from bench.harness.host import Asker, OneHost
 from bench.harness.results import arguments, parser, write
 from bench.harness.rounds import turns
 from bench.harness.workload import WORKLOADS, Workload, words
-from stretto.client.bench import Bench, Closed, Level, Sample, Send, SystemClock, Targets
-from stretto.client.stats import percentile
-from stretto.client.wire import Piece, RequestFailed
-from stretto.control.request import ChunkSizes
-from stretto.control.settings import EngineConfig
+from stretto.config.engine import EngineConfig
+from stretto.engine.engine import PipelineEngine
+from stretto.loadtest.runner import Bench, Closed, Level, Sample, Send, SystemClock, Targets
+from stretto.loadtest.sse import Piece, RequestFailed
+from stretto.loadtest.stats import percentile
+from stretto.messages.params import ChunkSizes
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.template import Tokenizer
-from stretto.stage.process import settle_down
+from stretto.preprocess.template import Tokenizer
+from stretto.stage.host.process import settle_down
 
 DEFAULT, SPLIT = "default", "processes"
 How = Callable[[PipelineEngine, Questions, SystemClock], Send]

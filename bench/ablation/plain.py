@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from stretto.client.bench import Sample
-from stretto.client.player import Packet
-from stretto.control.request import Params
-from stretto.control.settings import HostSettings
-from stretto.kernels.paged import KVCache
+from stretto.config.engine import HostSettings
+from stretto.kernels.reference.paged import KVCache
+from stretto.loadtest.player import Packet
+from stretto.loadtest.runner import Sample
+from stretto.messages.params import Params
 from stretto.models.qwen3_omni.bridge import TalkerPrompt
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from stretto.types import SamplingParams
 from tests.solo import Audio, Event, Frame, Options, Solo, TalkerVoice, TextToken, ThinkerVoice
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from bench.harness.host import Asker, OneHost, kernels, swapped
 from bench.harness.workload import Workload
-from stretto.client.bench import Sample
 from stretto.layers.decoder import Decoder
+from stretto.loadtest.runner import Sample
 from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How

@@ -29,7 +29,7 @@ from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
 from bench.harness.env import describe
 from bench.harness.parts import add_parts
 from bench.harness.results import arguments, parser, write
-from tests.cluster import environment
+from tests.ray import environment
 
 ENVIRONMENT = {
     **environment.ENVIRONMENT,
@@ -66,7 +66,7 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
     from ray import serve
     from ray.util.state import list_actors
 
-    from stretto.cluster.app import build
+    from stretto.ray.app import build
 
     secret = model.parent / "secret"
     secret.write_text(secrets.token_hex(32))
@@ -138,7 +138,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--rounds", type=int, default=3, help="of the ingress, both ways in each")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(given)
-    from stretto.cluster.extra import require_ray
+    from stretto.ray.dependency import require_ray
     from stretto.registry import write_tiny
 
     require_ray()

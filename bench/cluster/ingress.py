@@ -124,7 +124,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 def ingress(port: int, rounds: int) -> dict[str, Any]:
     from ray import serve
 
-    from stretto.cluster.app import ACTOR
+    from stretto.ray.app import ACTOR
 
     @serve.deployment(max_ongoing_requests=200, ray_actor_options=ACTOR)
     @serve.ingress(lambda: stream_app())

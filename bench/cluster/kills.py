@@ -125,7 +125,7 @@ class Stand:
 def kills(cluster: Any, model: Path, port: int, count: int, seconds: float, seed: int) -> dict[str, Any]:
     from ray import serve
 
-    from stretto.cluster.app import build
+    from stretto.ray.app import build
 
     secret = model.parent / "secret"
     secret.write_text(secrets.token_hex(32))

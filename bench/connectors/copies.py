@@ -35,20 +35,20 @@ from bench.harness.env import describe
 from bench.harness.results import arguments, parser, quantile, write
 from bench.harness.rounds import Ratio, turns
 from bench.steps.decode import ready
-from stretto.connector.contract import Endpoint, LinkOptions
-from stretto.connector.courier import Incoming, Outgoing
-from stretto.connector.registry import Registry
-from stretto.connector.switches import OverlapSwitches
+from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
-from stretto.stage.links import Inlet, Outlet
-from stretto.stage.payload.copies import HostToDevice
+from stretto.stage.links.copies import HostToDevice
+from stretto.stage.links.links import Inlet, Outlet
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
 from stretto.stage.stage import Arrival, ToLink
+from stretto.transport.contract import Endpoint, LinkOptions
+from stretto.transport.courier import Incoming, Outgoing
+from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 HIDDEN = 2048

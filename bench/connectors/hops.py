@@ -39,8 +39,8 @@ from bench.connectors.lanes import LANES, LOOK_US, Lane, make_lane
 from bench.harness.env import describe
 from bench.harness.results import parser, quantile, write
 from bench.harness.rounds import Ratio, turns
-from stretto.connector.registry import Registry
 from stretto.errors import Invalid
+from stretto.transport.registry import Registry
 
 SIZES = (64, 4 << 10, 256 << 10, 8 << 20)
 PINGS = {64: 100, 4 << 10: 100, 256 << 10: 40, 8 << 20: 6}  # per burst

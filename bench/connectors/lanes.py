@@ -11,9 +11,9 @@ from typing import Protocol
 import msgspec
 import torch
 
-from stretto.connector import wire
-from stretto.connector.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
-from stretto.connector.registry import Registry
+from stretto.transport import wire
+from stretto.transport.contract import Chunk, ChunkHeader, Endpoint, LinkOptions
+from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 SLOT_BYTES = (8 << 20) + (1 << 16)

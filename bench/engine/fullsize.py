@@ -21,7 +21,7 @@ from bench.harness.results import parser, write
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.tiny import released_config
-from stretto.prompt.prompt import AudioClip, Patches, Prompt
+from stretto.preprocess.prompt import AudioClip, Patches, Prompt
 from tests.solo import Audio, Frame, Options, Solo, TextToken
 
 

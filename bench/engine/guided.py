@@ -21,9 +21,9 @@ from bench.engine.load import add_engine_arguments, engine_config
 from bench.harness.checkpoint import checkpoint
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
-from stretto.control.request import Params
-from stretto.orchestrator.api import TextDelta
-from stretto.orchestrator.engine import PipelineEngine
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import TextDelta
+from stretto.messages.params import Params
 
 ENDLESS = 'start: %json {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 100000}\n'
 ASK = [{"role": "user", "content": "Hello, what is the weather like in the city?"}]

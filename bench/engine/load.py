@@ -33,18 +33,18 @@ from bench.harness.env import describe
 from bench.harness.listening import Listeners, Listening, highest, smooth
 from bench.harness.results import arguments, parser, write
 from bench.harness.workload import WORKLOADS, Workload
-from stretto.client.bench import Bench, Closed, Level, Load, Open, Send, SystemClock, Targets
-from stretto.client.player import Packet, play
-from stretto.client.report import rates, record, table
-from stretto.client.wire import Piece, RequestFailed, Sound, StreamEnd, Used, Words
-from stretto.control.request import Manner
-from stretto.control.settings import EngineConfig, parse_placement
+from stretto.config.engine import EngineConfig, parse_placement
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import StrettoError
+from stretto.loadtest.player import Packet, play
+from stretto.loadtest.report import rates, record, table
+from stretto.loadtest.runner import Bench, Closed, Level, Load, Open, Send, SystemClock, Targets
+from stretto.loadtest.sse import Piece, RequestFailed, Sound, StreamEnd, Used, Words
+from stretto.messages.params import Manner
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.jobs import Conversation
-from stretto.prompt.template import Tokenizer
+from stretto.preprocess.pool.jobs import Conversation
+from stretto.preprocess.template import Tokenizer
 
 PREBUFFERS = (0.0, 0.2)
 FRAME_S = 0.08

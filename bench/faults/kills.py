@@ -27,12 +27,12 @@ from tqdm import tqdm
 
 from bench.harness.leaks import LEAST_SAMPLES, POLL_S, Answer, Case, Census, Memory, on_tiny, prepared, settle, trend
 from bench.harness.results import judged, parser, progress, quantile
-from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.local_host import HostProcess
 from stretto.errors import StrettoError
+from stretto.messages.params import Params
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.process import HostProcess
 
 STAGES = PIPELINE.names
 IN_FLIGHT = 8

@@ -25,11 +25,11 @@ from tqdm import tqdm
 
 from bench.harness.leaks import LEAST_SAMPLES, Answer, Case, Census, Memory, on_tiny, prepared, settle, trend
 from bench.harness.results import judged, parser, progress
-from stretto.control.request import ChunkSizes, Params
-from stretto.control.settings import EngineConfig, HostSettings, parse_placement, places
+from stretto.config.engine import EngineConfig, HostSettings, parse_placement, places
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk
+from stretto.messages.params import ChunkSizes, Params
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.orchestrator.api import AudioChunk
-from stretto.orchestrator.engine import PipelineEngine
 
 STAGES = PIPELINE.names
 LENGTHS = [(4, 6), (6, 4), (2, 5), (5, 6), (3, 3), (6, 6), (4, 2), (2, 6), (6, 5), (4, 4), (6, 2), (3, 2)]

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
-from stretto.connector import wire
-from stretto.connector.contract import ChunkHeader, Corrupt, VersionMismatch
+from stretto.transport import wire
+from stretto.transport.contract import ChunkHeader, Corrupt, VersionMismatch
 from stretto.types import Mark, RequestId, Span
 
 INTERESTING = [0, 1, 2, 63, 64, 65, 127, 128, 255, 256, 4095, 2**15, 2**16, 2**30, 2**31, 2**32 - 1, 2**53, 2**63]

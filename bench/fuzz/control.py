@@ -27,10 +27,13 @@ from bench.fuzz.mutants import IDS, LINKS, LOOK_EVERY, PARAMS, Frame, Said, chan
 from bench.fuzz.played import from_host
 from bench.harness.host import STAGES, admission, configure
 from bench.harness.leaks import CHATS, held
-from stretto.connector.contract import LinkOptions
-from stretto.connector.registry import Registry
-from stretto.control.life import Configure, Connect, Listen, Ping, Quit, Unlink
-from stretto.control.messages import (
+from stretto.config.engine import HostSettings
+from stretto.engine import link_setup as linking
+from stretto.engine import supervisor
+from stretto.errors import StrettoError, WireError
+from stretto.family import Wanted
+from stretto.messages.hosts import Configure, Connect, Listen, Ping, Quit, Unlink
+from stretto.messages.requests import (
     PREFIX,
     Admit,
     Cancel,
@@ -48,16 +51,14 @@ from stretto.control.messages import (
     decode_to_host,
     encode,
 )
-from stretto.control.settings import HostSettings
-from stretto.errors import StrettoError, WireError
-from stretto.family import Wanted
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
-from stretto.orchestrator import linking, supervisor
-from stretto.prompt.packed import Bytes, PieceMeta
-from stretto.stage.channel import Channel
-from stretto.stage.host import Host
+from stretto.preprocess.pool.packed import Bytes, PieceMeta
+from stretto.stage.host.channel import Channel
+from stretto.stage.host.host import Host
+from stretto.transport.contract import LinkOptions
+from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, RequestId
 
 ROUND = 0.03  # how often a host has a round after a message: a round is a step of the models, and those are slow

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stretto.connector import wire
-from stretto.connector.contract import Chunk, Corrupt, VersionMismatch
-from stretto.stage.inbox import Gap, Inboxes, Unannounced
+from stretto.stage.links.inbox import Gap, Inboxes, Unannounced
+from stretto.transport import wire
+from stretto.transport.contract import Chunk, Corrupt, VersionMismatch
 from stretto.types import Mark, RequestId, Span
 
 LATEST = 6  # requests that chunks come for: early ones, open ones, and ones that are over

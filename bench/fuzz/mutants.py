@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from bench.harness.host import STAGES
-from stretto.control.life import Configure
-from stretto.control.messages import PREFIX, encode, lengths
-from stretto.control.request import Params
 from stretto.errors import WireError
+from stretto.messages.hosts import Configure
+from stretto.messages.params import Params
+from stretto.messages.requests import PREFIX, encode, lengths
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.types import RequestId
 

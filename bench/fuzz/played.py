@@ -12,17 +12,17 @@ from typing import Any
 from bench.fuzz.mutants import IDS, LINKS, LOOK_EVERY, PARAMS, Frame, Said, changed, named, readable
 from bench.harness.host import STAGES
 from bench.harness.leaks import CHATS
-from stretto.control.life import Broken, Connect, LinkDown, Linked, Listen, Listening, Loading, Ready, Stats
-from stretto.control.messages import PREFIX, Ended, Failed, FromHost, decode_from_host, decode_to_host, encode, lengths
-from stretto.control.settings import EngineConfig
+from stretto.config.engine import EngineConfig
+from stretto.engine.announce import Ask
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.local_host import HostProcess
 from stretto.errors import StageDead, StrettoError
+from stretto.messages.hosts import Broken, Connect, LinkDown, Linked, Listen, Listening, Loading, Ready, Stats
+from stretto.messages.requests import PREFIX, Ended, Failed, FromHost, decode_from_host, decode_to_host, encode, lengths
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.orchestrator.admission import Ask
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.process import HostProcess
-from stretto.prompt.jobs import BuiltPrompt
-from stretto.prompt.packed import Packed, pack
+from stretto.preprocess.pool.jobs import BuiltPrompt
+from stretto.preprocess.pool.packed import Packed, pack
 
 
 class Wire:

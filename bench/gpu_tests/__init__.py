@@ -45,7 +45,7 @@ class Part:
     env: dict[str, str] = field(default_factory=dict)
 
 
-OWN = ("tests/gpu", "tests/kernels/fast")
+OWN = ("tests/gpu", "tests/kernels/triton")
 PARITY = ("tests/models", "tests/stage/test_stage.py", "tests/stage/test_codec.py")
 PARTS = (
     Part("GPU and kernels", OWN, "not alone", 240),

@@ -14,8 +14,8 @@ from bench.harness.checkpoint import checkpoint
 from bench.harness.crowd import Crowd, Questions, told
 from bench.harness.serving import GpuWatch, serving
 from bench.harness.workload import WORKLOADS
-from stretto.client.bench import Closed
-from stretto.prompt.template import Tokenizer
+from stretto.loadtest.runner import Closed
+from stretto.preprocess.template import Tokenizer
 
 LISTENERS = 8
 ROUND_S = 8.0

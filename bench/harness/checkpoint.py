@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config, write_tiny
 from stretto.models.qwen3_tts import tiny as speaking

@@ -20,9 +20,9 @@ from bench.harness.listener import Heard, Job
 from bench.harness.results import ROOT
 from bench.harness.serving import GpuWatch, Server, Stopped, environment
 from bench.harness.workload import Workload
-from stretto.client.bench import Closed, Level, Load, Open
-from stretto.client.report import errors, rates, rows
-from stretto.prompt.template import Tokenizer
+from stretto.loadtest.report import errors, rates, rows
+from stretto.loadtest.runner import Closed, Level, Load, Open
+from stretto.preprocess.template import Tokenizer
 
 PREBUFFERS = (0.0, 0.2)
 

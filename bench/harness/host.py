@@ -20,23 +20,23 @@ from typing import Any
 import msgspec
 
 from bench.harness.workload import Workload
-from stretto.client.bench import Sample
-from stretto.client.player import Packet
-from stretto.control.life import Configure
-from stretto.control.messages import Admit, Ended, Failed, FromHost, Pcm, Text
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import StageDead
 from stretto.family import Wanted
-from stretto.kernels.fast import dtypes
+from stretto.kernels.triton import dtypes
+from stretto.loadtest.player import Packet
+from stretto.loadtest.runner import Sample
+from stretto.messages.hosts import Configure
+from stretto.messages.requests import Admit, Ended, Failed, FromHost, Pcm, Text
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.prompt.packed import pack
-from stretto.prompt.prompt import Prompt
-from stretto.stage.channel import Channel
-from stretto.stage.host import Host
-from stretto.stage.loop import TICK_NS
+from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.host.channel import Channel
+from stretto.stage.host.host import Host
+from stretto.stage.host.loop import TICK_NS
 from stretto.types import RequestId
 
 STAGES = PIPELINE.names

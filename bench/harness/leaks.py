@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from bench.harness.env import describe
 from bench.harness.workload import picture, sound
-from stretto.control.request import Params
-from stretto.orchestrator.api import AudioChunk, CodeFrames, Event, Finished, Modality, TextDelta
-from stretto.orchestrator.engine import PipelineEngine
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk, CodeFrames, Event, Finished, Modality, TextDelta
+from stretto.messages.params import Params
 
 POLL_S = 0.02
 MOST_REPORTS = 10

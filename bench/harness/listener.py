@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.client.bench import Sample
-from stretto.client.wire import EventSplitter, RequestFailed, read_event
+from stretto.loadtest.runner import Sample
+from stretto.loadtest.sse import EventSplitter, RequestFailed, read_event
 
 
 class Job(msgspec.Struct, forbid_unknown_fields=True):

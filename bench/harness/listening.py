@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import ceil
 
-from stretto.client.bench import Bench, Closed, Level, Targets
-from stretto.client.player import play
+from stretto.loadtest.player import play
+from stretto.loadtest.runner import Bench, Closed, Level, Targets
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def _name(pid: int) -> str:
     line = b" ".join(words).decode(errors="replace")
     for mark, name in (
         ("resource_tracker", "resource tracker"),
-        ("stretto.prompt", PROMPT_WORKER),
+        ("stretto.preprocess", PROMPT_WORKER),
         ("stretto.stage", "host"),
         ("spawn_main", "host"),
         ("forkserver", "fork server"),

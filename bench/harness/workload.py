@@ -17,8 +17,8 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from stretto.client.workload import COMMON
-from stretto.control.request import ChunkSizes, Params
+from stretto.loadtest.workload import COMMON
+from stretto.messages.params import ChunkSizes, Params
 
 RATE = 16_000
 CountTokens = Callable[[str], int]

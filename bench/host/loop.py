@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from bench.host.measured import MeasuredHost
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.prompts import PromptBuilder
-    from stretto.stage.process import settle_down
+    from stretto.stage.host.process import settle_down
 
     device = args.device or device_here()
     blocks = {"thinker": 16 * args.max_rows, "talker": 16 * args.max_rows} if device == "cpu" else {}

@@ -18,9 +18,9 @@ import torch
 
 from bench.harness.host import STAGES, VOCODER, OneHost, Question
 from bench.harness.results import quantile
-from stretto.control.messages import FromHost, Pcm
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import StageDead
+from stretto.messages.requests import FromHost, Pcm
 from stretto.stage.counters import StageStats
 from stretto.stage.runner.adapter import SideRows
 from stretto.stage.runner.step import Step

@@ -23,7 +23,7 @@ def of_now(directory: Any) -> Measure:
     from bench.harness.host import Asker
     from bench.harness.workload import WORKLOADS
     from bench.host.measured import MeasuredHost
-    from stretto.control.settings import HostSettings
+    from stretto.config.engine import HostSettings
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.prompts import PromptBuilder
 
@@ -35,11 +35,11 @@ def of_now(directory: Any) -> Measure:
 
 
 def of_before(directory: Any) -> Measure:
-    from stretto.orchestrator.settings import HostSettings  # type: ignore[import-not-found]
-    from stretto.prompt.build import PromptBuilder  # type: ignore[import-not-found]
+    from stretto.engine.settings import HostSettings  # type: ignore[import-not-found]
 
     from bench.host import Bench, requests, stub_codec, stub_runner  # type: ignore[attr-defined]
     from stretto.models.qwen3_omni.config import OmniConfig
+    from stretto.preprocess.build import PromptBuilder  # type: ignore[import-not-found]
 
     class Plain(Bench):  # type: ignore[misc]
         """Without its stopwatches."""
@@ -77,9 +77,9 @@ def main() -> None:
 
         make = of_before
     try:
-        from stretto.stage.process import settle_down
+        from stretto.stage.host.process import settle_down
     except ImportError:  # an older tree
-        from stretto.stage.host import settle_down  # type: ignore[attr-defined, no-redef]
+        from stretto.stage.host.host import settle_down  # type: ignore[attr-defined, no-redef]
 
     with checkpoint("tiny") as directory:
         measure = make(directory)

@@ -34,8 +34,8 @@ from bench.harness.listener import Heard
 from bench.harness.results import ROOT, parser, quantile, write
 from bench.harness.serving import GpuWatch, Server, environment, serving
 from bench.hostile.flooders import ATTACKS, BODIES, attack, step_back
-from stretto.client.bench import Closed
-from stretto.client.player import play
+from stretto.loadtest.player import play
+from stretto.loadtest.runner import Closed
 from stretto.models.qwen3_omni.tiny import write_tiny
 
 LISTENERS = 8

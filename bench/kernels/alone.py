@@ -4,7 +4,7 @@
 
 Each candidate runs as a chain over several copies of its weights (more than the cache holds), captured in a graph, as
 it runs in a decode step; the time is the median over replays. Candidates are compiled by several processes first.
-Without `--tuned` the parameters go to the file that `stretto.kernels.fast.tuning` reads. The result has
+Without `--tuned` the parameters go to the file that `stretto.kernels.triton.tuning` reads. The result has
 for each kernel and shape the best candidate, its time, how many were tried and what the slowest took."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.harness.env import describe
 from bench.harness.results import parser, write
 from bench.kernels.cases import CHAIN, Case, cases
 from bench.kernels.descent import Tuned
-from stretto.kernels.fast.tuning import name_of, own_file, save
+from stretto.kernels.triton.tuning import name_of, own_file, save
 
 
 def compile_some(only: list[str], batches: list[int], kernels: tuple[str, ...], share: int, jobs: int) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from bench.kernels.descent import Tuned, chosen
-from stretto.kernels.fast import attention, experts, experts_many, grouped, tuning
-from stretto.kernels.fast.experts_choice import choose, route
-from stretto.kernels.fast.linear import COUNTERS, MANY, Gained, project, project_onto, tile_rows
-from stretto.kernels.fast.tuning import config, name_of
-from stretto.kernels.fast.untuned import matrix_defaults
-from stretto.kernels.quantized import FLOAT8
+from stretto.kernels.reference.quantized import FLOAT8
+from stretto.kernels.triton import attention, experts, experts_many, grouped, tuning
+from stretto.kernels.triton.experts_choice import choose, route
+from stretto.kernels.triton.linear import COUNTERS, MANY, Gained, project, project_onto, tile_rows
+from stretto.kernels.triton.tuning import config, name_of
+from stretto.kernels.triton.untuned import matrix_defaults
 
 CHAIN = 24
 SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from stretto.kernels.fast.tuning import TuningQuestion
+from stretto.kernels.triton.tuning import TuningQuestion
 
 Tuned = dict[str, int]
 Table = dict[str, Tuned]

@@ -33,7 +33,7 @@ from bench.harness.results import parser, write
 from bench.kernels.cases import Candidates
 from bench.kernels.descent import Descent, Failed, Pair, Table
 from bench.steps.decode import seated
-from stretto.kernels.fast import sampling, tuning
+from stretto.kernels.triton import sampling, tuning
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
 from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter

@@ -22,10 +22,10 @@ from torch import nn
 
 from bench.harness.env import describe
 from bench.harness.results import parser, write
-from stretto.kernels.fast import grouped
-from stretto.kernels.fast.attention_prefill import attend
-from stretto.kernels.fast.prefill import add_norm, combine, qkv_write
-from stretto.kernels.fast.tuning import name_of
+from stretto.kernels.triton import grouped
+from stretto.kernels.triton.attention_prefill import attend
+from stretto.kernels.triton.prefill import add_norm, combine, qkv_write
+from stretto.kernels.triton.tuning import name_of
 from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, DecoderLayer
 from stretto.layers.mlp import MoeMLP

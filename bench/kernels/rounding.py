@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench.harness.results import parser
-from stretto.kernels.quantized import FLOAT8, LARGEST, quantize
+from stretto.kernels.reference.quantized import FLOAT8, LARGEST, quantize
 
 ROWS, INPUTS, GROUP = 1024, 2048, 128
 

@@ -25,13 +25,13 @@ import torch
 
 from bench.harness.env import describe
 from bench.harness.results import parser, write
-from stretto.kernels.fast import usable
+from stretto.kernels.triton import usable
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig, parse
 from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.models.speech.config import VocoderConfig
-from stretto.stage.codec.config import CodecConfig
+from stretto.stage.vocoder.config import CodecConfig
 
 SLOTS = 128  # that a server has by default
 

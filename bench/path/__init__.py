@@ -108,9 +108,9 @@ def recorded_server(args: argparse.Namespace, model: Path, folder: Path, placeme
 def role(head: str) -> str:
     """Of a process, by the first line of its file."""
     forked, _, command = head.partition("\t")
-    if "stretto.prompt.worker" in command:
+    if "stretto.preprocess.pool.worker" in command:
         return "prompt job" if forked else "prompt worker"
-    return "host" if "stretto.stage.process" in command else "server"
+    return "host" if "stretto.stage.host.process" in command else "server"
 
 
 Ran = dict[str, dict[int, Counter[str]]]  # how many processes of each role ran a line, by file and line

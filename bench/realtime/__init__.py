@@ -56,9 +56,9 @@ async def on_engine(args: argparse.Namespace, directory: Path, parts: list[str],
     from bench.harness.serving import GpuWatch
     from bench.realtime.engine import Stand
     from bench.realtime.turns import clock
-    from stretto.control.settings import EngineConfig, parse_placement
-    from stretto.orchestrator.engine import PipelineEngine
-    from stretto.server.command import SWITCH_S
+    from stretto.commands.serve import SWITCH_S
+    from stretto.config.engine import EngineConfig, parse_placement
+    from stretto.engine.engine import PipelineEngine
 
     sys.setswitchinterval(SWITCH_S)  # as a server does
     config = EngineConfig(

@@ -28,9 +28,9 @@ from bench.realtime.turns import (
     speak,
     without_packets,
 )
-from stretto.orchestrator.api import AudioChunk
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.session import INPUT_RATE
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk
+from stretto.engine.session import INPUT_RATE
 
 TAIL_S = 2.0  # of each turn, spoken in real time where several sessions are measured
 PRELOADERS = 16  # sessions that are given the sound before it at once

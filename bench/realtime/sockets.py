@@ -23,8 +23,8 @@ from bench.harness.serving import Server
 from bench.realtime.numbers import Found, by_length, listened, ms, show
 from bench.realtime.sounds import Clips, Samples
 from bench.realtime.turns import LARGE_PIECE_S, PIECE_S, clock
-from stretto.client.player import Packet, play
-from stretto.orchestrator.session import INPUT_RATE
+from stretto.engine.session import INPUT_RATE
+from stretto.loadtest.player import Packet, play
 from tests.server.realtime.sounds import pcm
 
 RATE = 24_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from stretto.orchestrator.session import INPUT_RATE
+from stretto.engine.session import INPUT_RATE
 from tests.server.realtime.sounds import speech
 
 Samples = npt.NDArray[np.float32]

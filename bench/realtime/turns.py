@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 from bench.realtime.sounds import Samples
-from stretto.client.player import Packet, Playback, play
-from stretto.control.request import Params
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.engine.session import INPUT_RATE, Session
 from stretto.errors import StrettoError
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.session import INPUT_RATE, Session
+from stretto.loadtest.player import Packet, Playback, play
+from stretto.messages.params import Params
 
 clock = time.perf_counter
 PIECE_S = 0.1  # in real time

@@ -20,7 +20,7 @@ import torch
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, quantile, write
 from bench.report.measured import second
-from stretto.kernels.paged import KVCache
+from stretto.kernels.reference.paged import KVCache
 from stretto.layers.decoder import Decoder
 from stretto.layers.mlp import MoeMLP
 from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
@@ -87,7 +87,7 @@ class Routes:
         self.decoder, self.distinct = decoder, []
 
     def count(self, run: Any) -> float:
-        from stretto.kernels.fast import experts_many
+        from stretto.kernels.triton import experts_many
 
         plain, found = experts_many.route, self.distinct
 

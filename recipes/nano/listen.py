@@ -25,7 +25,7 @@ from recipes.nano.report import gate, note, say
 from recipes.nano.thinker import Thinker
 from recipes.nano.tokens import Text
 from recipes.nano.tower import Tower
-from stretto.prompt.mel import FLOOR, HOP, RANGE, WINDOW, mel_filters
+from stretto.preprocess.mel import FLOOR, HOP, RANGE, WINDOW, mel_filters
 
 FILE = "audio.safetensors"
 CHUNKS = 5  # seconds of a clip, and chunks of the encoder

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from stretto.kernels.fast import MAX_ROWS, usable
-from stretto.kernels.norm import rms_norm
-from stretto.kernels.paged import KVCache, Paging, paged_attention, write_kv
-from stretto.kernels.rope import rotate
+from stretto.kernels.reference.norm import rms_norm
+from stretto.kernels.reference.paged import KVCache, Paging, paged_attention, write_kv
+from stretto.kernels.reference.rope import rotate
+from stretto.kernels.triton import MAX_ROWS, usable
 from stretto.layers.config import DecoderConfig
-from stretto.layers.host import MAX_ROWS as HOST_ROWS
-from stretto.layers.host import Array, HostLayers
 from stretto.layers.linear import FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP, MoeMLP
+from stretto.layers.numpy_decoder import MAX_ROWS as HOST_ROWS
+from stretto.layers.numpy_decoder import Array, HostLayers
 from stretto.layers.targets import frozen
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """One decode step of rows of persistent state, from row numbers and positions alone: input rows as
         `kernels.fast.begin` makes them, then all layers. -> final-normed rows (in `out`, if it is given)."""
-        from stretto.kernels.fast.begin import begin
+        from stretto.kernels.triton.begin import begin
 
         assert self.fused is not None
         assert self.rope.inv_freq is not None

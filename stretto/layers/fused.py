@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from stretto.kernels.fast import MAX_ROWS, attention, experts, experts_many
-from stretto.kernels.fast.linear import COUNTERS, Gained, normalise, project, project_onto
+from stretto.kernels.triton import MAX_ROWS, attention, experts, experts_many
+from stretto.kernels.triton.linear import COUNTERS, Gained, normalise, project, project_onto
 from stretto.layers.config import DecoderConfig
 from stretto.layers.mlp import DenseMLP, MoeMLP
 
 if TYPE_CHECKING:
-    from stretto.kernels.paged import KVCache, Paging
+    from stretto.kernels.reference.paged import KVCache, Paging
     from stretto.layers.decoder import AfterLayer, Decoder
 
 

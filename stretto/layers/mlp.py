@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stretto.kernels import moe
-from stretto.kernels.quantized import FLOAT8, quantize
+from stretto.kernels.reference import moe
+from stretto.kernels.reference.quantized import FLOAT8, quantize
 from stretto.layers.config import MoeConfig
 from stretto.layers.linear import FusedLinear, Linear
 from stretto.layers.targets import Float8Rows, Target, frozen
@@ -28,7 +28,7 @@ class Experts(nn.Module):
     """All experts of a layer; per-expert tensors in the checkpoint, two fused ones in memory.
 
     Either both are of the model's dtype and there are no scales, or both are float8 with a scale per output row
-    (`stretto.kernels.quantized`): from the start with `float8`, or from `quantize()` on."""
+    (`stretto.kernels.reference.quantized`): from the start with `float8`, or from `quantize()` on."""
 
     gate_up_scale: torch.Tensor | None  # [experts, 2 * size] float32
     down_scale: torch.Tensor | None  # [experts, hidden] float32

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from stretto.kernels.paged import KVCache, Paging
+from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.decoder import AfterLayer, Decoder, DecoderLayer, RMSNorm
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.upload import to_device
@@ -66,7 +66,7 @@ def run_prefill(
     after: AfterLayer | None = None,
 ) -> torch.Tensor:
     """Input rows x [rows, hidden] at angles cos, sin [rows, head dim] -> final-normed rows; padding gives zeros."""
-    from stretto.kernels.fast.prefill import add_norm
+    from stretto.kernels.triton.prefill import add_norm
 
     norms = [_first_norm(layer) for layer in decoder.layers] + [decoder.norm]
     counters = decoder.fused.split_counters if decoder.fused is not None else None
@@ -93,8 +93,8 @@ def _attention(
     layer: DecoderLayer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: torch.Tensor, ragged: Ragged,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    from stretto.kernels.fast.attention_prefill import attend
-    from stretto.kernels.fast.prefill import qkv_write
+    from stretto.kernels.triton.attention_prefill import attend
+    from stretto.kernels.triton.prefill import qkv_write
 
     a = layer.self_attn
     qkv = F.linear(normed, a.qkv.weight)
@@ -107,8 +107,8 @@ def _mlp(
     mlp: torch.nn.Module, stream: torch.Tensor, normed: torch.Tensor, norm: RMSNorm, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream after a layer's feed-forward block, and its norm for the next layer."""
-    from stretto.kernels.fast.grouped import experts, route
-    from stretto.kernels.fast.prefill import add_norm, combine, swiglu
+    from stretto.kernels.triton.grouped import experts, route
+    from stretto.kernels.triton.prefill import add_norm, combine, swiglu
 
     if isinstance(mlp, DenseMLP):
         h, _ = swiglu(F.linear(normed, mlp.gate_up.weight), count)

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stretto.kernels.fast import usable
+from stretto.kernels.triton import usable
 from stretto.layers.targets import frozen
 
 if TYPE_CHECKING:
-    from stretto.kernels.fast.convolution import Next
+    from stretto.kernels.triton.convolution import Next
 
 FEW_ROWS = 256
 """Up to here a convolution is one matrix product over copied windows, which reads its weight once and well; beyond,
@@ -104,7 +104,7 @@ class Push:
         """`[tail | act(x)]` as one buffer, with the tail moved on in the state."""
         held, ends, rows = self.tails[tail.index], self.ends[tail.index], tail.num_rows
         if usable(x):
-            from stretto.kernels.fast.snake import join
+            from stretto.kernels.triton.snake import join
 
             curve, silent = None if act is None else act.curve, None if silence is None else silence.rows
             return join(held, ends, x, curve, silent)
@@ -122,7 +122,7 @@ class Push:
 
     def advance(self, tail: Tail, buffer: torch.Tensor) -> None:
         """The rest of a join, by kernels, where `buffer` has its fresh rows already."""
-        from stretto.kernels.fast.snake import advance
+        from stretto.kernels.triton.snake import advance
 
         advance(self.tails[tail.index], self.ends[tail.index], buffer)
 
@@ -136,7 +136,7 @@ class Joint:
     silence: Silence
 
     def after(self) -> Next:
-        from stretto.kernels.fast.convolution import Next
+        from stretto.kernels.triton.convolution import Next
 
         return Next(self.tail.num_rows, self.act.curve, self.silence.rows)
 
@@ -166,7 +166,7 @@ class Snake(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if usable(x):
-            from stretto.kernels.fast.snake import snake
+            from stretto.kernels.triton.snake import snake
 
             return snake(x, self.curve)
         wave = (x * self.rate).sin_()
@@ -207,7 +207,7 @@ class CausalConv(nn.Module):
         library's convolutions add it by one more pass over the output. A single channel out may be float32."""
         bias = self.conv.bias if biased else None
         if bias is not None and bias.numel() == 1 and usable(buffer):
-            from stretto.kernels.fast.convolution import single
+            from stretto.kernels.triton.convolution import single
 
             return single(buffer, self.conv.weight, bias, self.dilation)
         if self.taps == 1:
@@ -222,7 +222,7 @@ class CausalConv(nn.Module):
     def _windows(self, buffer: torch.Tensor) -> torch.Tensor:
         """What each output row reads, side by side: [slots, time, taps * in]."""
         if usable(buffer):
-            from stretto.kernels.fast.convolution import windows
+            from stretto.kernels.triton.convolution import windows
 
             return windows(buffer, self.taps, self.dilation)
         slots, rows, channels = buffer.shape
@@ -237,7 +237,7 @@ def residual(
     """x + mix(act(conv(buffer))), and the next convolution's buffer with it. `mix` has one tap and as many channels out
     as in."""
     if usable(x):
-        from stretto.kernels.fast.convolution import finish, fits
+        from stretto.kernels.triton.convolution import finish, fits
 
         if fits(x.shape[2]):
             y = conv(buffer, biased=False)
@@ -292,7 +292,7 @@ class OverlapUpConv(nn.Module):
         """[slots, 1 + time, in] -> [slots, time * rate, out], and the next convolution's buffer with it"""
         y = F.linear(buffer, self.conv.weight.flatten(0, 1), self.bias)
         if usable(y):
-            from stretto.kernels.fast.convolution import add_halves
+            from stretto.kernels.triton.convolution import add_halves
 
             x, buffer = add_halves(y, self.outputs, joint.after())
             push.advance(joint.tail, buffer)

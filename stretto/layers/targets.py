@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from stretto.kernels.quantized import quantize
+from stretto.kernels.reference.quantized import quantize
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.kernels import fast
+from stretto.kernels import triton as fast
 from stretto.models.warming import Warming
-from stretto.stage.context import StageContext
+from stretto.stage.host.context import StageContext
 from stretto.stage.stage import Stage
 
 log = logging.getLogger(__name__)

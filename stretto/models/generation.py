@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.control.request import Params
 from stretto.errors import CheckpointError, Invalid
-from stretto.prompt.files import read_json
+from stretto.messages.params import Params
+from stretto.preprocess.files import read_json
 
 FILE = "generation_config.json"
 DRAWN = {"temperature": float, "top_p": float, "top_k": int, "repetition_penalty": float}

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 import torch
 
-from stretto.child import die_with_parent
-from stretto.control.settings import HostSettings
-from stretto.kernels.fast import apply
-from stretto.kernels.fast.warm import Marker, Workers, directory, python, surroundings
+from stretto._process import die_with_parent
+from stretto.config.engine import HostSettings
+from stretto.kernels.triton import apply
+from stretto.kernels.triton.compile_ahead import Marker, Workers, directory, python, surroundings
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder
 from stretto.stage.runner import prefill_graphs

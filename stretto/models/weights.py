@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from stretto import cpu
 from stretto.errors import CheckpointError
-from stretto.kernels.quantized import FLOAT8, finite
+from stretto.kernels.reference.quantized import FLOAT8, finite
 from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, Target, targets
 from stretto.models.shapes import spread

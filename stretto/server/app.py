@@ -21,29 +21,29 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from stretto import __version__
+from stretto.config.server import ServerConfig
+from stretto.engine.protocol import Engine
 from stretto.observe import logs
-from stretto.orchestrator.api import Engine
-from stretto.server.answer import GeneratingRoute
-from stretto.server.body import ON_THE_LOOP
-from stretto.server.chat import answer_chat, num_answers, read_chat
-from stretto.server.config import ServerConfig
-from stretto.server.door import Door
-from stretto.server.failures import Refused, respond
+from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.keys import Keys
-from stretto.server.livespeech import PATH as LIVE_SPEECH
-from stretto.server.livespeech import LiveSpeech
 from stretto.server.metrics import CONTENT_TYPE
-from stretto.server.openapi import document
+from stretto.server.middleware import Door
+from stretto.server.openai.chat import answer_chat, num_answers, read_chat
+from stretto.server.openai.error_body import Refused, respond
+from stretto.server.openai.generating_route import GeneratingRoute
+from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
+from stretto.server.openai.live_speech import LiveSpeech
+from stretto.server.openai.openapi import document
+from stretto.server.openai.schema import Health, ModelCard, ModelList, Version, VoiceDeleted
+from stretto.server.openai.speech import answer_speech, read_speech
+from stretto.server.openai.transcriptions import answer_sound, reader
+from stretto.server.openai.voices import MAX_CLIP, answer_voice, read_voice
 from stretto.server.origins import FORMS, VOICES
 from stretto.server.pages import WEB, Pages
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.realtime.connection import Realtime
-from stretto.server.schema import Health, ModelCard, ModelList, Version, VoiceDeleted
+from stretto.server.request_log import VISIT, Visit
 from stretto.server.service import OpenEngine, Service
-from stretto.server.speech import answer_speech, read_speech
-from stretto.server.transcribe import answer_sound, reader
-from stretto.server.visit import VISIT, Visit
-from stretto.server.voices import MAX_CLIP, answer_voice, read_voice
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech", VOICES, *FORMS)
 DEFAULTS = {

@@ -14,7 +14,7 @@ from time import monotonic
 from starlette.datastructures import Headers
 
 from stretto.errors import Invalid
-from stretto.server.failures import Refused
+from stretto.server.openai.error_body import Refused
 
 log = logging.getLogger("stretto.server")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
+from stretto.config.server import LogFormat, LogLevel
 from stretto.observe import logs
-from stretto.server.config import LogFormat, LogLevel
-from stretto.server.exchange import CutConnection
+from stretto.server.http.exchange import CutConnection
 
 
 class NotBroken(logging.Filter):

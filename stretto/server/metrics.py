@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from stretto import __version__
+from stretto.server.metric_help import HELP
 from stretto.server.realtime.metrics import RealtimeMetrics
-from stretto.server.series import HELP
-from stretto.server.visit import Visit
+from stretto.server.request_log import Visit
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)

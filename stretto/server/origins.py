@@ -14,8 +14,8 @@ from functools import lru_cache
 
 from starlette.datastructures import Headers
 
-from stretto.server.config import HOST, ORIGIN, ServerConfig
-from stretto.server.failures import Refused
+from stretto.config.server import HOST, ORIGIN, ServerConfig
+from stretto.server.openai.error_body import Refused
 
 ANY = "*"
 PREFLIGHT_SECONDS = 600  # how long a browser may remember what it was allowed

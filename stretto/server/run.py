@@ -21,16 +21,16 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
+from stretto.config.server import ServerConfig
 from stretto.errors import StrettoError
 from stretto.server.app import make_app, make_metrics_app
-from stretto.server.config import ServerConfig
-from stretto.server.floods import Floods
-from stretto.server.listener import BACKLOG, Listener, listen, listen_for_metrics
+from stretto.server.http.flow_throttle import Floods
+from stretto.server.http.listen import BACKLOG, Listener, listen, listen_for_metrics
+from stretto.server.http.protocol import Connection, Front
+from stretto.server.http.websocket import Socket
 from stretto.server.pages import WEB
-from stretto.server.protocol import Connection, Front
 from stretto.server.service import OpenEngine, Service
 from stretto.server.shares import Shares
-from stretto.server.websocket import Socket
 
 log = logging.getLogger("stretto.server")
 

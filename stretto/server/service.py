@@ -10,19 +10,19 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from stretto.config.server import ServerConfig
+from stretto.engine.protocol import Engine, Progress
 from stretto.errors import StrettoError
-from stretto.orchestrator.api import Engine, Progress
-from stretto.server.access import Admission
-from stretto.server.config import ServerConfig
-from stretto.server.failures import Refused
+from stretto.server.admission import Admission
 from stretto.server.heap import Trimmer
 from stretto.server.keys import Keys
-from stretto.server.looptime import LoopTurns
-from stretto.server.memory import AudioMemory
+from stretto.server.loop_time import LoopTurns
 from stretto.server.metrics import Metrics
+from stretto.server.openai.answer_store import AudioMemory
+from stretto.server.openai.error_body import Refused
+from stretto.server.openai.voice_store import VoiceStore
 from stretto.server.realtime.sessions import Sessions
 from stretto.server.shares import Shares
-from stretto.server.voicestore import VoiceStore
 
 log = logging.getLogger("stretto.server")
 

@@ -1,7 +1,7 @@
 """Answers that follow a grammar: which tokens may come next, by `llguidance`. The scheduler runs a guided request one
 step at a time, since its next mask follows from its last token; the runner writes the mask to the request's device row.
 
-Guides are used on the stage's loop thread. Grammars are compiled in a thread of their own (`prompt/grammars.py`), with
+Guides are used on the stage's loop thread. Grammars are compiled in a thread of their own (`preprocess/grammars.py`), with
 their first masks: most take a millisecond or two. A server lets none come here that takes more than its limits."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Condition, Thread, stack_size
 from typing import Protocol
 
 from stretto.errors import Bug, StrettoError
-from stretto.prompt.grammars import Bits, GrammarCompiler, GrammarGuide
+from stretto.preprocess.grammars import Bits, GrammarCompiler, GrammarGuide
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from stretto.stage.loop import TICK_NS
+from stretto.stage.host.loop import TICK_NS
 
 WINDOW = 16
 LEAST = 4

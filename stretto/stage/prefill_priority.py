@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from stretto.stage.loop import TICK_NS
-from stretto.stage.pace import Pace, Rhythm
+from stretto.stage.host.loop import TICK_NS
+from stretto.stage.pacing import Pace, Rhythm
 from stretto.stage.request import StageRequest, State
 
 if TYPE_CHECKING:
-    from stretto.stage.core import StageCore
+    from stretto.stage.ar import StageCore
 
 SPARE_S = 0.5
 """A listener who has more in hand can do without frames for a while."""

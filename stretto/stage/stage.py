@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import torch
 
-from stretto.control.messages import Admit, FromHost
-from stretto.prompt.prompt import Piece, Prompt
-from stretto.stage.payload.copies import adopt
-from stretto.stage.payload.schema import Payload
+from stretto.messages.requests import Admit, FromHost
+from stretto.preprocess.prompt import Piece, Prompt
+from stretto.stage.links.copies import adopt
+from stretto.stage.payload import Payload
 from stretto.types import Mark, RequestId
 
 

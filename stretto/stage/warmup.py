@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from stretto.control.messages import Admit, Cancel, Ended, Failed, FromHost, encode
+from stretto.messages.requests import Admit, Cancel, Ended, Failed, FromHost, encode
 from stretto.observe.recorder import MAX_SPANS
-from stretto.prompt.packed import pack
-from stretto.prompt.prompt import Prompt
-from stretto.stage.links import Inlet, Links
-from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Report
+from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.links.links import Inlet, Links
+from stretto.stage.payload import Payload
 from stretto.stage.stage import ToLink
+from stretto.stage.timings import Report
 from stretto.types import Mark, RequestId
 
 if TYPE_CHECKING:
-    from stretto.stage.host import Host
+    from stretto.stage.host.host import Host
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import pytest
 from bench.ablation.rows import ROWS, Row, measure_row
 from bench.harness.host import Asker, OneHost, Question
 from bench.harness.workload import WORKLOADS, Workload
-from stretto.control.messages import FromHost, Pcm
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
+from stretto.messages.requests import FromHost, Pcm
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.types import RequestId

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen, spread
-from stretto.kernels.fast import tuning
-from stretto.kernels.fast.tuning import TuningQuestion
+from stretto.kernels.triton import tuning
+from stretto.kernels.triton.tuning import TuningQuestion
 
 DEFAULT = {"BN": 16, "warps": 4}
 

@@ -12,18 +12,18 @@ from bench.ablation import DEFAULT, Found, bases, ratios, variants
 from bench.ablation.plain import Plain
 from bench.engine.load import first_times, pieces, stream
 from bench.harness.checkpoint import checkpoint, host_fields
-from stretto.client.bench import Sample, SystemClock
-from stretto.client.player import Packet
-from stretto.client.wire import Piece, RequestFailed, Sound, Used, Words
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.overlaps import OverlapSwitches
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta, Usage
 from stretto.errors import Busy, Invalid
+from stretto.loadtest.player import Packet
+from stretto.loadtest.runner import Sample, SystemClock
+from stretto.loadtest.sse import Piece, RequestFailed, Sound, Used, Words
+from stretto.messages.params import Params
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import released_config
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
-from tests.orchestrator.common import CHATS, run
+from tests.engine.common import CHATS, run
 from tests.solo import Audio, Frame, TextToken
 
 

@@ -8,7 +8,7 @@ from bench.harness.workload import Question, Workload
 from bench.host import scheduler
 from bench.host.loop import Tree, table
 from bench.host.measured import MeasuredHost
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 

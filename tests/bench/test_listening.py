@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from bench.engine.load import levels, settle
 from bench.harness.listening import Listeners, Listening, highest, smooth
-from stretto.client.bench import Closed, Level, Open, Sample, Targets
-from stretto.client.player import Packet
-from tests.client.clock import FakeClock
-from tests.client.test_bench import FakeServer
+from stretto.loadtest.player import Packet
+from stretto.loadtest.runner import Closed, Level, Open, Sample, Targets
+from tests.loadtest.clock import FakeClock
+from tests.loadtest.test_bench import FakeServer
 
 
 def listen(load: Closed, limits: Targets) -> tuple[FakeServer, Level]:

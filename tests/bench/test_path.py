@@ -71,7 +71,7 @@ def test_lines_that_run_while_it_is_on(tmp_path: Path, forced: bool) -> None:
         text = (site / "sitecustomize.py").read_text().replace('getattr(sys, "monitoring", None)', "None")
         (site / "sitecustomize.py").write_text(text)
     (tmp_path / recorder.ON).write_bytes(b"\0")
-    program = package / "stretto.prompt.worker.py"  # by its command line, a worker
+    program = package / "stretto.preprocess.pool.worker.py"  # by its command line, a worker
     program.write_text(PROGRAM)
     names = {recorder.FOLDER: str(tmp_path), recorder.SOURCES: str(package), "PYTHONPATH": str(site)}
     command = [sys.executable, str(program), str(tmp_path / recorder.ON)]
@@ -102,7 +102,9 @@ def test_lines_that_run_while_it_is_on(tmp_path: Path, forced: bool) -> None:
 
 
 def test_layers_and_kernels_are_left_out_of_one_total() -> None:
-    assert [arithmetic(name) for name in ("layers/mlp.py", "kernels/fast/warm.py", "stage/host.py")] == [
+    assert [
+        arithmetic(name) for name in ("layers/mlp.py", "kernels/triton/compile_ahead.py", "stage/host/host.py")
+    ] == [
         True,
         True,
         False,

@@ -11,8 +11,8 @@ from bench.realtime import PARTS, main
 from bench.realtime.numbers import Gate, by_length, delta, fitting, listened
 from bench.realtime.sounds import Clips
 from bench.realtime.turns import PHASES, answer, phases, played
-from stretto.client.player import Packet
-from stretto.orchestrator.api import Finished, TimelineSpan, Usage
+from stretto.engine.protocol import Finished, TimelineSpan, Usage
+from stretto.loadtest.player import Packet
 
 
 def test_the_parts_of_a_latency_add_up() -> None:

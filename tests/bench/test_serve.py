@@ -16,11 +16,11 @@ from bench.harness.crowd import Questions, came, delta
 from bench.harness.listener import Heard, Job, run
 from bench.harness.workload import WORKLOADS
 from bench.serve import PHASES, begin, phases, run_part, server_flags
-from stretto.client.bench import Level, Open, Sample
-from stretto.client.player import Packet
+from stretto.loadtest.player import Packet
+from stretto.loadtest.runner import Level, Open, Sample
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.server.schema import ChatRequest
+from stretto.server.openai.schema import ChatRequest
 
 
 def test_questions_are_exact_differ_and_are_accepted() -> None:

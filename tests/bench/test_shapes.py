@@ -3,7 +3,7 @@
 import argparse
 
 from bench.kernels.vocoder import combinations
-from stretto.stage.codec.config import CodecConfig
+from stretto.stage.vocoder.config import CodecConfig
 
 
 def test_the_vocoder_is_measured_in_the_shapes_that_are_captured() -> None:

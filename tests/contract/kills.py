@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from stretto.connector.contract import Chunk, Endpoint, PeerDead, Receiver, Sender
+from stretto.transport.contract import Chunk, Endpoint, PeerDead, Receiver, Sender
 from tests.contract.links import LONG_S, Kit, check_numbered, listening, numbered, take
 from tests.contract.peer import Nursery, Peer
 

@@ -12,10 +12,10 @@ from functools import cache
 
 import torch
 
-from stretto.connector import wire
-from stretto.connector.contract import Chunk, Connector, LinkOptions, Receiver, Sender
-from stretto.connector.registry import connectors
 from stretto.errors import Invalid
+from stretto.transport import wire
+from stretto.transport.contract import Chunk, Connector, LinkOptions, Receiver, Sender
+from stretto.transport.registry import connectors
 from stretto.types import Mark, RequestId, Span
 
 LONG_S = 60.0  # for what must happen: generous, since machines are busy, and never reached when all is well

@@ -20,8 +20,8 @@ from typing import Any, Self
 
 import msgspec
 
-from stretto.connector.contract import Endpoint, Receiver, Sender
 from stretto.errors import StrettoError
+from stretto.transport.contract import Endpoint, Receiver, Sender
 from tests.contract.links import KITS, LONG_S, Footprint, Kit, check_numbered, numbered, take
 
 ROOT = Path(__file__).parents[2]
@@ -180,8 +180,8 @@ def _receive(receiver: Receiver, request: dict[str, Any], lines: Lines) -> None:
 
 
 if __name__ == "__main__":
-    import stretto.connector.shm
-    import stretto.connector.tcp  # noqa: F401
+    import stretto.transport.shm
+    import stretto.transport.tcp  # noqa: F401
 
     with socket.socket(fileno=int(sys.argv[1])) as control:
         _serve(control)

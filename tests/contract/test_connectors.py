@@ -1,4 +1,4 @@
-"""The connector contract, against every connector. What a rule says is in `stretto/connector/contract.py`."""
+"""The connector contract, against every connector. What a rule says is in `stretto/transport/contract.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import torch
 
-from stretto.connector import wire
-from stretto.connector.contract import (
+from stretto.errors import StrettoError, WireError
+from stretto.transport import wire
+from stretto.transport.contract import (
     WIRE_VERSION,
     Chunk,
     ChunkHeader,
@@ -27,7 +28,6 @@ from stretto.connector.contract import (
     Sender,
     VersionMismatch,
 )
-from stretto.errors import StrettoError, WireError
 from stretto.types import Mark, RequestId, Span
 from tests.contract.links import (
     LONG_S,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.connector.contract import Endpoint, LinkClosed, PeerDead, Sender
+from stretto.transport.contract import Endpoint, LinkClosed, PeerDead, Sender
 from tests.contract.kills import listen, scenario
 from tests.contract.links import KITS, LONG_S, Kit, missing, numbered, take
 from tests.contract.peer import Nursery

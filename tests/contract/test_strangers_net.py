@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import zmq
 
-from stretto.connector import pending, zmqsocket
-from stretto.connector.contract import Corrupt, Endpoint, LinkClosed, PeerDead, Receiver
-from stretto.connector.endpoint import hello_of, make_endpoint, new_nonce
-from stretto.connector.notes import Kind, pack_note
-from stretto.connector.slots import SlotReceiver
-from stretto.connector.tcp import TcpConnector
+from stretto.transport import pending, zmqsocket
+from stretto.transport.contract import Corrupt, Endpoint, LinkClosed, PeerDead, Receiver
+from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
+from stretto.transport.notes import Kind, pack_note
+from stretto.transport.slots import SlotReceiver
+from stretto.transport.tcp import TcpConnector
 from tests.contract.links import KITS, LONG_S, SECRET, check_invited, check_numbered, eventually, numbered, take
 
 KIT = KITS["tcp"]

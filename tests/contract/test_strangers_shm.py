@@ -20,9 +20,9 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.connector import shm
-from stretto.connector.contract import Corrupt, Endpoint, PeerDead
-from stretto.connector.endpoint import hello_of, make_endpoint, new_nonce
+from stretto.transport import shm
+from stretto.transport.contract import Corrupt, Endpoint, PeerDead
+from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
 from tests.contract.links import KITS, LONG_S, SECRET, check_invited, eventually, listening, numbered, take
 
 KIT = KITS["shm"]

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from stretto import __version__
-from stretto.cluster.extra import SERIES
-from stretto.control.cluster import check_cluster
-from stretto.server.command import RECORDS, read_settings
-from stretto.server.settings import as_names
+from stretto.commands.serve import RECORDS, read_settings
+from stretto.config.cluster import check_cluster
+from stretto.config.loader import as_names
+from stretto.ray.dependency import SERIES
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -283,7 +283,7 @@ def test_the_service_is_what_the_code_serves(service: RayService) -> None:
     [pinned] = re.findall(r'^ray = \["ray\[default,serve\]==(\S+)\.\*"\]', (ROOT / "pyproject.toml").read_text(), re.M)
     assert cluster.ray_version.startswith(pinned)
     [app] = yaml.safe_load(service.spec.serve_config_v2)["applications"]
-    assert app["import_path"] == "stretto.cluster.app:build"
+    assert app["import_path"] == "stretto.ray.app:build"
     assert "def build(" in (ROOT / "stretto" / "cluster" / "app.py").read_text()
     args = as_names(app["args"], RECORDS, ("model",), "args")
     model, engine, server, ours = read_settings({}, {}, {**args, "backend": "ray"})

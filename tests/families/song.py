@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from stretto.control.messages import Admit, Pcm, Text
 from stretto.family import LinkSpec, ModelInfo, PipelineSpec, StageSpec
-from stretto.kernels.paged import KVCache, Paging
-from stretto.prompt.prompt import Prompt
-from stretto.stage.codec import AudioOutput
-from stretto.stage.context import StageContext
-from stretto.stage.core import Certain
-from stretto.stage.payload.schema import Payload
-from stretto.stage.report import StageTimings, failed
+from stretto.kernels.reference.paged import KVCache, Paging
+from stretto.messages.requests import Admit, Pcm, Text
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.ar import Certain
+from stretto.stage.host.context import StageContext
+from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.rows import DeviceRows, How
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
+from stretto.stage.timings import StageTimings, failed
+from stretto.stage.vocoder import AudioOutput
 from stretto.types import GREEDY, Mark, RequestId, SamplingParams, Span
 from tests.families.toys import Numbers, ToyModel, ToyParams
 

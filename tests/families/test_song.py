@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from stretto import registry
-from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings, Placement
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.template import Tokenizer
+from stretto.config.engine import EngineConfig, HostSettings, Placement
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.messages.params import Params
+from stretto.preprocess.template import Tokenizer
 from tests.families.song import expected
 
 COUNT = 19

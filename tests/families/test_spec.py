@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from stretto.control.request import Params
+from stretto.engine.announce import Ask, announce
+from stretto.engine.request import Ticket
 from stretto.errors import Bug
 from stretto.family import LinkSpec, PipelineSpec, StageSpec
-from stretto.orchestrator.admission import Ask, announce
-from stretto.orchestrator.ticket import Ticket
-from stretto.prompt.packed import pack
-from stretto.prompt.prompt import Prompt
+from stretto.messages.params import Params
+from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.prompt import Prompt
 from stretto.types import RequestId
 
 A, B = StageSpec("a", decides="text"), StageSpec("b", decides="audio")

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from stretto import registry
-from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, Placement
+from stretto.config.engine import EngineConfig, Placement
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import Bug, CheckpointError, Invalid, StageDead
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.jobs import Conversation
-from stretto.prompt.pool import PoolSettings, PromptPool
-from stretto.prompt.template import Tokenizer
+from stretto.messages.params import Params
+from stretto.preprocess.pool.jobs import Conversation
+from stretto.preprocess.pool.pool import PoolSettings, PromptPool
+from stretto.preprocess.template import Tokenizer
 from tests.families.toys import CHANGES, SAMPLES
 
 WORDS = "The rain in the garden is quiet this morning."

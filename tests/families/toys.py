@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 import torch
 
-from stretto.control.messages import Admit, Pcm, Text
 from stretto.errors import Invalid
 from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
-from stretto.prompt.prompt import Prompt
-from stretto.prompt.template import Tokenizer
-from stretto.stage.context import StageContext
-from stretto.stage.payload.schema import named, within
-from stretto.stage.report import StageTimings
+from stretto.messages.requests import Admit, Pcm, Text
+from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.template import Tokenizer
+from stretto.stage.host.context import StageContext
+from stretto.stage.payload import named, within
 from stretto.stage.request import Reason
 from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
+from stretto.stage.timings import StageTimings
 from stretto.types import Mark, RequestId, Span
 
 SAMPLES = 10  # of each number

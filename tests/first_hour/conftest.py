@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.control.settings import EngineConfig
-from stretto.orchestrator.api import Engine
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.settings import PoolSettings
+from stretto.config.engine import EngineConfig
+from stretto.config.preprocess import PoolSettings
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import Engine
 from tests.server.conftest import Running
 
 

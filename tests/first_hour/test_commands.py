@@ -14,14 +14,14 @@ import soundfile
 from PIL import Image
 
 from stretto.cli import main, parser
-from stretto.client.bench import Closed, Goal, Level, Sample
-from stretto.client.http import ListedModel
-from stretto.client.player import Packet
-from stretto.client.report import overview, rates, table
-from stretto.client.sound import NoSound
-from stretto.client.talk import Talk
-from stretto.client.wire import Words
-from tests.prompt.samples import video_file
+from stretto.loadtest.http import ListedModel
+from stretto.loadtest.player import Packet
+from stretto.loadtest.report import overview, rates, table
+from stretto.loadtest.runner import Closed, Goal, Level, Sample
+from stretto.loadtest.sse import Words
+from stretto.talk.sound import NoSound
+from stretto.talk.typed import Talk
+from tests.preprocess.samples import video_file
 
 ROOT = Path(__file__).parents[2]
 

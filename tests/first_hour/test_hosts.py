@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.engine import engine as engine_module
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.supervisor import FIRST_STARTS
 from stretto.errors import StageDead, StrettoError
-from stretto.orchestrator import engine as engine_module
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.orchestrator.supervisor import FIRST_STARTS
-from tests.orchestrator.common import run
+from tests.engine.common import run
 
 STAGES = "thinker, talker, code2wav"
 
@@ -85,6 +85,6 @@ def test_a_host_that_dies_is_named_and_its_return_is_told(tiny_dir: Path, caplog
             assert engine.progress.error is None
 
     run(work())
-    told = [r.getMessage() for r in caplog.records if r.name == "stretto.orchestrator.supervisor"]
+    told = [r.getMessage() for r in caplog.records if r.name == "stretto.engine.supervisor"]
     assert "killed by SIGTERM" in told[0]
     assert "host p0.0 is back after" in told[1]

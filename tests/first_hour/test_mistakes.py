@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from stretto.cli import main
-from stretto.control.settings import EngineConfig, check_model
-from stretto.device import cards
+from stretto.config.engine import EngineConfig, check_model
 from stretto.errors import Invalid
-from stretto.stage.devices import check_device
+from stretto.hardware import cards
+from stretto.stage.host.device_check import check_device
 
 STRETTO = [sys.executable, "-m", "stretto"]
 SMALL = ["--max-text-tokens", "4", "--max-frames", "4", "--device", "cpu"]
@@ -227,8 +227,8 @@ def has_begun(children: list[int]) -> bool:
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children]
     except OSError:
         return False  # one has ended
-    hosts = [b"stretto.stage.process" in c for c in commands]
-    return any(hosts) and all(h or b"stretto.prompt.worker" in c for h, c in zip(hosts, commands, strict=True))
+    hosts = [b"stretto.stage.host.process" in c for c in commands]
+    return any(hosts) and all(h or b"stretto.preprocess.pool.worker" in c for h, c in zip(hosts, commands, strict=True))
 
 
 def test_tiny_overwrites_nothing(tmp_path: Path) -> None:

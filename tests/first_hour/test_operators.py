@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
+from stretto.commands.serve import settle
 from stretto.errors import Invalid
 from stretto.observe import logs
-from stretto.server.command import settle
-from stretto.server.failures import Refused
 from stretto.server.keys import Keys
-from stretto.server.series import HELP
+from stretto.server.metric_help import HELP
+from stretto.server.openai.error_body import Refused
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 

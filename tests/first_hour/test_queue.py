@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from stretto.server.access import Admission
-from stretto.server.failures import Refused
+from stretto.server.admission import Admission
+from stretto.server.openai.error_body import Refused
 from tests.server.conftest import serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT

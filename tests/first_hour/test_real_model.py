@@ -16,17 +16,18 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from stretto import device, speak
+from stretto import hardware as device
 from stretto.cli import main, parser
-from stretto.control.request import Params
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.commands import speak
+from stretto.config import engine_flags as sizing
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.engine_flags import fit_card, rows_for
+from stretto.config.server import ServerConfig
 from stretto.errors import CheckpointError, StrettoError
 from stretto.family import Wanted
 from stretto.hub import find_model
+from stretto.messages.params import Params
 from stretto.registry import open_model, write_tiny
-from stretto.server import engine as sizing
-from stretto.server.config import ServerConfig
-from stretto.server.engine import fit_card, rows_for
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -19,17 +19,17 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from stretto.control.messages import Admit
-from stretto.control.request import MAX_GRAMMAR, Params
+from stretto.config.preprocess import PoolSettings
 from stretto.errors import Invalid
+from stretto.messages.params import MAX_GRAMMAR, Params
+from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.grammars import open_grammars
-from stretto.prompt.grammars import GrammarGuide
-from stretto.prompt.settings import PoolSettings
-from stretto.prompt.template import ChatTemplate
-from stretto.server.grammar import SPACE
+from stretto.preprocess.grammars import GrammarGuide
+from stretto.preprocess.template import ChatTemplate
+from stretto.server.openai.grammar import SPACE
 from stretto.stage.guide import Grammars, PenaltyGuide
-from tests.orchestrator.common import collect
+from tests.engine.common import collect
 from tests.server.conftest import HEAD, Running
 
 SCHEMA = {

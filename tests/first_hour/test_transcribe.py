@@ -12,8 +12,8 @@ import pytest
 import soundfile
 
 from stretto.errors import Invalid
-from stretto.prompt.media import cut_sound
-from stretto.server.forms import boundary, parse_form
+from stretto.preprocess.media import cut_sound
+from stretto.server.http.forms import boundary, parse_form
 from tests.server.conftest import Running
 
 RATE = 16_000

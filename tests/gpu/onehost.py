@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.life import Connect, Listen, Listening, Unlink
-from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, FromHost, Text, ToHost
-from stretto.control.settings import HostSettings
-from stretto.kernels.fast import dtypes
+from stretto.config.engine import HostSettings
+from stretto.config.overlaps import OverlapSwitches
+from stretto.kernels.triton import dtypes
+from stretto.messages.hosts import Connect, Listen, Listening, Unlink
+from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, FromHost, Text, ToHost
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.stages.encoders import Kept
-from stretto.prompt.packed import pack
-from stretto.prompt.prompt import Prompt
-from stretto.stage.host import Host
+from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.host.host import Host
 from stretto.types import GREEDY, SECRET_BYTES, RequestId
 from tests.pipeline import LINKS, STAGES, announcement, configure
 from tests.prompts import Maker

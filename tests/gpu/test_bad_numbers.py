@@ -13,7 +13,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import MediaPiece
 from stretto.models.qwen3_omni.stages.encoders import Encoders, Encoding, Rows
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from stretto.stage.stage import Arrival
 from stretto.types import RequestId
 from tests.gpu.onehost import SETTINGS, Answer, Listener, about, kernels

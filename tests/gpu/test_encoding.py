@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from tests.gpu.onehost import SETTINGS, Listener, about, kernels
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.codec import CodecConfig, VocoderCore
 from stretto.stage.request import Reason
+from stretto.stage.vocoder import CodecConfig, VocoderCore
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
 from tests.solo import Options

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from stretto.connector import wire
-from stretto.connector.contract import Chunk, LinkOptions
-from stretto.connector.pinned import map_shared
-from stretto.connector.shm import ShmConnector, ShmReceiver, ShmSender
-from stretto.connector.switches import OverlapSwitches
+from stretto.config.overlaps import OverlapSwitches
 from stretto.models.qwen3_omni.payloads import ThinkerRows
-from stretto.stage.outbox import Outbox
-from stretto.stage.payload.copies import HostToDevice, adopt
-from stretto.stage.payload.schema import unpack
+from stretto.stage.links.copies import HostToDevice, adopt
+from stretto.stage.links.outbox import Outbox
+from stretto.stage.payload import unpack
+from stretto.transport import wire
+from stretto.transport.contract import Chunk, LinkOptions
+from stretto.transport.pinned import map_shared
+from stretto.transport.shm import ShmConnector, ShmReceiver, ShmSender
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what else runs there must not make the host late

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.messages import Cancel
+from stretto.config.overlaps import OverlapSwitches
+from stretto.messages.requests import Cancel
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from stretto.types import RequestId
 from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about, kernels
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.kernels import moe
-from stretto.kernels.paged import KVCache
-from stretto.kernels.sampling import _GOLDEN, _mix, counter_noise
-from stretto.layers import host as by_host
+from stretto.kernels.reference import moe
+from stretto.kernels.reference.paged import KVCache
+from stretto.kernels.reference.sampling import _GOLDEN, _mix, counter_noise
+from stretto.layers import numpy_decoder as by_host
 from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, PagedPass
-from stretto.layers.host import MAX_ROWS
+from stretto.layers.numpy_decoder import MAX_ROWS
 from stretto.models.speech.code_predictor import FrameCache, FramePass
 
 CPU = torch.device("cpu")

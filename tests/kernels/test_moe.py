@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stretto.kernels import moe
+from stretto.kernels.reference import moe
 from stretto.layers.mlp import Experts
 from tests.kernels.wide import dequantize
 

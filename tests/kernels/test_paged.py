@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stretto.kernels.paged import KVCache, paged_attention, write_kv
+from stretto.kernels.reference.paged import KVCache, paged_attention, write_kv
 
 HEADS, KV, DIM, BLOCK = 6, 2, 16, 4
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.kernels import quantized
-from stretto.kernels.quantized import FLOAT8, LARGEST, LEAST_SCALE, finite, quantize
+from stretto.kernels.reference import quantized
+from stretto.kernels.reference.quantized import FLOAT8, LARGEST, LEAST_SCALE, finite, quantize
 from tests.kernels.wide import dequantize
 
 

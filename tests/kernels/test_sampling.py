@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from stretto.errors import Invalid
-from stretto.kernels.sampling import SamplingRows, counter_noise, sample
+from stretto.kernels.reference.sampling import SamplingRows, counter_noise, sample
 from stretto.types import SamplingParams
 
 CPU = torch.device("cpu")

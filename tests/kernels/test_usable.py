@@ -1,4 +1,4 @@
-"""Where kernels are used: by type and device. (That they are right is for tests/kernels/fast.)"""
+"""Where kernels are used: by type and device. (That they are right is for tests/kernels/triton.)"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stretto.kernels import fast
+from stretto.kernels import triton as fast
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from stretto.models.qwen3_omni import audio_encoder
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.config import AudioConfig, OmniConfig, audio_tokens, conv_length
-from stretto.prompt.mel import normalise
-from stretto.prompt.prompt import Array
+from stretto.preprocess.mel import normalise
+from stretto.preprocess.prompt import Array
 
 PREFIX = "thinker.audio_tower."
 EXACT = {"rtol": 0.0, "atol": 1e-5}  # of rows around 1; seen: 2e-6

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stretto.errors import CheckpointError
-from stretto.kernels.quantized import FLOAT8
+from stretto.kernels.reference.quantized import FLOAT8
 from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, targets
 from stretto.models.qwen3_omni.config import OmniConfig, parse

@@ -10,7 +10,7 @@ from stretto.errors import Invalid
 from stretto.models.qwen3_omni.bridge import talker_prompt, user_places
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from tests.prompts import KINDS, Maker, make
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stretto.errors import Invalid, TooLong
-from stretto.kernels.sampling import Noise
+from stretto.kernels.reference.sampling import Noise
 from stretto.models.qwen3_omni.load import Models
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from stretto.types import SamplingParams
 from tests.oracle import generate
 from tests.prompts import KINDS, Maker, make

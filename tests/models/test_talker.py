@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.kernels.sampling import SamplingRows
+from stretto.kernels.reference.sampling import SamplingRows
 from stretto.models.qwen3_omni.bridge import first_text_row, opening_rows, talker_prompt, user_rows
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.speech.code_predictor import FrameCache

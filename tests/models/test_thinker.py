@@ -8,7 +8,7 @@ import torch
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import Deep
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 from tests.oracle import media_inputs
 from tests.prompts import KINDS, make
 

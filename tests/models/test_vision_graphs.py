@@ -20,7 +20,7 @@ from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.qwen3_omni.vision_encoder import Grid, Rope, VisionEncoder, VisionRows
 from stretto.models.qwen3_omni.vision_graphs import SIZES, FrameGraphs
 from stretto.models.weights import build, fill_dummy
-from stretto.prompt.prompt import Patches, Prompt
+from stretto.preprocess.prompt import Patches, Prompt
 from tests.models.test_vision_encoder import adopt, assert_rows, random_patches, reference
 from tests.prompts import Maker
 

@@ -18,18 +18,18 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.control.life import Configure, Loading
-from stretto.control.messages import Admit, Codes, Ended, Failed, Pcm, Text
-from stretto.control.request import Manner, Params
-from stretto.control.settings import HostSettings
+from stretto._imports import load
+from stretto.config.engine import HostSettings
 from stretto.family import Capability, Wanted
+from stretto.messages.hosts import Configure, Loading
+from stretto.messages.params import Manner, Params
+from stretto.messages.requests import Admit, Codes, Ended, Failed, Pcm, Text
 from stretto.models.qwen3_tts.params import ClonedVoice
-from stretto.named import load
-from stretto.prompt import work
-from stretto.prompt.packed import pack
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess import build as work
+from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.prompt import Prompt
 from stretto.registry import open_model
-from stretto.stage.host import Host
+from stretto.stage.host.host import Host
 from stretto.stage.warmup import Reports, WarmUpRequest, warm_up
 from stretto.types import RequestId
 from tests.models.qwen3_tts.cases import write

@@ -17,7 +17,7 @@ from recipes.nano.tokens import Text
 from recipes.nano.tower import Tower, rows_of
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import audio_tokens
-from stretto.prompt.mel import mel
+from stretto.preprocess.mel import mel
 from tests.recipes.conftest import Made
 
 CPU = torch.device("cpu")

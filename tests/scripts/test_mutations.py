@@ -120,7 +120,7 @@ def test_mutants_of_a_real_module_differ_and_are_python() -> None:
 
 
 def test_lines_of_a_diff() -> None:
-    diff = "--- a\n+++ b\n@@ -3 +3,2 @@ def f\n-x\n+y\n+@@ -1 +90 @@\n@@ -9,2 +9,0 @@\n@@ -20,0 +21 @@\n"
+    diff = "--- a\n+++ b\n -3 +3,2  def f\n-x\n+y\n+ -1 +90 \n -9,2 +9,0 \n -20,0 +21 \n"
     assert added_lines(diff) == {3, 4, 21}
 
 
@@ -167,17 +167,17 @@ def test_tests_mirror_or_import_the_module(tmp_path: Path) -> None:
     write("server/test_loop_time.py")
     write("server/test_body.py", "x = 1")
     write("test_other.py", "x = 1  # a comment\nfrom stretto.server import looptime\n")
-    write("other/test_any.py", "import stretto.server.looptime\n")
+    write("other/test_any.py", "import stretto.server.loop_time\n")
     write("other/test_near.py", "import stretto.server.looptimer\n")
     write("other/test_server_looptime.py")
-    write("help/conftest.py", "from stretto.server.body import Body\nfrom stretto.server.app import App\n")
+    write("help/conftest.py", "from stretto.server.http.body import Body\nfrom stretto.server.app import App\n")
     write("help/test_by_help.py")
-    found = find_tests("stretto/server/looptime.py", tmp_path)
+    found = find_tests("stretto/server/loop_time.py", tmp_path)
     assert found == [
         "tests/other/test_server_looptime.py", "tests/server/test_loop_time.py",
         "tests/other/test_any.py", "tests/test_other.py",
     ]  # fmt: skip
-    assert find_tests("stretto/server/body.py", tmp_path) == ["tests/server/test_body.py"]
+    assert find_tests("stretto/server/http/body.py", tmp_path) == ["tests/server/test_body.py"]
     assert find_tests("stretto/server/app.py", tmp_path) == [
         "tests/help/test_by_help.py", "tests/server/test_loop_time.py", "tests/server/test_body.py",
     ]  # fmt: skip

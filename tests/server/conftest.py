@@ -22,8 +22,8 @@ import openai
 import pytest
 import soundfile
 
-from stretto.orchestrator.api import Engine
-from stretto.server.config import ServerConfig
+from stretto.config.server import ServerConfig
+from stretto.engine.protocol import Engine
 from stretto.server.run import Server
 from tests.server.solo_engine import SoloEngine
 

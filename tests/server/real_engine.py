@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.control.settings import EngineConfig
-from stretto.orchestrator.engine import PipelineEngine
+from stretto.config.engine import EngineConfig
+from stretto.engine.engine import PipelineEngine
 from tests.server.conftest import Reply, Running
 
 T = TypeVar("T")

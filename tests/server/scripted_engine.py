@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.control.request import Params
-from stretto.family import ModelInfo
-from stretto.orchestrator.api import (
+from stretto.engine.protocol import (
     AudioChunk,
     EngineState,
     Event,
@@ -22,10 +20,12 @@ from stretto.orchestrator.api import (
     TimelineSpan,
     Usage,
 )
-from stretto.prompt.jobs import Conversation, Outlined
-from stretto.prompt.memfile import MemFile
-from stretto.prompt.threads import Prompts
-from stretto.prompt.worker import do_outline
+from stretto.family import ModelInfo
+from stretto.messages.params import Params
+from stretto.preprocess.pool.jobs import Conversation, Outlined
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.threads import Prompts
+from stretto.preprocess.pool.worker import do_outline
 from tests.server.solo_engine import Ledger, decoded
 
 

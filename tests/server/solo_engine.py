@@ -1,6 +1,6 @@
 """The real tiny model behind the engine's protocol, run by `Solo`: for tests of the server, and to try things out.
 
-Keeps the promises of `stretto.orchestrator.api`; counts the iterators it gave out and saw closed."""
+Keeps the promises of `stretto.engine.protocol`; counts the iterators it gave out and saw closed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.control.request import PLAIN, Manner, Params
-from stretto.errors import Busy, Invalid, TooLong
-from stretto.family import ModelInfo
-from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
-from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.orchestrator.api import (
+from stretto.engine.protocol import (
     AudioChunk,
     CodeFrames,
     EngineState,
@@ -32,13 +27,18 @@ from stretto.orchestrator.api import (
     TimelineSpan,
     Usage,
 )
-from stretto.prompt import work
-from stretto.prompt.jobs import Conversation, Outlined
-from stretto.prompt.media import MediaLimits
-from stretto.prompt.memfile import MemFile
-from stretto.prompt.prompt import Prompt
-from stretto.prompt.template import TextStream
-from stretto.prompt.threads import InThreads
+from stretto.errors import Busy, Invalid, TooLong
+from stretto.family import ModelInfo
+from stretto.messages.params import PLAIN, Manner, Params
+from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.preprocess import build as work
+from stretto.preprocess.media import MediaLimits
+from stretto.preprocess.pool.jobs import Conversation, Outlined
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.threads import InThreads
+from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.template import TextStream
 from stretto.types import RequestId
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from stretto.server.access import Admission
-from stretto.server.failures import Refused
+from stretto.server.admission import Admission
+from stretto.server.openai.error_body import Refused
 
 
 class Desk:

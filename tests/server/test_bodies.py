@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.prompt import cuts
-from stretto.prompt.pool import PoolSettings, PromptPool
-from stretto.server import chat, exchange
-from stretto.server.body import ON_THE_LOOP, Body
-from stretto.server.config import ServerConfig
-from stretto.server.exchange import Exchange
-from stretto.server.failures import Refused
+from stretto.config.server import ServerConfig
+from stretto.preprocess.pool import split as cuts
+from stretto.preprocess.pool.pool import PoolSettings, PromptPool
+from stretto.server.http import exchange
+from stretto.server.http.body import ON_THE_LOOP, Body
+from stretto.server.http.exchange import Exchange
+from stretto.server.openai import chat
+from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
-from tests.prompt.test_pool import BUILDER, picture, sound
+from tests.preprocess.test_pool import BUILDER, picture, sound
 from tests.server.conftest import Running
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ASK, CHAT, SPEECH

@@ -22,10 +22,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from stretto.config.server import ServerConfig
 from stretto.errors import StrettoError
-from stretto.server.config import ServerConfig
-from stretto.server.floods import REST_S
-from stretto.server.protocol import (
+from stretto.server.http.flow_throttle import REST_S
+from stretto.server.http.protocol import (
     AHEAD_BYTES,
     MAX_AHEAD,
     MAX_PIECES,

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from stretto.control.settings import EngineConfig
-from stretto.orchestrator import ticket, watch
+from stretto.config.engine import EngineConfig
+from stretto.engine import request as ticket
+from stretto.engine import stall_watch as watch
 from tests.pipeline import LINKS, STAGES
 from tests.server.conftest import HEAD, read_until
 from tests.server.real_engine import Served, served

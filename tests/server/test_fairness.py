@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from stretto.config.server import ServerConfig
 from stretto.errors import Invalid
 from stretto.server import heap, keys
-from stretto.server.config import ServerConfig
 from stretto.server.realtime import connection
 from stretto.server.realtime.sessions import Sessions
 from stretto.server.shares import Shares

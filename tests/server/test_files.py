@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from stretto.control.settings import EngineConfig
-from stretto.orchestrator.api import Engine
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.pool import PoolSettings
-from tests.prompt.samples import data_uri, image_file, picture, sound_file, tone, video_file
+from stretto.config.engine import EngineConfig
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import Engine
+from stretto.preprocess.pool.pool import PoolSettings
+from tests.preprocess.samples import data_uri, image_file, picture, sound_file, tone, video_file
 from tests.server.conftest import Reply, Running
 
 FILES = {

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from stretto.prompt.jobs import Outlined
-from stretto.prompt.memfile import MemFile
-from stretto.prompt.worker import do_outline
-from stretto.server import forms
-from stretto.server.forms import MAX_FIELD, MAX_PARTS, in_thread, parse_form, part_of
+from stretto.preprocess.pool.jobs import Outlined
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.worker import do_outline
+from stretto.server.http import forms
+from stretto.server.http.forms import MAX_FIELD, MAX_PARTS, in_thread, parse_form, part_of
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 

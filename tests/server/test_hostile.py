@@ -25,9 +25,9 @@ import soundfile
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from stretto.prompt.pool import PoolSettings, PromptPool
-from stretto.server.openapi import document
-from tests.prompt.test_pool import BUILDER
+from stretto.preprocess.pool.pool import PoolSettings, PromptPool
+from stretto.server.openai.openapi import document
+from tests.preprocess.test_pool import BUILDER
 from tests.server.conftest import Reply, Running
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -15,11 +15,11 @@ import numpy as np
 import openai
 import pytest
 
-from stretto.control.request import ChunkSizes
+from stretto.config.server import ServerConfig
+from stretto.engine.protocol import Engine, TimelineSpan
 from stretto.errors import Bug, Busy, Invalid, StageDead, WireError
-from stretto.orchestrator.api import Engine, TimelineSpan
+from stretto.messages.params import ChunkSizes
 from stretto.server.app import make_app
-from stretto.server.config import ServerConfig
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stretto.engine.protocol import Event, TextDelta
 from stretto.errors import Busy
 from stretto.family import ModelInfo, Transcription
-from stretto.orchestrator.api import Event, TextDelta
-from stretto.prompt.cuts import do_cut
-from stretto.prompt.jobs import Windows
-from stretto.prompt.memfile import MemFile
-from stretto.server import memory
-from stretto.server.body import ON_THE_LOOP
-from stretto.server.memory import AudioMemory
-from tests.prompt.samples import sound_file, tone
+from stretto.preprocess.pool.jobs import Windows
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.split import do_cut
+from stretto.server.http.body import ON_THE_LOOP
+from stretto.server.openai import answer_store as memory
+from stretto.server.openai.answer_store import AudioMemory
+from tests.preprocess.samples import sound_file, tone
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, CHAT

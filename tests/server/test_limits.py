@@ -11,8 +11,8 @@ import numpy as np
 import openai
 import pytest
 
+from stretto.engine.protocol import Engine
 from stretto.errors import StrettoError
-from stretto.orchestrator.api import Engine
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT, SOUND, SPEECH

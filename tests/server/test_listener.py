@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StrettoError
-from stretto.server.config import ServerConfig
-from stretto.server.listener import listen
+from stretto.server.http.listen import listen
 from stretto.server.run import Server
 from tests.server.conftest import Reply, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine

@@ -21,14 +21,15 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.server import ServerConfig
 from stretto.models.qwen3_tts.tiny import write_tiny
-from stretto.prompt.pool import PoolSettings
-from stretto.server import keys, livespeech
-from stretto.server.access import Admission
-from stretto.server.config import ServerConfig
+from stretto.preprocess.pool.pool import PoolSettings
+from stretto.server import keys
+from stretto.server.admission import Admission
+from stretto.server.openai import live_speech as livespeech
+from stretto.server.request_log import VISIT, Visit
 from stretto.server.service import Service
-from stretto.server.visit import VISIT, Visit
 from stretto.types import RequestId
 from tests.server.conftest import Running, read_until
 from tests.server.real_engine import Served, served

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from stretto.server import chatparams, exchange
 from stretto.server.app import metrics_of
-from stretto.server.body import ON_THE_LOOP
-from stretto.server.chatparams import LONGEST, MAX_SCHEMA
-from stretto.server.exchange import SMALL
-from stretto.server.looptime import HEAVY, LoopTurns
+from stretto.server.http import exchange
+from stretto.server.http.body import ON_THE_LOOP
+from stretto.server.http.exchange import SMALL
+from stretto.server.loop_time import HEAVY, LoopTurns
 from stretto.server.metrics import PAGE_S, Metrics
+from stretto.server.openai import chat_params as chatparams
+from stretto.server.openai.chat_params import LONGEST, MAX_SCHEMA
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -12,8 +12,8 @@ import openai
 import pytest
 import soundfile
 
-from stretto.control.request import Params
-from stretto.orchestrator.api import AudioChunk, Finished, TextDelta
+from stretto.engine.protocol import AudioChunk, Finished, TextDelta
+from stretto.messages.params import Params
 from stretto.types import RequestId
 from tests.server.conftest import Running, read_file, read_open
 from tests.server.solo_engine import SoloEngine

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from stretto.config.server import ServerConfig
+from stretto.engine.protocol import Engine
 from stretto.errors import Invalid
-from stretto.orchestrator.api import Engine
 from stretto.server.app import make_app
-from stretto.server.config import ServerConfig
 from stretto.server.origins import Callers, is_loopback, warning
 from tests.server.conftest import Reply, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine

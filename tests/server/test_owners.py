@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from stretto.control.settings import EngineConfig
+from stretto.commands.serve import add_serve_parser, settle
+from stretto.config.engine import EngineConfig
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.server.command import add_serve_parser, settle
-from tests.orchestrator.common import freed, stats
+from tests.engine.common import freed, stats
 from tests.server.conftest import read_until
 from tests.server.real_engine import Served, served
 

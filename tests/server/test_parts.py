@@ -17,27 +17,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from stretto.control.settings import HostSettings
+from stretto.commands.serve import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
+from stretto.config.engine import HostSettings
+from stretto.config.loader import read_yaml, unknown_variables
+from stretto.config.server import ServerConfig
 from stretto.errors import Invalid
 from stretto.observe.logs import JsonLines
-from stretto.prompt.recall import recall
-from stretto.server import codecs
-from stretto.server.command import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
-from stretto.server.config import ServerConfig
-from stretto.server.exchange import CutConnection
-from stretto.server.failures import Refused
+from stretto.preprocess.audio_references import recall
+from stretto.server.http.exchange import CutConnection
 from stretto.server.keys import NOBODY, Keys
 from stretto.server.logs import NotBroken
-from stretto.server.memory import AudioMemory
-from stretto.server.settings import read_yaml, unknown_variables
-from stretto.server.tools import Call, ToolParser
-from stretto.server.visit import Visit
+from stretto.server.openai import codecs
+from stretto.server.openai.answer_store import AudioMemory
+from stretto.server.openai.error_body import Refused
+from stretto.server.openai.tools import Call, ToolParser
+from stretto.server.request_log import Visit
 from stretto.types import RequestId
 from tests.server.conftest import read_file, read_open
 
 
 def test_the_server_needs_no_torch() -> None:
-    modules = "stretto.server.run, stretto.server.command, stretto.models.qwen3_omni.prompts, stretto.registry"
+    modules = "stretto.server.run, stretto.commands.serve, stretto.models.qwen3_omni.prompts, stretto.registry"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -17,10 +17,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.sync.client import connect
 
-from stretto.server import protocol, run, websocket
-from stretto.server.livespeech import PATH as LIVE_SPEECH
-from stretto.server.protocol import Connection
-from stretto.server.websocket import Socket
+from stretto.server import run
+from stretto.server.http import protocol, websocket
+from stretto.server.http.protocol import Connection
+from stretto.server.http.websocket import Socket
+from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 

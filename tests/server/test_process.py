@@ -23,16 +23,16 @@ from urllib.parse import quote
 
 import pytest
 
-from stretto.server.command import greeting
-from stretto.server.config import ServerConfig
+from stretto.commands.serve import greeting
+from stretto.config.server import ServerConfig
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
 
 PROGRAM = """
 import asyncio, sys
-from stretto.server.command import announce
-from stretto.server.config import ServerConfig
+from stretto.commands.serve import announce
+from stretto.config.server import ServerConfig
 from stretto.server.logs import set_up
 from stretto.server.run import run
 from tests.server.scripted_engine import ScriptedEngine

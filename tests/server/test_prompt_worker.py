@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from stretto.control.settings import EngineConfig, HostSettings
-from stretto.prompt.pool import PoolSettings, PromptPool
-from tests.prompt.test_descriptors import descriptors
-from tests.prompt.test_memfile import until_all_are_closed
-from tests.prompt.test_pool import picture, processes, sound, until
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.preprocess.pool.pool import PoolSettings, PromptPool
+from tests.preprocess.test_descriptors import descriptors
+from tests.preprocess.test_memfile import until_all_are_closed
+from tests.preprocess.test_pool import picture, processes, sound, until
 from tests.server.real_engine import Served, served
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"

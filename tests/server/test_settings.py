@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from stretto.cli import parser
-from stretto.connector import known
-from stretto.connector.registry import Registry
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.cluster import ClusterConfig
-from stretto.control.request import ChunkSizes
-from stretto.control.settings import EngineConfig, HostPlace, HostSettings, parse_placement
+from stretto.commands.generate import settings
+from stretto.commands.serve import OTHER_VARIABLES, RECORDS, settings_table, settle, settle_all
+from stretto.config.cluster import ClusterConfig
+from stretto.config.engine import EngineConfig, HostPlace, HostSettings, parse_placement
+from stretto.config.loader import flag_of, name_of, settings_of
+from stretto.config.overlaps import OverlapSwitches
+from stretto.config.preprocess import PoolSettings
+from stretto.config.server import WHOLE, ServerConfig
+from stretto.engine.engine import PipelineEngine
 from stretto.errors import Invalid
-from stretto.generate import settings
+from stretto.messages.params import ChunkSizes
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.plan import POOLS, plan
-from stretto.orchestrator.engine import PipelineEngine
-from stretto.prompt.settings import PoolSettings
-from stretto.server.command import OTHER_VARIABLES, RECORDS, settings_table, settle, settle_all
-from stretto.server.config import WHOLE, ServerConfig
-from stretto.server.settings import flag_of, name_of, settings_of
-from stretto.stage.plan import DoesNotFit, check
+from stretto.stage.host.memory_plan import DoesNotFit, check
+from stretto.transport import known
+from stretto.transport.registry import Registry
 from tests.pipeline import STAGES
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.config.engine import EngineConfig, HostSettings
 from stretto.models.qwen3_tts.tiny import write_tiny
-from stretto.prompt.pool import PoolSettings
-from stretto.server import voicestore
+from stretto.preprocess.pool.pool import PoolSettings
+from stretto.server.openai import voice_store as voicestore
 from tests.server.conftest import Reply, read_open
 from tests.server.real_engine import Served, served
 

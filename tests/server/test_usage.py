@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from stretto.control.request import Params
-from stretto.control.settings import EngineConfig
+from stretto.config.engine import EngineConfig
+from stretto.engine.protocol import Usage
+from stretto.messages.params import Params
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.orchestrator.api import Usage
-from stretto.prompt.prompt import Prompt
-from stretto.prompt.template import TextStream
-from stretto.server.chat import chat_usage
-from stretto.server.schema import CompletionDetails, PromptDetails
-from tests.orchestrator.common import collect, picture, say, sound
-from tests.prompt.samples import data_uri, video_file
+from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.template import TextStream
+from stretto.server.openai.chat import chat_usage
+from stretto.server.openai.schema import CompletionDetails, PromptDetails
+from tests.engine.common import collect, picture, say, sound
+from tests.preprocess.samples import data_uri, video_file
 from tests.server.real_engine import Served, served
 
 BLOCK = 16

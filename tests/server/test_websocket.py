@@ -12,10 +12,11 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from stretto.server import floods, websocket
-from stretto.server.floods import Floods
+from stretto.server.http import flow_throttle as floods
+from stretto.server.http import websocket
+from stretto.server.http.flow_throttle import Floods
+from stretto.server.http.websocket import MANY, MAX_FRAGMENTS, MAX_UNREAD_BYTES, SLICE_BYTES, TINY_BYTES, Socket
 from stretto.server.shares import Shares
-from stretto.server.websocket import MANY, MAX_FRAGMENTS, MAX_UNREAD_BYTES, SLICE_BYTES, TINY_BYTES, Socket
 from tests.server.test_connections import Wire, settle
 
 TEXT, CONTINUED, PING = 1, 0, 9

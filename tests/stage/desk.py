@@ -15,10 +15,10 @@ from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter, ThinkerIn
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.prompt.prompt import Prompt
-from stretto.stage.core import Certain, StageCore
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.ar import Certain, StageCore
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.mediarows import PayloadStore
+from stretto.stage.media_rows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from stretto.stage.loop import TICK_NS, Bell
+from stretto.stage.host.loop import TICK_NS, Bell
 from stretto.stage.runner.runner import Runner
 from stretto.stage.scheduler.batch import Batch
 

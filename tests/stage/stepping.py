@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stretto.stage.codec import VocoderCore
-from stretto.stage.core import StageCore
+from stretto.stage.ar import StageCore
+from stretto.stage.vocoder import VocoderCore
 
 
 def turn(core: StageCore | VocoderCore, collect: Callable[[Any], None]) -> bool:

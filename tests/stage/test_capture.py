@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
+from stretto.config.overlaps import OverlapSwitches
 from stretto.layers.capture import capture_graphs
 from stretto.models.qwen3_omni import vision_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
@@ -20,8 +20,8 @@ from stretto.models.qwen3_omni.host import StageBuilder
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.weights import build, fill_dummy
-from stretto.stage import codec
-from stretto.stage.context import StageContext
+from stretto.stage import vocoder as codec
+from stretto.stage.host.context import StageContext
 from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.adapter import Picked
 from stretto.stage.runner.graphs import DecodeGraphs

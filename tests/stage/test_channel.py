@@ -3,9 +3,9 @@
 import socket
 import threading
 
-from stretto.control.life import Loading, Ping
-from stretto.control.messages import PREFIX, FromHost, Pcm, Text, decode_from_host, encode, lengths
-from stretto.stage.channel import Channel
+from stretto.messages.hosts import Loading, Ping
+from stretto.messages.requests import PREFIX, FromHost, Pcm, Text, decode_from_host, encode, lengths
+from stretto.stage.host.channel import Channel
 from stretto.types import RequestId
 
 ID = RequestId("r")

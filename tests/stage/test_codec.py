@@ -9,8 +9,8 @@ import torch
 
 from stretto.errors import Busy, Gone, StageDead
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.codec import AudioOutput, CodecConfig, VocoderCore
 from stretto.stage.request import Reason
+from stretto.stage.vocoder import AudioOutput, CodecConfig, VocoderCore
 from stretto.types import RequestId
 from tests.stage.stepping import idle, in_flight, turn, wait
 

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from stretto.connector.contract import Endpoint, LinkOptions
-from stretto.connector.registry import Registry, connectors
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.life import Connect, Listen
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
+from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import StrettoError, WireError
-from stretto.stage.ends import LinkEnds
-from stretto.stage.links import Links
+from stretto.messages.hosts import Connect, Listen
+from stretto.stage.links.endpoints import LinkEnds
+from stretto.stage.links.links import Links
+from stretto.transport.contract import Endpoint, LinkOptions
+from stretto.transport.registry import Registry, connectors
 from stretto.types import SECRET_BYTES
 
 LINK = "talker>code2wav"

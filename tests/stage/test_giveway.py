@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.models.qwen3_omni.load import Models
-from stretto.stage.host import Host
-from stretto.stage.loop import TICK_NS
-from stretto.stage.pace import Pace, Rhythm
+from stretto.stage.host.host import Host
+from stretto.stage.host.loop import TICK_NS
+from stretto.stage.pacing import Pace, Rhythm
 from stretto.stage.prefill_priority import MOST_S, SPARE_S, DecodeHold, spare_s
 from stretto.stage.request import RequestSpec, StageRequest, State
 from stretto.types import RequestId

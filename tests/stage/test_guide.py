@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from stretto.control.messages import Admit, FromHost, Text, Working
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import Bug, Invalid
+from stretto.messages.requests import Admit, FromHost, Text, Working
 from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.stages.guided import WORKING_NS, Compiling, PendingRequest
-from stretto.prompt.grammars import GrammarCompiler
-from stretto.prompt.packed import PromptMeta
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.grammars import GrammarCompiler
+from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.prompt import Prompt
 from stretto.stage.guide import Grammars
 from stretto.types import RequestId, SamplingParams
-from tests.orchestrator.common import HandDriven
+from tests.engine.common import HandDriven
 
 
 class Held:

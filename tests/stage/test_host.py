@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from stretto.control.life import Broken, Quit, Ready
-from stretto.control.messages import Admit, Cancel, Failed, ToHost, encode
-from stretto.control.settings import HostSettings
-from stretto.orchestrator.process import HostProcess
-from stretto.prompt.packed import PromptMeta
-from stretto.stage import host as hosts
-from stretto.stage import process
-from stretto.stage.loop import Callback, Loop
+from stretto.config.engine import HostSettings
+from stretto.engine.local_host import HostProcess
+from stretto.messages.hosts import Broken, Quit, Ready
+from stretto.messages.requests import Admit, Cancel, Failed, ToHost, encode
+from stretto.preprocess.pool.packed import PromptMeta
+from stretto.stage.host.host import host as hosts
+from stretto.stage.host.host import process
+from stretto.stage.host.loop import Callback, Loop
 from stretto.types import GREEDY, RequestId
 from tests.pipeline import STAGES, announcement, configure
 

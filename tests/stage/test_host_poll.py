@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.control.life import Configure
-from stretto.control.messages import Admit, Cancel, Ended, Failed, FromHost
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import Invalid
-from stretto.prompt.packed import PromptMeta
-from stretto.stage.host import Host
-from stretto.stage.report import StageTimings, failed
+from stretto.messages.hosts import Configure
+from stretto.messages.requests import Admit, Cancel, Ended, Failed, FromHost
+from stretto.preprocess.pool.packed import PromptMeta
+from stretto.stage.host.host import Host
 from stretto.stage.request import Reason
 from stretto.stage.stage import ToEngine, ToLink
+from stretto.stage.timings import StageTimings, failed
 from stretto.types import Mark, RequestId
 from tests.families.toys import ToyParams
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.connector import wire
-from stretto.connector.contract import Chunk
 from stretto.errors import Bug, WireError
-from stretto.stage.inbox import Gap, Inbox, Inboxes, Pushed, Unannounced
+from stretto.stage.links.inbox import Gap, Inbox, Inboxes, Pushed, Unannounced
+from stretto.transport import wire
+from stretto.transport.contract import Chunk
 from stretto.types import Mark, RequestId, Span
 
 R = RequestId("r-1")

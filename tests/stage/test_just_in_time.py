@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from stretto.models.qwen3_omni.load import Models
+from stretto.stage.host.loop import TICK_NS, Loop
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.loop import TICK_NS, Loop
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.batch import Batch
 from stretto.types import RequestId, SamplingParams

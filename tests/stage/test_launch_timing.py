@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from stretto.stage.host.loop import TICK_NS
 from stretto.stage.launch_timing import LEAST, WINDOW, LaunchTimer
-from stretto.stage.loop import TICK_NS
 from tests.stage.simulated import MS, Clock
 
 LEAD, LAUNCH = 2 * MS, MS

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.connector.contract import LinkOptions
-from stretto.connector.courier import Incoming, Outgoing
-from stretto.connector.registry import Registry
-from stretto.connector.switches import OverlapSwitches
+from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.speech.payloads import CodecFrames
-from stretto.stage.links import Inlet, Outlet
-from stretto.stage.payload.copies import HostToDevice
+from stretto.stage.links.copies import HostToDevice
+from stretto.stage.links.links import Inlet, Outlet
 from stretto.stage.stage import Arrival, ToLink
+from stretto.transport.contract import LinkOptions
+from stretto.transport.courier import Incoming, Outgoing
+from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))

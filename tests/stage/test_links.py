@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from stretto.connector.contract import Chunk
 from stretto.models.speech.payloads import CodecFrames
-from stretto.stage.links import Links, Outlet
-from stretto.stage.payload.schema import Payload
+from stretto.stage.links.links import Links, Outlet
+from stretto.stage.payload import Payload
 from stretto.stage.stage import ToLink
+from stretto.transport.contract import Chunk
 from stretto.types import Mark, RequestId, Span
 
 ID = RequestId("r")

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from stretto.errors import Busy, Gone
-from stretto.stage.loop import TICK_NS, Bell, Loop
+from stretto.stage.host.loop import TICK_NS, Bell, Loop
 from tests.stage.simulated import Clock
 
 

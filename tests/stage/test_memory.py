@@ -9,14 +9,14 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from stretto.connector import wire
-from stretto.connector.contract import Fences
-from stretto.control.messages import Admit, Cancel, Ended, Failed
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
+from stretto.messages.requests import Admit, Cancel, Ended, Failed
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.packed import PromptMeta
+from stretto.preprocess.pool.packed import PromptMeta
+from stretto.transport import wire
+from stretto.transport.contract import Fences
 from stretto.types import GREEDY, RequestId
-from tests.orchestrator.common import HandDriven
+from tests.engine.common import HandDriven
 from tests.pipeline import STAGES, announcement
 
 FEW = 4

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 import torch
 
-from stretto.control.life import Connect, Listen, Ping, Stats
-from stretto.control.messages import Admit, Cancel, Ended, Failed
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import WireError
+from stretto.messages.hosts import Connect, Listen, Ping, Stats
+from stretto.messages.requests import Admit, Cancel, Ended, Failed
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.packed import PatchMeta, PieceMeta, PromptMeta
-from stretto.prompt.prompt import DIGEST_BYTES
-from stretto.stage.host import Host
+from stretto.preprocess.pool.packed import PatchMeta, PieceMeta, PromptMeta
+from stretto.preprocess.prompt import DIGEST_BYTES
+from stretto.stage.host.host import Host
 from stretto.types import GREEDY, RequestId
-from tests.orchestrator.common import HandDriven
+from tests.engine.common import HandDriven
 from tests.pipeline import LINKS, STAGES, announcement, configure
 
 BAD = RequestId("bad")

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.connector import wire
-from stretto.connector.contract import Chunk
 from stretto.errors import Bug
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.speech.payloads import CodecFrames
-from stretto.stage.inbox import Inbox
-from stretto.stage.outbox import Outbox
-from stretto.stage.payload.schema import unpack
+from stretto.stage.links.inbox import Inbox
+from stretto.stage.links.outbox import Outbox
+from stretto.stage.payload import unpack
+from stretto.transport import wire
+from stretto.transport.contract import Chunk
 from stretto.types import Mark, RequestId, Span
 
 R = RequestId("r-1")

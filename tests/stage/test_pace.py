@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from stretto.client.player import Packet, play
+from stretto.loadtest.player import Packet, play
 from stretto.models.qwen3_omni.config import OPENING_S
 from stretto.models.speech.talker_stage import FRAME_S
-from stretto.stage.pace import FORGET_S, LATELY_S, ROOM, SLACK_S, STALLED_S, Pace, Rhythm, leaving
+from stretto.stage.pacing import FORGET_S, LATELY_S, ROOM, SLACK_S, STALLED_S, Pace, Rhythm, leaving
 
 
 def vocoder(frames: int) -> float:

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.control.messages import Cancel, Ended, Failed, MediaData, MediaRequest, Working
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import Invalid
+from stretto.messages.requests import Cancel, Ended, Failed, MediaData, MediaRequest, Working
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.stages.encoders import Kept
 from stretto.models.qwen3_omni.stages.prefix import thinker_salts
-from stretto.prompt.packed import Packed, PieceMeta, pack, unpack_prompt
-from stretto.prompt.prompt import AudioClip, Piece, Prompt
+from stretto.preprocess.pool.packed import Packed, PieceMeta, pack, unpack_prompt
+from stretto.preprocess.prompt import AudioClip, Piece, Prompt
 from stretto.types import GREEDY, RequestId
-from tests.orchestrator.common import HandDriven, picture, say, sound
+from tests.engine.common import HandDriven, picture, say, sound
 from tests.pipeline import STAGES, announcement
 from tests.solo import CODE0
 

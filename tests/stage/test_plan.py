@@ -8,18 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.life import Configure, Loading
-from stretto.control.settings import EngineConfig, HostPlace, HostSettings, check_model
+from stretto.config.engine import EngineConfig, HostPlace, HostSettings, check_model
+from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import Invalid, StageDead
+from stretto.messages.hosts import Configure, Loading
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.plan import POOLS, plan, shared
-from stretto.stage import context as context_module
-from stretto.stage.codec import CodecConfig, VocoderCore
-from stretto.stage.context import StageContext
-from stretto.stage.host import Host
-from stretto.stage.plan import (
+from stretto.stage.host.context import StageContext
+from stretto.stage.host.host import Host
+from stretto.stage.host.host import context as context_module
+from stretto.stage.host.memory_plan import (
     GIB,
     DoesNotFit,
     StagePlan,
@@ -30,6 +29,7 @@ from stretto.stage.plan import (
     size,
 )
 from stretto.stage.runner.graphs import SIZES, sizes_for
+from stretto.stage.vocoder import CodecConfig, VocoderCore
 from tests.pipeline import STAGES, configure
 
 PLANS = [

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stretto.stage.loop import Loop
-from stretto.stage.polling import PrefillFirst, poll_order
+from stretto.stage.host.loop import Loop
+from stretto.stage.host.polling import PrefillFirst, poll_order
 from tests.pipeline import STAGES
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from stretto.errors import StageDead
 from stretto.models.qwen3_omni.load import Models
-from stretto.prompt.prompt import AudioClip, Prompt
+from stretto.preprocess.prompt import AudioClip, Prompt
 from stretto.stage.request import Reason
 from stretto.types import RequestId, SamplingParams
 from tests.prompts import KINDS, make

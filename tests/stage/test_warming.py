@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.connector.switches import OverlapSwitches
-from stretto.control.life import Loading
-from stretto.control.settings import HostSettings
-from stretto.kernels.fast.warm import Marker, Workers
+from stretto.config.engine import HostSettings
+from stretto.config.overlaps import OverlapSwitches
+from stretto.kernels.triton.compile_ahead import Marker, Workers
+from stretto.messages.hosts import Loading
 from stretto.models import warming as shared
 from stretto.models.qwen3_omni import host as building
 from stretto.models.qwen3_omni import warming
@@ -24,8 +24,8 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.host import StageBuilder
 from stretto.models.qwen3_omni.warming import SPACE, begin, run, small
 from stretto.models.warming import CompileJob, Task, Warming, num_workers, share_out, tasks_of
-from stretto.stage.context import StageContext
-from stretto.stage.host import Host
+from stretto.stage.host.context import StageContext
+from stretto.stage.host.host import Host
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import SIZES
 from tests.pipeline import STAGES, configure

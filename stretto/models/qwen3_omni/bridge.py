@@ -19,7 +19,7 @@ from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.config import OmniConfig, TokenIds
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.talker import Talker
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 
 NUM_OPENING = 9
 """Rows that open the answer: role, voice and codec markers, and the first text token."""

@@ -21,7 +21,7 @@ class Code2Wav(Vocoder):
         slots, _, frames = codes.shape
         inner = self.pre_transformer
         if self.fits(part, frames):
-            from stretto.kernels.fast import wave
+            from stretto.kernels.triton import wave
 
             table = self.code_embedding.weight
             x, normed, turn = wave.embed(codes, table, part.frames, self.inv_freq, inner.first_norm())

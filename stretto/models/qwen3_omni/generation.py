@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stretto.control.request import Params
+from stretto.messages.params import Params
 from stretto.models.generation import DRAWN, GenerationFile
 
 

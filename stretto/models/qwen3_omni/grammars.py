@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.prompt.grammars import GrammarCompiler
+from stretto.preprocess.grammars import GrammarCompiler
 
 
 def open_grammars(directory: Path) -> GrammarCompiler:

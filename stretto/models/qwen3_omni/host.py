@@ -23,8 +23,8 @@ from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.qwen3_omni.warming import begin
 from stretto.models.qwen3_omni.warmup import warm_up
 from stretto.models.speech.vocoder_stage import VocoderStage
-from stretto.stage.context import StageContext
-from stretto.stage.core import StageCore
+from stretto.stage.ar import StageCore
+from stretto.stage.host.context import StageContext
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Stage
 

@@ -12,10 +12,10 @@ from PIL import Image
 from stretto.errors import CheckpointError
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.models.qwen3_omni.patches import PatchRule, fit, image_patches, video_patches
-from stretto.prompt.mel import mel
-from stretto.prompt.messages import Kind, Medium
-from stretto.prompt.prompt import Array, AudioClip, Patches
-from stretto.prompt.video import Video
+from stretto.preprocess.mel import mel
+from stretto.preprocess.messages import Kind, Medium
+from stretto.preprocess.prompt import Array, AudioClip, Patches
+from stretto.preprocess.video import Video
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import msgspec
 
-from stretto.control.messages import Positive, TokenId
-from stretto.control.request import MAX_GRAMMAR, MAX_LOGPROBS
 from stretto.errors import Bug
 from stretto.family import Wanted
+from stretto.messages.params import MAX_GRAMMAR, MAX_LOGPROBS
+from stretto.messages.requests import Positive, TokenId
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 

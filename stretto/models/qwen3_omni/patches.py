@@ -16,8 +16,8 @@ from PIL import Image
 
 from stretto.errors import CheckpointError, MediaError
 from stretto.models.qwen3_omni.config import VisionConfig
-from stretto.prompt.files import read_json
-from stretto.prompt.prompt import Array, Patches
+from stretto.preprocess.files import read_json
+from stretto.preprocess.prompt import Array, Patches
 
 MAX_ASPECT = 200  # longer side over shorter side
 VIDEO_TOKENS = (128, 768)  # a video frame is resized to cost between so many tokens, an image's bounds are larger

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
-from stretto.prompt.prompt import Array, Piece, Prompt
+from stretto.preprocess.prompt import Array, Piece, Prompt
 from stretto.types import Span
 
 Places = npt.NDArray[np.int64]

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.errors import Bug
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.weights import build
-from stretto.stage.codec import CodecConfig
-from stretto.stage.plan import StagePlan, room_for_pools, share_out
+from stretto.stage.host.memory_plan import StagePlan, room_for_pools, share_out
+from stretto.stage.vocoder import CodecConfig
 
 POOLS = {"thinker": 512, "talker": 1024}
 """Blocks of the stages' KV pools where nothing is said and memory is not there to be filled: on a CPU."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import TokenIds
-from stretto.prompt.prompt import Patches
+from stretto.preprocess.prompt import Patches
 
 Array = npt.NDArray[np.float32]
 

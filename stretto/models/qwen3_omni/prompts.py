@@ -14,10 +14,10 @@ from stretto.errors import CheckpointError, Invalid, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.media import PromptMedia
 from stretto.models.qwen3_omni.patches import PatchRule, fit_video
-from stretto.prompt.media import Budget, MediaLimits
-from stretto.prompt.messages import Reader
-from stretto.prompt.prompt import Prompt
-from stretto.prompt.template import ChatTemplate, Tokenizer, encode_rendered
+from stretto.preprocess.media import Budget, MediaLimits
+from stretto.preprocess.messages import Reader
+from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.template import ChatTemplate, Tokenizer, encode_rendered
 
 DEFAULT_LIMITS = MediaLimits()
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from stretto.kernels.paged import KVCache, Paging
+from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
@@ -22,7 +22,7 @@ from stretto.models.parts import run_through
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stretto.kernels.fast import usable
+from stretto.kernels.triton import usable
 from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
 from stretto.models.parts import Parts, run_through
 from stretto.models.qwen3_omni.config import VisionConfig
-from stretto.prompt.prompt import Array
+from stretto.preprocess.prompt import Array
 
 if TYPE_CHECKING:
     from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
@@ -95,7 +95,7 @@ class Attention(nn.Module):
     def project(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv = self.qkv(x).view(len(x), 3, self.num_heads, -1)
         if usable(x):
-            from stretto.kernels.fast.vision import rotate_qk
+            from stretto.kernels.triton.vision import rotate_qk
 
             rotate_qk(qkv, *rope)
             q, k, v = qkv.unbind(1)

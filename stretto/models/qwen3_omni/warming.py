@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
 from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import OmniConfig

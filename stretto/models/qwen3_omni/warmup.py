@@ -15,8 +15,8 @@ from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import runs_of
 from stretto.models.speech.warmup import WORD, packets, params
-from stretto.prompt.prompt import AudioClip, Patches, Prompt
-from stretto.stage.payload.schema import Payload
+from stretto.preprocess.prompt import AudioClip, Patches, Prompt
+from stretto.stage.payload import Payload
 from stretto.stage.warmup import WarmUpRequest
 from stretto.types import Span
 

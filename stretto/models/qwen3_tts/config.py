@@ -13,7 +13,7 @@ from stretto.errors import Invalid
 from stretto.layers.config import DecoderConfig
 from stretto.models.section import Section, decoder_config
 from stretto.models.speech.config import FrameConfig, VocoderConfig, vocoder_config
-from stretto.prompt.files import read_json
+from stretto.preprocess.files import read_json
 
 SAMPLE_RATE = 24_000
 CODEC = "speech_tokenizer"

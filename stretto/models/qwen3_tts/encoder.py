@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stretto.kernels.rope import rotate
+from stretto.kernels.reference.rope import rotate
 from stretto.layers.linear import Linear
 from stretto.layers.targets import frozen
 from stretto.models.parts import Parts

@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from stretto.control.messages import Admit, Made, Working
 from stretto.errors import Bug, Busy, Invalid
 from stretto.layers.upload import to_device
+from stretto.messages.requests import Admit, Made, Working
 from stretto.models.parts import Parts
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.encoder import CodecEncoder
 from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
 from stretto.models.qwen3_tts.speaker import SHORTEST, SpeakerEncoder
-from stretto.prompt.prompt import Prompt
-from stretto.stage.context import StageContext
-from stretto.stage.payload.schema import Payload
-from stretto.stage.report import StageTimings, failed
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.host.context import StageContext
+from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.stage import Arrival, Output, ToEngine
+from stretto.stage.timings import StageTimings, failed
 from stretto.types import RequestId
 
 MOST = 8

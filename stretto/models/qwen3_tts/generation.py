@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stretto.control.request import Params
 from stretto.errors import CheckpointError, Invalid
+from stretto.messages.params import Params
 from stretto.models.generation import DRAWN, GenerationFile
 from stretto.models.qwen3_tts.params import RESIDUAL
 from stretto.types import SamplingParams

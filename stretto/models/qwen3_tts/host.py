@@ -19,7 +19,7 @@ from stretto.models.qwen3_tts.talker_stage import TalkerStage
 from stretto.models.qwen3_tts.vocoder_stage import PrimedVocoderStage
 from stretto.models.qwen3_tts.warming import begin
 from stretto.models.qwen3_tts.warmup import warm_up
-from stretto.stage.context import StageContext
+from stretto.stage.host.context import StageContext
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Stage
 

@@ -8,9 +8,9 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from stretto.control.messages import TokenId
 from stretto.errors import Bug, Invalid
 from stretto.family import Wanted
+from stretto.messages.requests import TokenId
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.rows import Reference
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams

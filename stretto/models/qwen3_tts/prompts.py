@@ -15,10 +15,10 @@ import numpy as np
 
 from stretto.errors import CheckpointError, Invalid
 from stretto.models.qwen3_tts.config import SAMPLE_RATE, TtsConfig
-from stretto.prompt.media import Budget, MediaLimits
-from stretto.prompt.messages import Kind, Medium, Reader
-from stretto.prompt.prompt import Array, AudioClip, Prompt
-from stretto.prompt.template import Tokenizer
+from stretto.preprocess.media import Budget, MediaLimits
+from stretto.preprocess.messages import Kind, Medium, Reader
+from stretto.preprocess.prompt import Array, AudioClip, Prompt
+from stretto.preprocess.template import Tokenizer
 
 SHORTEST_S, LONGEST_S = 1.0, 30.0
 """Of the clip that a voice is made of."""

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stretto.control.messages import Admit
 from stretto.errors import Invalid
+from stretto.messages.requests import Admit
 from stretto.models.qwen3_tts.adapter import TalkerInput
 from stretto.models.qwen3_tts.params import TalkerParams, reference
 from stretto.models.qwen3_tts.rows import speech_prompt
 from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.speech.talker_stage import PromptPlan, SpeechStage
-from stretto.prompt.prompt import Prompt
-from stretto.stage.context import StageContext
-from stretto.stage.core import StageCore
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.ar import StageCore
+from stretto.stage.host.context import StageContext
 from stretto.types import RequestId
 
 

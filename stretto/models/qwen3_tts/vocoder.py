@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stretto.kernels.norm import rms_norm
+from stretto.kernels.reference.norm import rms_norm
 from stretto.layers.linear import Linear
 from stretto.layers.streaming import CausalConv, Push
 from stretto.layers.targets import frozen

@@ -10,7 +10,7 @@ from stretto.errors import Invalid
 from stretto.models.qwen3_tts.params import PrimedParams
 from stretto.models.speech.params import VocoderParams
 from stretto.models.speech.vocoder_stage import VocoderStage
-from stretto.stage.codec import Primer
+from stretto.stage.vocoder import Primer
 
 
 class PrimedVocoderStage(VocoderStage):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.models.qwen3_tts.adapter import TalkerAdapter
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.load import Source

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import torch
 
-from stretto.control.request import Manner, Params
 from stretto.family import Wanted
+from stretto.messages.params import Manner, Params
 from stretto.models.qwen3_tts.config import SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.params import RESIDUAL, ClonedVoice, stage_params
 from stretto.models.speech.warmup import WORD, packets, params
-from stretto.prompt.prompt import AudioClip, Prompt
+from stretto.preprocess.prompt import AudioClip, Prompt
 from stretto.stage.warmup import WarmUpRequest
 
 FRAMES = 2

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from stretto.errors import Bug
-from stretto.kernels.fast import MAX_ROWS
-from stretto.kernels.paged import KVCache, Paging
-from stretto.kernels.sampling import guarded
+from stretto.kernels.reference.paged import KVCache, Paging
+from stretto.kernels.reference.sampling import guarded
+from stretto.kernels.triton import MAX_ROWS
 from stretto.layers.upload import to_device
 from stretto.models.speech.talker import FrameRows, FrameTalker
 from stretto.stage.request import StageRequest
@@ -77,7 +77,7 @@ class SpeechAdapter(Generic[T, I]):
         self.frame: FusedFrame | None = None
         layers = model.code_predictor.model.fused
         if layers is not None:
-            from stretto.kernels.fast.sampling import Columns
+            from stretto.kernels.triton.sampling import Columns
             from stretto.models.speech.fused_frame import FusedFrame
 
             code0, rest = (Columns(c.floats, c.ints) for c in (self.code0, self.residual))

@@ -14,8 +14,8 @@ from torch import nn
 
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder
-from stretto.layers.host import Array, attend
 from stretto.layers.linear import Embedding, Linear
+from stretto.layers.numpy_decoder import Array, attend
 
 Pick = Callable[[torch.Tensor, int], torch.Tensor]
 """(logits [rows, codebook], code index 1..15) -> codes [rows]."""

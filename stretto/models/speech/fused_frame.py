@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from stretto.kernels.fast import MAX_ROWS
-from stretto.kernels.fast.linear import project
-from stretto.kernels.fast.sampling import Columns, FrameOut, PickState, pick_code0, pick_last, pick_residual
+from stretto.kernels.triton import MAX_ROWS
+from stretto.kernels.triton.linear import project
+from stretto.kernels.triton.sampling import Columns, FrameOut, PickState, pick_code0, pick_last, pick_residual
 from stretto.layers.fused import FusedLayers
 from stretto.models.speech.code_predictor import FrameCache
 from stretto.models.speech.talker import FrameTalker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.control.messages import Positive, TokenId
+from stretto.messages.requests import Positive, TokenId
 from stretto.types import SamplingParams
 
 

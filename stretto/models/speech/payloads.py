@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from stretto.stage.payload.schema import named, within
+from stretto.stage.payload import named, within
 from stretto.types import Span
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stretto.kernels.paged import KVCache, Paging
-from stretto.kernels.sampling import Noise, SamplingRows, sample
+from stretto.kernels.reference.paged import KVCache, Paging
+from stretto.kernels.reference.sampling import Noise, SamplingRows, sample
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import Embedding, Linear

@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from stretto.control.messages import Admit, Codes
 from stretto.errors import Invalid, StrettoError, TooLong
+from stretto.messages.requests import Admit, Codes
 from stretto.models.speech.adapter import FrameInput
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.params import FrameParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker import FrameTalker
-from stretto.prompt.prompt import Prompt
-from stretto.stage.context import StageContext
-from stretto.stage.core import Certain, StageCore
-from stretto.stage.pace import LOOK_S, Pace, Rhythm, leaving
-from stretto.stage.payload.schema import Payload
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.ar import Certain, StageCore
+from stretto.stage.host.context import StageContext
+from stretto.stage.pacing import LOOK_S, Pace, Rhythm, leaving
+from stretto.stage.payload import Payload
 from stretto.stage.prefill_priority import DecodeHold
-from stretto.stage.report import Clock, StageTimings, failed
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
+from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
 LINK = "talker>code2wav"

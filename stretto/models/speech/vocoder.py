@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from stretto.errors import Bug
-from stretto.kernels.fast import usable
-from stretto.kernels.norm import rms_norm
-from stretto.kernels.rope import rotate
+from stretto.kernels.reference.norm import rms_norm
+from stretto.kernels.reference.rope import rotate
+from stretto.kernels.triton import usable
 from stretto.layers.linear import FusedLinear, Linear
 from stretto.layers.mlp import DenseMLP
 from stretto.layers.streaming import (
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
     def fused(self, x: torch.Tensor, window: torch.Tensor, m: Moment) -> torch.Tensor:
         """x [slots * frames, hidden]"""
-        from stretto.kernels.fast import wave
+        from stretto.kernels.triton import wave
 
         y = wave.attend(wave.product(x, self.qkv.weight), m.turn, window, m.slots, m.frames, m.lengths, m.reach)
         return wave.product(y, self.o_proj.weight)
@@ -125,7 +125,7 @@ class Layer(nn.Module):
         self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment, then: torch.Tensor, last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From x and its norm to the result and the norm (weight `then`) that follows. The last x is not wanted."""
-        from stretto.kernels.fast import wave
+        from stretto.kernels.triton import wave
 
         y = self.self_attn.fused(normed, window, m)
         between = self.post_attention_layernorm.weight, self.eps
@@ -180,7 +180,7 @@ class ConvNeXt(nn.Module):
         y, bias = push.join(self.tail, x), self.norm.bias
         assert bias is not None
         if usable(x):
-            from stretto.kernels.fast import wave
+            from stretto.kernels.triton import wave
 
             y = wave.depthwise(y, self.taps, self.dwconv.conv.bias, (self.norm.weight, bias, 1e-6))
             return wave.add_scaled(x, self.gamma, self.pwconv2(F.gelu(self.pwconv1(y))))
@@ -374,7 +374,7 @@ class Vocoder(nn.Module):
         """Are there kernels for the transformer over so many frames?"""
         if not usable(self.weight):
             return False
-        from stretto.kernels.fast import wave
+        from stretto.kernels.triton import wave
 
         return wave.fits(frames, part.window.shape[3])
 

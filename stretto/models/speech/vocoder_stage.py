@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from stretto.control.messages import Admit, Pcm
+from stretto.messages.requests import Admit, Pcm
 from stretto.models.speech.params import VocoderParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker_stage import FRAME_S, LINK
-from stretto.prompt.prompt import Prompt
-from stretto.stage.codec import AudioOutput, Primer, VocoderCore
-from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Clock, StageTimings, failed
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
 from stretto.stage.stage import Arrival, Output, ToEngine
+from stretto.stage.timings import Clock, StageTimings, failed
+from stretto.stage.vocoder import AudioOutput, Primer, VocoderCore
 from stretto.types import Mark, RequestId
 
 NOTHING = torch.empty(0, 0, dtype=torch.int32)

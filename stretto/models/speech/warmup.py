@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stretto.control.request import Params
+from stretto.messages.params import Params
 from stretto.models.speech.payloads import CodecFrames
 from stretto.types import Span
 

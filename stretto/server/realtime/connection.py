@@ -15,14 +15,14 @@ from urllib.parse import parse_qs
 from starlette.types import Receive, Scope, Send
 
 from stretto.errors import Invalid, StrettoError
-from stretto.server.failures import respond
-from stretto.server.looptime import HEAVY
-from stretto.server.realtime import serverevents as s
-from stretto.server.realtime.clientevents import LARGE, Event, Malformed, decode
+from stretto.server.loop_time import HEAVY
+from stretto.server.openai.error_body import respond
+from stretto.server.realtime import server_events as s
+from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
 from stretto.server.realtime.outbox import Outbox, Slow
 from stretto.server.realtime.session import RealtimeSession
+from stretto.server.request_log import VISIT, Visit
 from stretto.server.service import Service
-from stretto.server.visit import VISIT, Visit
 
 PATHS = ("/v1/realtime", "/realtime")
 SUBPROTOCOL = "realtime"

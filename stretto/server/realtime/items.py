@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
+from stretto.engine.protocol import Message
+from stretto.engine.session import END, INPUT_RATE, Session
+from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
-from stretto.orchestrator.api import Message
-from stretto.orchestrator.session import END, INPUT_RATE, Session
-from stretto.orchestrator.session import Item as EngineItem
-from stretto.prompt.prompt import AudioClip, Patches
-from stretto.server.realtime import clientevents as c
+from stretto.preprocess.prompt import AudioClip, Patches
+from stretto.server.realtime import client_events as c
 from stretto.server.realtime.heard import heard
-from stretto.server.realtime.serverevents import Item, Part
+from stretto.server.realtime.server_events import Item, Part
 from stretto.server.realtime.sound import FormatName, convert
 
 MAX_ITEMS = 4000

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stretto.orchestrator.session import Session
+from stretto.engine.session import Session
 from stretto.server.realtime.options import Turns
 from stretto.server.realtime.sound import Float, FormatName, SoundIn
 from stretto.server.realtime.turns import RATE, START_WINDOWS, WINDOW, Signal, TurnDetector

@@ -14,15 +14,15 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from stretto.control.request import ChunkSizes, Params
+from stretto._validation import NOT_JSON, not_json
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
-from stretto.fields import NOT_JSON, not_json
-from stretto.prompt.tools import check_tools
-from stretto.server.realtime import clientevents as c
+from stretto.messages.params import ChunkSizes, Params
+from stretto.preprocess.tools import check_tools
+from stretto.server.openai.voices import find_voice
+from stretto.server.realtime import client_events as c
 from stretto.server.realtime.sound import RATES, FormatName, check_rate
 from stretto.server.realtime.turns import Pauses
-from stretto.server.voices import find_voice
 
 log = logging.getLogger("stretto.realtime")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from stretto.server.realtime.serverevents import ServerEvent
+from stretto.server.realtime.server_events import ServerEvent
 
 ROOM = 512 << 10  # bytes that may lie here before a response waits
 MOST = 8 << 20

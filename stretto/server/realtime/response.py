@@ -13,16 +13,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stretto.orchestrator.api import AudioChunk, Event, Finished, TextDelta, Usage
-from stretto.server.access import Admission
-from stretto.server.answer import finish_reason, unfinished
-from stretto.server.failures import describe
-from stretto.server.realtime import serverevents as s
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta, Usage
+from stretto.server.admission import Admission
+from stretto.server.openai.error_body import describe
+from stretto.server.openai.generating_route import finish_reason, unfinished
+from stretto.server.openai.tools import Call, ToolParser
+from stretto.server.realtime import server_events as s
 from stretto.server.realtime.heard import Playback
 from stretto.server.realtime.items import Conversation, Entry, call_message
 from stretto.server.realtime.outbox import Outbox
 from stretto.server.realtime.writer import FRAMES_A_SECOND, Writer, told_usage
-from stretto.server.tools import Call, ToolParser
 
 Reason = Literal["turn_detected", "client_cancelled"]
 MAX_SPANS = 2000

@@ -12,13 +12,13 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
+from stretto.engine.protocol import Engine, Message
+from stretto.engine.session import INPUT_RATE, Session
+from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
-from stretto.orchestrator.api import Engine, Message
-from stretto.orchestrator.session import INPUT_RATE, Session
-from stretto.orchestrator.session import Item as EngineItem
-from stretto.server.failures import describe
-from stretto.server.realtime import clientevents as c
-from stretto.server.realtime import serverevents as s
+from stretto.server.openai.error_body import describe
+from stretto.server.realtime import client_events as c
+from stretto.server.realtime import server_events as s
 from stretto.server.realtime.items import Conversation, DuplicateItem, Entry, NoSuchItem, new_id, read_item
 from stretto.server.realtime.listener import SAMPLE_BYTES, Listener, Turn, to_ms
 from stretto.server.realtime.options import Function, Options, SessionState, read_tool, split_tools
@@ -28,9 +28,9 @@ from stretto.server.realtime.sound import seconds_of
 from stretto.server.realtime.speaker import MAX_BESIDE, Speaker
 from stretto.server.realtime.transcribe import Transcriber
 from stretto.server.realtime.turns import Signal
+from stretto.server.request_log import Visit
 from stretto.server.service import Service
 from stretto.server.shares import Holding
-from stretto.server.visit import Visit
 
 log = logging.getLogger("stretto.realtime")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from stretto.server.failures import Refused
+from stretto.server.openai.error_body import Refused
 from stretto.server.realtime.vad import Batcher, Silero
 from stretto.server.shares import Shares
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import soxr
 
+from stretto.engine.session import INPUT_RATE
 from stretto.errors import Invalid
-from stretto.orchestrator.session import INPUT_RATE
 from stretto.server.realtime import g711
 
 FormatName = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.orchestrator.api import Engine, Usage
-from stretto.orchestrator.session import Item as EngineItem
-from stretto.orchestrator.session import Session
+from stretto.engine.protocol import Engine, Usage
+from stretto.engine.session import Item as EngineItem
+from stretto.engine.session import Session
+from stretto.server.openai.tools import ToolParser
 from stretto.server.realtime.items import Conversation, new_id
 from stretto.server.realtime.options import Options
 from stretto.server.realtime.outbox import Outbox
 from stretto.server.realtime.response import Reason, Response, SpeechEnd, clock
 from stretto.server.realtime.writer import Writer
 from stretto.server.service import Service
-from stretto.server.tools import ToolParser
 
 MAX_BESIDE = 4  # responses beside the conversation, at once
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 from prometheus_client import Counter
 
-from stretto.control.request import Params
-from stretto.orchestrator.api import Finished, TextDelta, Usage
-from stretto.orchestrator.session import Item, Session
-from stretto.server.failures import describe
-from stretto.server.realtime import serverevents as s
-from stretto.server.realtime.clientevents import Transcription
+from stretto.engine.protocol import Finished, TextDelta, Usage
+from stretto.engine.session import Item, Session
+from stretto.messages.params import Params
+from stretto.server.openai.error_body import describe
+from stretto.server.realtime import server_events as s
+from stretto.server.realtime.client_events import Transcription
 from stretto.server.realtime.items import Entry
 
 PRIORITY = 10  # behind answers

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from stretto.engine.protocol import Usage as EngineUsage
 from stretto.family import ModelInfo
-from stretto.orchestrator.api import Usage as EngineUsage
-from stretto.server.answer import slices
-from stretto.server.realtime import serverevents as s
+from stretto.server.openai.generating_route import slices
+from stretto.server.openai.tools import Call
+from stretto.server.realtime import server_events as s
 from stretto.server.realtime.items import Conversation, Entry, Speech, new_id
 from stretto.server.realtime.options import Options, told_format
 from stretto.server.realtime.sound import Float, SoundOut
-from stretto.server.tools import Call
 
 FRAMES_A_SECOND = 12.5  # of speech; each counts as a token
 

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from stretto.kernels.fast import MAX_ROWS
-from stretto.kernels.paged import KVCache, Paging
+from stretto.kernels.reference.paged import KVCache, Paging
+from stretto.kernels.triton import MAX_ROWS
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.rows import DeviceRows, How
 from stretto.stage.scheduler.batch import RowJoin

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from stretto.errors import Bug
-from stretto.kernels.masks import bias_rows, floor_rows, mask_rows
+from stretto.kernels.reference.masks import bias_rows, floor_rows, mask_rows
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
 from stretto.stage.scheduler.batch import RowSpan
@@ -58,7 +58,7 @@ class MaskColumns:
     def apply(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
         if self._fused:
-            from stretto.kernels.fast.masks import mask_rows as fast
+            from stretto.kernels.triton.masks import mask_rows as fast
 
             fast(logits, rows, self.masked, self.bits)
         elif self.bits.device.type != "cpu":
@@ -91,7 +91,7 @@ class FloorColumns:
         if there is any."""
         given = logits, rows, self.least, params.floats[0], params.floats[2], state.seen
         if self._fused:
-            from stretto.kernels.fast.masks import floor_rows as fast
+            from stretto.kernels.triton.masks import floor_rows as fast
 
             fast(*given, (positions, state.floor, end))
         elif self._used or self.least.device.type != "cpu":
@@ -123,7 +123,7 @@ class BiasColumns:
         """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
         given = logits, rows, self.counts, self.ids, self.values
         if self._fused:
-            from stretto.kernels.fast.masks import bias_rows as fast
+            from stretto.kernels.triton.masks import bias_rows as fast
 
             fast(*given)
         elif self._used or self.ids.device.type != "cpu":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stretto.control.settings import MOST_ROWS
+from stretto.config.engine import MOST_ROWS
 from stretto.layers.capture import Captured, capture_graphs
 from stretto.stage.runner.adapter import ModelAdapter, Picked, decode_step
 from stretto.stage.runner.rows import How

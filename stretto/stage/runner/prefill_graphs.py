@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stretto.kernels.paged import KVCache, Paging
+from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.capture import Captured, capture_graphs
 from stretto.layers.decoder import Decoder
 from stretto.layers.prefill import Ragged, pack_starts, packed_size, run_prefill, split_starts

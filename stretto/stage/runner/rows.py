@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stretto.kernels.paged import KVCache, Paging
-from stretto.kernels.sampling import SamplingRows, signed
+from stretto.kernels.reference.paged import KVCache, Paging
+from stretto.kernels.reference.sampling import SamplingRows, signed
 from stretto.layers.upload import to_device
 from stretto.stage.request import BlockId
 from stretto.stage.runner.columns import BiasColumns, MaskColumns

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.control.life import Configure
-from stretto.control.messages import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Say
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
+from stretto.messages.hosts import Configure
+from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Say
 from stretto.models.qwen3_tts.family import BUILD, LINKS
 from stretto.models.qwen3_tts.params import MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
-from stretto.prompt.packed import PromptMeta
-from stretto.stage.host import Host
+from stretto.preprocess.pool.packed import PromptMeta
+from stretto.stage.host.host import Host
 from stretto.types import RequestId, SamplingParams
 from tests.models.qwen3_tts.ids import ROLE, instruct_ids
 

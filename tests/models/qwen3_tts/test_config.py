@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.control.request import Manner, Params
 from stretto.errors import CheckpointError, Invalid
 from stretto.family import Wanted
 from stretto.layers.targets import targets
+from stretto.messages.params import Manner, Params
 from stretto.models.qwen3_tts.config import parse
 from stretto.models.qwen3_tts.enroller import Enroller
 from stretto.models.qwen3_tts.params import ClonedVoice

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from stretto.control.messages import Admit
+from stretto.messages.requests import Admit
 from stretto.models.qwen3_tts import enroller
 from stretto.models.qwen3_tts.enroller import Copied, EnrollerStage
 from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
-from stretto.prompt.packed import PromptMeta
-from stretto.prompt.prompt import AudioClip, Prompt
+from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.prompt import AudioClip, Prompt
 from stretto.types import RequestId
 from tests.models.qwen3_tts.cases import NOISE_SAMPLES, cases, clip
 from tests.models.qwen3_tts.conftest import Checkpoint

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.kernels.sampling import SamplingRows
+from stretto.kernels.reference.sampling import SamplingRows
 from stretto.models.parts import run_through
 from stretto.models.qwen3_tts.adapter import TalkerAdapter, TalkerInput
 from stretto.models.qwen3_tts.enroller import Copied

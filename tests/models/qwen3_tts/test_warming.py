@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from stretto.control.settings import HostSettings
+from stretto.config.engine import HostSettings
 from stretto.models import warming as shared
 from stretto.models.qwen3_tts import host as building
 from stretto.models.qwen3_tts import warming

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from stretto.engine.protocol import AudioChunk, Event, Finished, Message, TextDelta, Usage
+from stretto.engine.session import END, INPUT_RATE, Item
 from stretto.errors import Gone, Invalid
-from stretto.orchestrator.api import AudioChunk, Event, Finished, Message, TextDelta, Usage
-from stretto.orchestrator.session import END, INPUT_RATE, Item
 from stretto.server.realtime.vad import Float, VadState
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.server.realtime.clientevents import LARGE, Append, Malformed, ResponseCreate, decode
+from stretto.server.realtime.client_events import LARGE, Append, Malformed, ResponseCreate, decode
 from stretto.server.realtime.items import read_item
 
 

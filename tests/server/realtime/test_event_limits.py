@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.orchestrator.api import TextDelta
-from stretto.orchestrator.events import TokenLogprob
-from stretto.server.looptime import LoopTurns
-from stretto.server.realtime import clientevents as ce
+from stretto.engine.events import TokenLogprob
+from stretto.engine.protocol import TextDelta
+from stretto.server.loop_time import LoopTurns
+from stretto.server.realtime import client_events as ce
 from stretto.server.realtime import connection, items, options, transcribe
-from stretto.server.realtime.clientevents import LARGE, MAX_PARTS, MOST, MOST_FIELD, SHORT, Malformed, decode
+from stretto.server.realtime.client_events import LARGE, MAX_PARTS, MOST, MOST_FIELD, SHORT, Malformed, decode
 from stretto.server.realtime.connection import Realtime
 from stretto.server.realtime.options import BRIEF, MAX_TOOL_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
-from stretto.server.visit import VISIT, Visit
+from stretto.server.request_log import VISIT, Visit
 from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from stretto.control.settings import EngineConfig
-from stretto.orchestrator.api import AudioChunk, Event, TextDelta
-from stretto.orchestrator.session import Session
+from stretto.config.engine import EngineConfig
+from stretto.engine.protocol import AudioChunk, Event, TextDelta
+from stretto.engine.session import Session
 from stretto.server.realtime import response as responses
 from stretto.server.realtime.heard import heard
 from stretto.server.realtime.vad import Batcher
-from tests.orchestrator.common import freed
+from tests.engine.common import freed
 from tests.server.conftest import Running
 from tests.server.real_engine import Served, served
 from tests.server.realtime.client import Client, Json, talk

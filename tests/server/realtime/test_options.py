@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from stretto.control.request import ChunkSizes, Params
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
-from stretto.server.realtime import clientevents as c
+from stretto.messages.params import ChunkSizes, Params
+from stretto.server.realtime import client_events as c
 from stretto.server.realtime.options import MAX_SAID, Options, SessionState
 
 F = TypeVar("F", bound=c.Common)

@@ -7,7 +7,7 @@ import pytest
 
 from stretto.server.realtime import outbox as module
 from stretto.server.realtime.outbox import Outbox, Slow
-from stretto.server.realtime.serverevents import Cleared, ItemDeleted
+from stretto.server.realtime.server_events import Cleared, ItemDeleted
 
 
 def test_everything_in_order_with_ids_of_their_own() -> None:

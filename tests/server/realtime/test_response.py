@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.control.request import Params
-from stretto.server.access import Admission
+from stretto.messages.params import Params
+from stretto.server.admission import Admission
 from stretto.server.realtime.items import Conversation
 from stretto.server.realtime.options import Options
 from stretto.server.realtime.outbox import Outbox

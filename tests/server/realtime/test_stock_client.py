@@ -17,8 +17,8 @@ import pytest
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
-from stretto.control.settings import EngineConfig, HostSettings
-from stretto.orchestrator.session import Session
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.engine.session import Session
 from tests.server.conftest import Running
 from tests.server.real_engine import Served, served
 from tests.server.realtime.scripted import ScriptedSession, TalkEngine, say

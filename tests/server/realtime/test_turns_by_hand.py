@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stretto.engine.protocol import TextDelta, TimelineSpan
 from stretto.errors import Busy
-from stretto.orchestrator.api import TextDelta, TimelineSpan
 from stretto.server.realtime import g711
 from stretto.server.realtime.speaker import MAX_BESIDE
 from tests.server.conftest import Running

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from stretto.control.settings import EngineConfig, HostSettings
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.preprocess import PoolSettings
 from stretto.models.qwen3_tts.tiny import write_tiny
-from stretto.prompt.settings import PoolSettings
-from tests.client.test_command import run
+from tests.loadtest.test_command import run
 from tests.server.conftest import Running, serve
 from tests.server.real_engine import served
 from tests.server.scripted_engine import ScriptedEngine

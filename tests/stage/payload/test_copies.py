@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.connector import wire
-from stretto.connector.contract import Chunk
-from stretto.connector.switches import OverlapSwitches
+from stretto.config.overlaps import OverlapSwitches
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.speech.payloads import CodecFrames
-from stretto.stage.payload.copies import HostToDevice
-from stretto.stage.payload.schema import Payload, unpack
+from stretto.stage.links.copies import HostToDevice
+from stretto.stage.payload import Payload, unpack
+from stretto.transport import wire
+from stretto.transport.contract import Chunk
 from stretto.types import Mark, RequestId, Span
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ FRAMES = CodecFrames(Span(0, 2), torch.zeros(2, 16, dtype=torch.int32))
 class Upload:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, payload: Payload, own: bool, fails: str = "") -> None:
         self.cuda, self.credit, self.compute = Cuda(), Credit(), Stream(["a step"])
-        monkeypatch.setattr("stretto.stage.payload.copies.torch.cuda", self.cuda)
+        monkeypatch.setattr("stretto.stage.links.copies.torch.cuda", self.cuda)
         stream: Any = None if own else self.compute
         self.up = HostToDevice(torch.device("cuda"), OverlapSwitches(), payload.HOST, stream)
         made = wire.chunk(RequestId("r"), payload.span, Mark.MORE, payload.tensors(), lease=self.credit)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.connector import wire
-from stretto.connector.contract import Corrupt
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.speech.payloads import CodecFrames
-from stretto.stage.payload.schema import unpack
+from stretto.stage.payload import unpack
+from stretto.transport import wire
+from stretto.transport.contract import Corrupt
 from stretto.types import Mark, RequestId, Span
 
 R = RequestId("r-1")

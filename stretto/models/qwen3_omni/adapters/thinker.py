@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.kernels.fast import MAX_ROWS
-from stretto.kernels.paged import KVCache, Paging
-from stretto.kernels.sampling import guarded, sample
+from stretto.kernels.reference.paged import KVCache, Paging
+from stretto.kernels.reference.sampling import guarded, sample
+from stretto.kernels.triton import MAX_ROWS
 from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
@@ -151,8 +151,8 @@ class ThinkerAdapter:
         return self._fused_pick(rows, positions, hidden)
 
     def _fused_pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> Picked:
-        from stretto.kernels.fast.linear import project
-        from stretto.kernels.fast.sampling import Columns, PickState, pick_text
+        from stretto.kernels.triton.linear import project
+        from stretto.kernels.triton.sampling import Columns, PickState, pick_text
 
         answer = PickState(self.rows.seen, self.rows.floor, self.model.config.tokens.im_end)
         params = Columns(self.params.floats, self.params.ints)

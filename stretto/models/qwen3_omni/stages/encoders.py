@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from stretto.control.messages import MediaRequest, Working
 from stretto.errors import Bug, StrettoError
 from stretto.layers.upload import to_device
+from stretto.messages.requests import MediaRequest, Working
 from stretto.models.parts import Parts
 from stretto.models.qwen3_omni.adapters.thinker import ThinkerInput
 from stretto.models.qwen3_omni.pieces import MediaPiece, missing_runs
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
 from stretto.models.qwen3_omni.vision_encoder import VisionRows
-from stretto.prompt.prompt import Piece
-from stretto.stage.context import StageContext
-from stretto.stage.core import StageCore
+from stretto.preprocess.prompt import Piece
+from stretto.stage.ar import StageCore
+from stretto.stage.host.context import StageContext
 from stretto.stage.request import StageRequest
 from stretto.types import RequestId
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stretto.control.messages import Admit
+from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.adapters.thinker import MAX_BIAS
 from stretto.models.qwen3_omni.params import ThinkerParams
-from stretto.prompt.grammars import GrammarGuide
-from stretto.prompt.prompt import Prompt
+from stretto.preprocess.grammars import GrammarGuide
+from stretto.preprocess.prompt import Prompt
 from stretto.stage.guide import Grammars, Guide, PenaltyGuide
 from stretto.types import RequestId
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from stretto.connector.contract import Corrupt
-from stretto.control.messages import Admit
+from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.adapters.talker import TalkerInput
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OPENING_S
@@ -17,14 +16,15 @@ from stretto.models.qwen3_omni.stages.prefix import row_ids, talker_salts, think
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_stage import PromptPlan, SpeechOutput, SpeechStage
-from stretto.prompt.prompt import Prompt
-from stretto.stage.context import StageContext
-from stretto.stage.core import StageCore
-from stretto.stage.pace import Pace
-from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Clock, StageTimings
+from stretto.preprocess.prompt import Prompt
+from stretto.stage.ar import StageCore
+from stretto.stage.host.context import StageContext
+from stretto.stage.pacing import Pace
+from stretto.stage.payload import Payload
 from stretto.stage.request import RequestSpec
 from stretto.stage.stage import Arrival
+from stretto.stage.timings import Clock, StageTimings
+from stretto.transport.contract import Corrupt
 from stretto.types import Mark
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stretto.control.messages import Admit, Text, Working
 from stretto.errors import Bug, StrettoError
+from stretto.messages.requests import Admit, Text, Working
 from stretto.models.qwen3_omni.adapters.thinker import ThinkerInput
 from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.models.qwen3_omni.params import ThinkerParams
@@ -28,17 +28,17 @@ from stretto.models.qwen3_omni.stages.prefix import thinker_salts
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_stage import FRAME_S
-from stretto.prompt.grammars import GrammarGuide
-from stretto.prompt.prompt import Piece, Prompt
-from stretto.stage.context import StageContext
-from stretto.stage.core import Certain, StageCore
+from stretto.preprocess.grammars import GrammarGuide
+from stretto.preprocess.prompt import Piece, Prompt
+from stretto.stage.ar import Certain, StageCore
 from stretto.stage.guide import Grammars
-from stretto.stage.mediarows import MediaOutput
-from stretto.stage.payload.schema import Payload
-from stretto.stage.report import Clock, StageTimings, failed
+from stretto.stage.host.context import StageContext
+from stretto.stage.media_rows import MediaOutput
+from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.logprobs import Scored
 from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
+from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
 LINK = "thinker>talker"

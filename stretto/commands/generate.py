@@ -1,0 +1,348 @@
+"""`stretto generate`: answer one conversation, or a file of them, through the pipeline and write what came out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from stretto import embedded
+from stretto.config.engine_flags import RECORDS, TITLES, engine_config
+from stretto.config.loader import add_flags
+from stretto.errors import Invalid, StrettoError
+from stretto.hub import find_model
+from stretto.messages.params import ChunkSizes, Params
+
+MEDIA = ("audio", "image", "video")
+SOUND_FILES = (".wav", ".flac")
+LEFT_OUT = ("min_pace", "share_prefix_cache")
+"""Settings of an engine that are for servers: nobody listens while a file is made, and all prompts are one owner's."""
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.config.engine import EngineConfig
+    from stretto.engine.engine import PipelineEngine
+    from stretto.engine.protocol import Event, Finished, Modality
+
+
+def add_generate_parser(jobs: Any) -> None:
+    gen = jobs.add_parser(
+        "generate",
+        help="answer a conversation, aloud",
+        description="Answer one conversation, or a file of them. The engine's flags can also be set in the environment "
+        "(STRETTO_DEVICE=cpu).",
+    )
+    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model)"
+    gen.add_argument("model", nargs="?", help=where)
+    what = gen.add_argument_group("what to answer: a question of these parts, or a file")
+    what.add_argument("--text", help="a user's message; -: from standard input")
+    for kind in MEDIA:
+        files = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
+        what.add_argument(f"--{kind}", help="goes before --text; repeatable", **files)
+    what.add_argument("--system", help="system prompt")
+    what.add_argument("--messages", type=Path, metavar="FILE.json", help="a conversation in OpenAI chat format")
+    what.add_argument(
+        "--batch", type=Path, metavar="FILE.jsonl", help="one conversation a line; answers go to --out-dir"
+    )
+    out = gen.add_argument_group("where the answer goes")
+    out.add_argument("--out", type=Path, metavar="A.wav", help="the speech, 16 bit, .wav or .flac")
+    out.add_argument("--samples", type=Path, metavar="A.npy", help="float32 samples before any conversion")
+    out.add_argument("--codes", type=Path, metavar="CODES.npy", help="codec frames [frames, codes]")
+    out.add_argument("--json", type=Path, metavar="OUT.json", help="ids, text, counts, finish reasons, timings")
+    out.add_argument("--trace", type=Path, metavar="T.json", help="the stages' timeline, for ui.perfetto.dev")
+    out.add_argument("--out-dir", type=Path, metavar="DIR", help="for --batch: answers as 0.wav, 0.json, ...")
+    out.add_argument("--text-only", action="store_true", help="do not speak")
+    how = gen.add_argument_group("how")
+    how.add_argument("--voice", help="one of the model's voices (case does not matter)")
+    how.add_argument("--greedy", action="store_true", help="no chance in any stage")
+    own = "(default: the checkpoint's own)"
+    how.add_argument("--temperature", type=float, help=f"of the text; 0 is greedy {own}")
+    how.add_argument("--top-p", type=float, help=own)
+    how.add_argument("--top-k", type=int, help=own)
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--max-tokens", "--max-text-tokens", type=int, metavar="N", help=f"of text {own}")
+    how.add_argument(
+        "--max-audio-frames", "--max-frames", type=int, metavar="N", help=f"12.5 frames are a second {own}"
+    )
+    how.add_argument("--first-frames", type=int, default=1, metavar="N", help="frames in the first packet")
+    how.add_argument("--each-frames", type=int, default=None, metavar="N", help="frames in the others")
+    how.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
+    add_flags(gen, RECORDS, TITLES, LEFT_OUT)
+    gen.set_defaults(job=run_generate)
+
+
+@dataclass(slots=True, eq=False)
+class Result:
+    """One answer, collected."""
+
+    rate: int  # samples per second
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    codes: list[Any] = field(default_factory=list)
+    samples: list[Any] = field(default_factory=list)
+    first: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+    end: Finished | None = None
+
+    def take(self, event: Event, since: float) -> str:
+        """Add an event; returns text to show."""
+        from stretto.engine.protocol import AudioChunk, CodeFrames, Finished, TextDelta
+
+        now = time.perf_counter() - since
+        match event:
+            case TextDelta(ids=ids, text=text):
+                self.first.setdefault("text", now)
+                self.ids += ids
+                self.text += text
+                return text
+            case CodeFrames(codes=codes):
+                self.codes.append(codes)
+            case AudioChunk(samples=samples):
+                self.first.setdefault("audio", now)
+                self.samples.append(samples)
+            case Finished():
+                self.end, self.total = event, now
+        return ""
+
+    def report(self, load_s: float) -> dict[str, Any]:
+        assert self.end is not None
+        return {
+            "prompt_ids": list(self.end.prompt_ids),
+            "text_ids": self.ids,
+            "text": self.text,
+            "frames": self.end.usage.frames,
+            "samples": self.end.usage.samples,
+            "finish": {"text": self.end.text, "audio": self.end.audio},
+            "seed": self.end.seed,
+            "timings": {
+                "load_s": load_s,
+                "first_text_s": self.first.get("text"),
+                "first_audio_s": self.first.get("audio"),
+                "total_s": self.total,
+            },
+        }
+
+    def write(
+        self, out: Path | None, samples: Path | None, codes: Path | None, report: Path | None, load: float
+    ) -> None:
+        import numpy as np
+        import soundfile
+
+        wave = np.concatenate([np.zeros(0, np.float32), *self.samples])
+        for path in (out, samples, codes, report):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if out is not None:
+            soundfile.write(out, wave, self.rate, subtype="PCM_16")
+        if samples is not None:
+            np.save(samples, wave)
+        if codes is not None:
+            np.save(codes, np.concatenate(self.codes) if self.codes else np.zeros((0, 0), np.int32))
+        if report is not None:
+            report.write_text(json.dumps(self.report(load), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def settings(args: argparse.Namespace) -> EngineConfig:
+    config = engine_config(vars(args), os.environ, max_requests=max(args.concurrency, 1))
+    return replace(config, min_pace=0.0)
+
+
+def parameters(args: argparse.Namespace, defaults: Params) -> Params:
+    """As the flags say; what they leave open, as the checkpoint does."""
+    each = args.each_frames if args.each_frames is not None else args.first_frames
+    given = {
+        "temperature": 0.0 if args.greedy else args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "max_text_tokens": args.max_tokens,
+        "max_frames": args.max_audio_frames,
+    }
+    return replace(
+        defaults,
+        **{name: value for name, value in given.items() if value is not None},
+        seed=args.seed,
+        greedy_speech=args.greedy,
+        packets=ChunkSizes(args.first_frames, each, None),
+        want_codes=args.codes is not None,
+    )
+
+
+def read_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.messages is not None:
+        return _messages(_json(args.messages, args.messages.read_text), str(args.messages))
+    parts: list[dict[str, Any]] = []
+    for kind in MEDIA:
+        for path in getattr(args, kind):
+            if not path.is_file():
+                raise Invalid(f"--{kind} {path}: there is no such file", kind)
+            url = f"file://{quote(str(path.absolute()))}"
+            parts.append({"type": f"{kind}_url", f"{kind}_url": {"url": url}})
+    text = sys.stdin.read().strip() if args.text == "-" else args.text
+    if text:
+        parts.append({"type": "text", "text": text})
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return [*system, {"role": "user", "content": text if text and len(parts) == 1 else parts}]
+
+
+def read_batch(path: Path) -> list[str]:
+    """Its lines, each a conversation; what is wrong with one is told when its turn comes."""
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise Invalid(f"{path}: cannot be read ({e})", "batch") from None
+
+
+def _json(path: Path, read: Any) -> Any:
+    try:
+        return json.loads(read(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise Invalid(f"{path}: cannot be read as JSON ({e})", "messages") from None
+
+
+def _messages(raw: Any, where: str) -> list[dict[str, Any]]:
+    messages = raw.get("messages") if isinstance(raw, dict) else raw
+    if not isinstance(messages, list):
+        raise Invalid(f"{where}: must hold a list of messages", "messages")
+    return messages
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    check_inputs(args)
+    check_outputs(args)
+    parameters(args, Params())  # are they numbers that can be?
+    # What is asked is read before the model: a name misspelt should not cost a minute.
+    asked: list[Any] = read_batch(args.batch) if args.batch is not None else read_messages(args)
+    return asyncio.run(_generate(args, asked))
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    question = [f"--{name}" for name in ("text", *MEDIA) if getattr(args, name)]
+    files = [f"--{name}" for name in ("messages", "batch") if getattr(args, name) is not None]
+    if not question and not files:
+        raise Invalid("nothing to answer: give --text, --audio, --image, --video, --messages or --batch", "text")
+    if len(files) > 1 or (files and (question or args.system)):
+        also = [*question, *(["--system"] if args.system else []), *files[1:]]
+        raise Invalid(f"{files[0]} holds whole conversations: leave out {', '.join(also)}", files[0].strip("-"))
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse files that could not be written in the end."""
+    if args.batch is not None and args.out_dir is None:
+        raise Invalid("--batch needs --out-dir", "out_dir")
+    if args.out is not None:
+        check_sound_file(args.out)
+    sound = {"--out": args.out, "--samples": args.samples, "--codes": args.codes}
+    if args.text_only and (given := [flag for flag, path in sound.items() if path is not None]):
+        raise Invalid(f"--text-only makes no speech: there is nothing to write for {', '.join(given)}", "text_only")
+    for path in (args.samples, args.codes, args.json, args.trace):
+        if path is not None and path.is_dir():
+            raise Invalid(f"{path} is a directory; name a file", "out")
+
+
+def check_sound_file(path: Path) -> None:
+    """Refuse what speech could not be written to in the end; `speak` calls it too."""
+    if path.suffix.lower() not in SOUND_FILES:
+        raise Invalid(f"--out {path}: can be {' or '.join(SOUND_FILES)}", "out")
+    if path.is_dir():
+        raise Invalid(f"{path} is a directory; name a file", "out")
+
+
+def _directory(model: str | None) -> Path:
+    if model is not None:
+        return find_model(model, say)
+    if (own := embedded.find()) is not None:
+        return own
+    raise Invalid("name a checkpoint: the embedded model is not installed here", "model")
+
+
+async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
+    from stretto.engine.engine import PipelineEngine
+
+    config = settings(args)
+    start = time.perf_counter()
+    async with PipelineEngine.open(_directory(args.model), config) as engine:
+        load, params = time.perf_counter() - start, parameters(args, engine.info.defaults)
+        if args.batch is not None:
+            return await _batch(args, asked, engine, params, load)
+        return await _one(args, asked, engine, params, load)
+
+
+async def _answer(
+    engine: PipelineEngine, messages: list[dict[str, Any]], args: Any, params: Params, show: bool
+) -> Result:
+    result, since = Result(engine.info.sample_rate), time.perf_counter()
+    modalities: Sequence[Modality] = ("text",) if args.text_only else ("text", "audio")
+    events = engine.generate(messages, modalities=modalities, voice=args.voice, params=params, allow_paths=True)
+    async for event in events:
+        text = result.take(event, since)
+        if show and text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    return result
+
+
+async def _one(
+    args: argparse.Namespace, messages: list[dict[str, Any]], engine: PipelineEngine, params: Params, load: float
+) -> int:
+    from stretto.observe.trace import TraceEvents
+
+    result = await _answer(engine, messages, args, params, show=True)
+    sys.stdout.write("\n")
+    result.write(args.out, args.samples, args.codes, args.json, load)
+    assert result.end is not None
+    if args.trace is not None:
+        spans = [(s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in result.end.timeline]
+        args.trace.write_text(json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n")
+    usage = result.end.usage
+    heard = "" if args.text_only else f", {usage.samples / engine.info.sample_rate:.2f} s of speech"
+    first = result.first.get("audio")
+    sooner = f", first sound after {first:.3f} s" if first is not None else ""
+    say(f"{usage.text_tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after {load:.1f} s)")
+    for path in (args.out, args.samples, args.codes, args.json, args.trace):
+        if path is not None:
+            say(f"wrote {path}")
+    return 0
+
+
+async def _batch(
+    args: argparse.Namespace, lines: list[str], engine: PipelineEngine, params: Params, load: float
+) -> int:
+    """Every line of the file, a few at a time. A line that fails is reported and the others go on."""
+    from tqdm import tqdm
+
+    gate, failed = asyncio.Semaphore(args.concurrency), 0
+    bar = tqdm(total=len(lines), desc="answers", unit="answer", disable=None)
+
+    async def work(i: int, line: str) -> None:
+        nonlocal failed
+        async with gate:
+            try:
+                where = f"{args.batch}:{i + 1}"
+                raw = _json(args.batch, lambda encoding: line)
+                result = await _answer(
+                    engine, _messages(raw, where), args, replace(params, seed=args.seed + i), show=False
+                )
+                base = args.out_dir / str(i)
+                wav = None if args.text_only else base.with_suffix(".wav")
+                result.write(wav, None, None, base.with_suffix(".json"), load)
+            except StrettoError as e:
+                failed += 1
+                say(f"line {i + 1}: {e}")
+            bar.update()
+
+    await asyncio.gather(*(work(i, line) for i, line in enumerate(lines)))
+    bar.close()
+    say(f"{len(lines) - failed} of {len(lines)} answered, in {args.out_dir}")
+    return 1 if failed else 0
+
+
+def say(line: str) -> None:
+    sys.stderr.write(line + "\n")

@@ -1,0 +1,328 @@
+"""`stretto serve` and `stretto env`: flags, what is printed, and how it ends. `cli.py` wires them in."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from stretto import __version__, embedded
+from stretto.config.cluster import ClusterConfig
+from stretto.config.devices import check_cards
+from stretto.config.engine import check_model
+from stretto.config.engine_flags import RECORDS as ENGINE_RECORDS
+from stretto.config.engine_flags import TITLES as ENGINE_TITLES
+from stretto.config.engine_flags import fit_card, serving_config
+from stretto.config.loader import PREFIX, add_flags, read, read_yaml, table, unknown_variables
+from stretto.config.preprocess import PoolSettings
+from stretto.config.server import ServerConfig
+from stretto.errors import Invalid, StrettoError
+from stretto.hardware import cards
+from stretto.hub import find_model
+from stretto.observe.logs import FORMAT
+from stretto.signals import end_on_signals
+from stretto.transport import spinwait
+
+if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
+    from stretto.config.engine import EngineConfig
+    from stretto.engine.protocol import Engine
+    from stretto.family import ModelInfo
+    from stretto.server.run import Server
+    from stretto.server.service import Service
+
+log = logging.getLogger("stretto.server")
+
+POLL_SECONDS = 0.2
+SWITCH_S = 0.001  # prompts are built in a thread, which should not wait for the event loop's pauses, nor it for them
+TITLES = {
+    **{group: ENGINE_TITLES[group] for group in ("model", "memory")},
+    "address": "where to listen",
+    "clients": "who may call",
+    "limits": ENGINE_TITLES["limits"],
+    "speech": "packets of speech",
+    "realtime": "realtime sessions",
+    "prompts": "preparing requests",
+    "logging": ENGINE_TITLES["logging"],
+    **{group: ENGINE_TITLES[group] for group in ("cluster", "tuning", "overlap")},
+}
+RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings, ClusterConfig)
+Run = Callable[[str | None, "EngineConfig", ServerConfig, ClusterConfig], int]
+"""Serves elsewhere than in this process, until told to stop."""
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "starlette", "uvicorn", "msgspec", "soundfile", "triton")
+OTHER_VARIABLES = {
+    "STRETTO_MODEL": "the checkpoint directory or its name on the hub, as MODEL",
+    "STRETTO_CONFIG": "a YAML file, as `--config`",
+    spinwait.VARIABLE: "microseconds that a receiver of the shm connector looks for its next chunk before it sleeps",
+    "STRETTO_KERNELS": "`off`: no kernels of our own; `force`: for float32 too",
+    "STRETTO_TUNING": "a file of tuned kernel settings",
+    "STRETTO_LOG": "how much the processes of the stages log, such as `INFO`",
+    "STRETTO_TEST_DEVICE": "where tests run",
+}
+"""Variables without a flag, and what they hold."""
+
+
+def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({})) -> None:
+    """`backends`: what runs the server if it is not to run here, by the name of `--backend`."""
+    serve = jobs.add_parser(
+        "serve",
+        help="serve a model to OpenAI's clients, with a page to talk to",
+        description="Serve a model over HTTP, as OpenAI's API. Every flag can also be set in the environment "
+        "(STRETTO_PORT=8001) or in a YAML file (port: 8001); flags win over the environment, that over the file.",
+    )
+    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model, to try things)"
+    serve.add_argument("model", nargs="?", help=where)
+    serve.add_argument("--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names")
+    serve.add_argument("--settings-table", action="store_true", help="print all settings as Markdown, and end")
+    add_flags(serve, RECORDS, TITLES)
+    serve.set_defaults(job=lambda args: run_serve(args, backends))
+
+
+def add_env_parser(jobs: Any) -> None:
+    env = jobs.add_parser("env", help="describe this machine and installation, for reports")
+    env.add_argument("--json", action="store_true", help="as JSON")
+    env.set_defaults(job=run_env)
+
+
+# ---- serve
+
+
+def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
+    if args.settings_table:
+        sys.stdout.write(settings_table())
+        return 0
+    end_on_signals()
+    from stretto.server.logs import set_up
+    from stretto.server.origins import warning
+
+    model, engine_config, config, cluster = settle_all(vars(args), os.environ)
+    set_up(config.log_format, config.log_level)
+    sys.setswitchinterval(SWITCH_S)
+    for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
+        _say(f"stretto: warning: {name} is set, but there is no such setting")
+    if words := warning(config):
+        _say(f"stretto: warning: {words}")
+    try:
+        if cluster.backend != "local":
+            return backends[cluster.backend](model, engine_config, config, cluster)
+        return _serve(model, engine_config, config, said(vars(args), os.environ))
+    except StrettoError as e:
+        if config.log_format != "json":
+            raise
+        log.error("%s", e)
+        return 2 if isinstance(e, Invalid) else 1
+
+
+def _serve(model: str | None, engine_config: EngineConfig, config: ServerConfig, stated: set[str]) -> int:
+    from stretto.registry import open_model
+    from stretto.server.run import run
+
+    with checkpoint(model) as directory:
+        engine_config, config = fit_card(engine_config, config, directory, stated)
+        opened = open_model(directory)
+        check_model(engine_config, opened.pipeline.names, opened.info.max_positions, stated)  # before anything starts
+        check_cards(engine_config, opened.pipeline.names, len(cards()))
+        return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
+
+
+async def announce(server: Server) -> None:
+    """Tells how far loading is, and in the end where to find the server."""
+    last = ""
+    while (progress := server.service.progress).state == "loading":
+        line = ", ".join(f"{stage}: {what}" for stage, what in progress.stages.items())
+        if line and line != last:
+            _say(f"stretto: {line}")
+            last = line
+        await asyncio.sleep(POLL_SECONDS)
+    if progress.state == "ready":
+        # What is loaded stays: full collections should not look through it while answers are on their way.
+        gc.collect()
+        gc.freeze()
+        if server.config.log_format == "json":
+            log.info("ready: %s serves %s", server.config.url, server.service.engine().info.name)
+        else:
+            _say(greeting(server.config, server.service))
+
+
+def read_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    path = flags.get("config") or environ.get("STRETTO_CONFIG")
+    return read_yaml(path, RECORDS, ("model",)) if path else {}
+
+
+def said(flags: Mapping[str, Any], environ: Mapping[str, str]) -> set[str]:
+    """Names of settings that are stated anywhere."""
+    variables = {name.removeprefix(PREFIX).lower() for name in environ if name.startswith(PREFIX)}
+    return {*flags, *variables, *read_file(flags, environ)}
+
+
+Settled = tuple[str | None, "EngineConfig", ServerConfig, ClusterConfig]
+
+
+def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | None, EngineConfig, ServerConfig]:
+    """Model and configuration from all the places they can be stated in."""
+    model, engine, server, _ = settle_all(flags, environ)
+    return model, engine, server
+
+
+def settle_all(flags: dict[str, Any], environ: Mapping[str, str]) -> Settled:
+    return read_settings(flags, environ, read_file(flags, environ))
+
+
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]) -> Settled:
+    """The same with a file's content."""
+    model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
+    config = read(ServerConfig, flags, environ, file)
+    cluster = read(ClusterConfig, flags, environ, file)
+    here = cluster.backend == "local"
+    return model, serving_config(flags, environ, file, config.engine_requests, here), config, cluster
+
+
+def settings_table() -> str:
+    """Everything that can be set, for `docs/settings.md`."""
+    others = "\n".join(f"| `{name}` | {what} |" for name, what in OTHER_VARIABLES.items())
+    return f"{table(RECORDS, TITLES)}\n## Variables without a flag\n\n| variable | what |\n|---|---|\n{others}\n"
+
+
+async def load_engine(directory: Path, config: EngineConfig) -> Engine:
+    """An engine that is still loading, so that its progress can be seen from the start."""
+    from stretto.engine.engine import PipelineEngine
+
+    engine = PipelineEngine(directory, config)
+    start = asyncio.create_task(engine.start(), name="start engine")
+    _starting.add(start)  # or nothing would hold it
+    start.add_done_callback(_started)
+    return engine
+
+
+_starting: set[asyncio.Task[None]] = set()
+
+
+def _started(start: asyncio.Task[None]) -> None:
+    _starting.discard(start)
+    if not start.cancelled() and (error := start.exception()) is not None:
+        known = isinstance(error, StrettoError)
+        log.error("the model cannot be served: %s", error, exc_info=None if known else error)
+
+
+@contextmanager
+def checkpoint(model: str | None) -> Iterator[Path]:
+    """The model's directory; without one, the embedded model or, where that is not there either, the tiny one in a
+    folder that goes away in the end."""
+    if model is not None:
+        yield find_model(model, lambda line: _say(f"stretto: {line}"))
+        return
+    if (own := embedded.find()) is not None:
+        _say("stretto: no model given: serving the embedded one (a synthetic voice, a small domain)")
+        yield own
+        return
+    from stretto.registry import write_tiny
+
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        _say("stretto: no model given: serving the tiny built-in one (its words mean nothing)")
+        write_tiny(Path(folder) / "tiny")
+        yield Path(folder) / "tiny"
+
+
+def greeting(config: ServerConfig, service: Service) -> str:
+    """What is printed when the server is ready: where, and a line to paste."""
+    engine = service.engine()
+    name = service.model_names(engine)[0]
+    path, body, then = _example(engine.info)
+    curl = ["curl", "-s"]
+    if config.uds:
+        curl += ["--unix-socket", config.uds]
+    if config.ssl_certfile:
+        curl.append("-k")
+    if config.needs_key:
+        curl += ["-H", "Authorization: Bearer $KEY"]
+    base = "http://localhost" if config.uds else config.url
+    curl += [base + path, "-H", "Content-Type: application/json", "-d", json.dumps({"model": name, **body})]
+    paste = " ".join(_quote(c) for c in curl)
+    voices = f" ({', '.join(engine.info.voices)})" if engine.info.voices else ""
+    return (
+        f"\nStretto {__version__} serves {name}{voices}\n"
+        f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens each\n"
+        f"  page     {base}/\n  API      {base}/v1\n  metrics  {config.metrics_url or f'{base}/metrics'}\n\n"
+        f"Try it:\n  {paste} {then}\n"
+    )
+
+
+def _example(info: ModelInfo) -> tuple[str, dict[str, Any], str]:
+    """A request that the model can answer: its path, its body, and what is done with the answer."""
+    if "text" not in info.output_modalities:  # it reads aloud, with a voice that has to be made first if it has none
+        voice = info.default_voice or ("NAME" if info.cloning else None)
+        how = {"voice": voice} if voice is not None else {"instructions": "An old man, warm and unhurried."}
+        return "/v1/audio/speech", {"input": "Hello, how are you?", **how, "response_format": "wav"}, "-o answer.wav"
+    body = {
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "modalities": ["text", "audio"],
+        "audio": {"voice": info.default_voice, "format": "wav"},
+        "max_tokens": 60,
+        "max_audio_frames": 100,
+    }
+    then = (
+        '|\n    python3 -c \'import sys,json,base64; m=json.load(sys.stdin)["choices"][0]["message"]["audio"]; '
+        'print(m["transcript"]); open("answer.wav","wb").write(base64.b64decode(m["data"]))\''
+    )
+    return "/v1/chat/completions", body, then
+
+
+def _quote(word: str) -> str:
+    return f'"{word}"' if "$KEY" in word else shlex.quote(word)
+
+
+# ---- env
+
+
+def run_env(args: argparse.Namespace) -> int:
+    facts = describe()
+    text = json.dumps(facts, indent=2) if args.json else "\n".join(f"{k:<12} {v}" for k, v in facts.items())
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def describe() -> dict[str, str]:
+    facts = {
+        "stretto": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": str(os.cpu_count()),
+    }
+    for name in PACKAGES:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    return facts | _gpus()
+
+
+def _gpus() -> dict[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpu": "none"}
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    named = {f"gpu{i}": f"{c.name}, {c.total_memory / 2**30:.0f} GiB" for i, c in enumerate(cards)}
+    return {"cuda": str(torch.version.cuda), **named}
+
+
+def _say(line: str) -> None:
+    """To people at a terminal; where the log is for machines, so is this."""
+    if os.environ.get(FORMAT) == "json":
+        log.info("%s", line.strip().removeprefix("stretto: "))
+        return
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,130 @@
+"""A host that is a child process of this one, on a socket pair. Asyncio; imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+
+from stretto._process import HOST_ENVIRONMENT, end_of, seen_end, start_apart
+from stretto.config.devices import shown
+from stretto.engine.host_handle import ENDED, Host, OnDeath, OnMessage
+from stretto.hardware import cards
+from stretto.messages.hosts import Quit
+from stretto.preprocess.pool.packed import Bytes
+
+EXIT_S = 2.0  # for a process whose channel is gone to be gone too
+
+
+class HostProcess(Host):
+    """`environment` is added to ours."""
+
+    def __init__(
+        self,
+        name: str,
+        on_message: OnMessage,
+        on_death: OnDeath,
+        device: str = "cpu",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, on_message, on_death, device)
+        self._environment = environment or {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ExitStack() as ends:
+            ends.enter_context(theirs)
+            ends.enter_context(ours)
+            self._process = await start_apart(
+                sys.executable,
+                "-m",
+                "stretto.stage.host.process",
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**HOST_ENVIRONMENT, **os.environ, **self._environment},
+            )
+            theirs.close()
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)
+            ends.pop_all()  # the transport has it now
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        if self.state == "starting":
+            self.kill()
+        self.send(Quit())
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout)
+            except TimeoutError:
+                self.kill()
+                await self._process.wait()
+        self.state = "dead"
+        self._close()
+
+    def kill(self) -> None:
+        """At once. (Not by `Process.kill`, which would first look whether it has ended, and so take its exit status
+        away from whoever waits for it.)"""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    def _write(self, data: Bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()  # else its descriptor would stay until this object is collected
+
+    def lost(self, reason: str | None = None) -> None:
+        if self.state != "dead" and self._process is not None and self.reason == ENDED:
+            self.reason = seen_end(self._process.pid) or ENDED
+        super().lost(reason)
+
+    async def buried(self) -> None:
+        """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang in a driver."""
+        if self._process is not None and self.reason == ENDED:
+            with suppress(TimeoutError):
+                self.reason = end_of(await asyncio.wait_for(self._process.wait(), EXIT_S)) or ENDED
+
+
+class _Ear(asyncio.Protocol):
+    """What the event loop calls. Plain callbacks: a stream's reader wakes a task for every few bytes, and a host says
+    a few thousand things a second."""
+
+    def __init__(self, host: HostProcess) -> None:
+        self.host = host
+
+    def data_received(self, data: bytes) -> None:
+        self.host.take(data)
+
+    def pause_writing(self) -> None:
+        self.host.pause(True)
+
+    def resume_writing(self) -> None:
+        self.host.pause(False)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.host.lost()
+
+
+class LocalLauncher:
+    """Children of this process, each shown the card that it uses and no other."""
+
+    def __init__(self, found: Sequence[str] | None = None) -> None:
+        self._cards = cards() if found is None else found
+
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+        return HostProcess(name, on_message, on_death, *shown(device, self._cards))

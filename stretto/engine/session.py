@@ -1,0 +1,403 @@
+"""A conversation that goes on: what was said so far, the sound that is coming in, and answers to both. Asyncio.
+
+`engine.session()` makes one. Sound is appended while it is spoken and committed when the turn is over; text, pictures
+and earlier answers are added as messages. `respond` answers all that is there. Every method is called on the engine's
+event loop, by one task at a time; several sessions go on side by side.
+
+Nothing of a session is held in the stages. Each answer is a request of its own, and finds what of its prompt was read
+before in the prefix caches. While somebody speaks, each window of sound that is complete is read ahead, by a request
+for the conversation up to there that wants no answer; so an answer has only the rest to read. What the caches have lost
+is computed again, and the answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from stretto.engine.announce import Ask
+from stretto.engine.protocol import Event, Message, Modality, TextDelta, Usage
+from stretto.engine.request import prompt_usage
+from stretto.errors import Gone, Invalid, StrettoError, TooLong
+from stretto.messages.params import Params
+from stretto.preprocess.live_audio import Hearing
+from stretto.preprocess.mel import SAMPLE_RATE
+from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation
+from stretto.preprocess.pool.packed import pack, unpack_prompt
+from stretto.preprocess.prepared import encoded, prepared, with_encoded
+from stretto.preprocess.prompt import AudioClip, Prompt
+
+if TYPE_CHECKING:
+    from stretto.engine.engine import PipelineEngine
+
+log = logging.getLogger(__name__)
+
+INPUT_RATE = SAMPLE_RATE
+"""Of appended sound, samples per second: what the model hears."""
+END = "end"
+"""Where `add` puts an item unless told otherwise."""
+MAX_PENDING_S = 2400.0
+"""Sound that may wait for its commit."""
+AT_ONCE = INPUT_RATE
+"""Samples whose features are made on the event loop: a millisecond's work. More go to a thread."""
+FULL, ROOM = 7 / 8, 3 / 4
+"""Shares of the context. When a prompt takes more than the first (or leaves less than its answer may need), the oldest
+turns go until it takes no more than the second: each time the prompt begins otherwise it is read anew, so that should
+be rare."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One entry of the conversation. `message` is in OpenAI's chat format, with features in place of its media: the
+    media themselves are not held."""
+
+    id: str
+    message: Message
+
+    @property
+    def role(self) -> object:
+        return self.message.get("role")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """What else a prompt is made of."""
+
+    speak: bool = True
+    instructions: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    def messages(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*system, *(dict(i.message) for i in items)]
+
+
+class Session:
+    """Made by `engine.session`. `async with` closes it."""
+
+    def __init__(self, engine: PipelineEngine, *, owner: str = "", allow_paths: bool = False) -> None:
+        self._engine, self._owner, self._allow_paths = engine, owner, allow_paths
+        self._name = f"s-{secrets.token_hex(8)}"
+        self._items: list[Item] = []
+        self._dropped: list[str] = []
+        self._sent: set[bytes] = set()  # digests of features that the stages have had
+        self._setting = Setting()  # of the next answer, as far as can be told
+        self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
+        self._hearing = self._new_hearing()
+        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = None  # the last commit
+        self._heard: AudioClip | None = None  # windows that were not read ahead yet
+        self._reader: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- sound that is being spoken
+
+    @property
+    def pending(self) -> int:
+        """Samples that were appended and not committed yet."""
+        return self._hearing.num_samples if self._hearing is not None else sum(map(len, self._whole))
+
+    async def append(self, samples: npt.NDArray[np.float32]) -> None:
+        """More of the sound that is being spoken: mono, from -1 to 1, at `INPUT_RATE`."""
+        self._check()
+        new = np.asarray(samples, np.float32).reshape(-1)
+        if self.pending + len(new) > MAX_PENDING_S * INPUT_RATE:
+            raise Invalid(f"over {MAX_PENDING_S:.0f} s of sound wait for their commit", "audio")
+        if not np.isfinite(new).all():
+            raise Invalid("the sound has samples that are not numbers", "audio")
+        hearing, self._before = self._hearing, None
+        if hearing is None:
+            self._whole.append(new)
+            return
+        complete = await asyncio.to_thread(hearing.push, new) if len(new) > AT_ONCE else hearing.push(new)
+        if complete:
+            self._heard = await asyncio.to_thread(hearing.clip)
+            if self._reader is None or self._reader.done():
+                self._reader = asyncio.create_task(self._read_ahead(), name=f"{self._name}-reader")
+
+    async def clear(self) -> None:
+        """Forget what was appended since the last commit."""
+        self._check()
+        await self._stop_reading()
+        self._whole.clear()
+        self._hearing, self._before = self._new_hearing(), None
+
+    async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
+        """The turn is over: what was appended becomes an item of the user, the last one. `maybe`: as far as can be
+        told; `reopen` may take it back."""
+        self._check()
+        if not self.pending:
+            raise Invalid("there is no sound to commit", "audio")
+        self._before = (self._hearing.fork() if self._hearing is not None else None, self._whole[:]) if maybe else None
+        data: AudioClip | npt.NDArray[np.float32]
+        if self._hearing is not None:
+            data = await asyncio.to_thread(self._hearing.finish)
+            self._engine.counts["windows_changed"] += self._hearing.changed
+        else:
+            data = np.concatenate(self._whole)
+        self._whole.clear()
+        self._hearing, self._heard = self._new_hearing(), None
+        part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
+        return await self.add({"role": "user", "content": [part]}, id=id)
+
+    async def reopen(self, id: str) -> None:
+        """The turn of this item, the last commit, was not over: more of its sound follows. Nothing of it is computed
+        again. Whoever has begun an answer to it has ended that before."""
+        self._check()
+        if self._before is None or self.pending:
+            raise Invalid("there is no commit to take back, or sound has come since", "audio")
+        await self.remove(id)
+        self._hearing, self._whole = self._before
+        self._before = None
+
+    async def read(self) -> None:
+        """Until all windows that are complete have been read ahead, as far as that goes."""
+        while self._reader is not None and not self._reader.done():
+            await asyncio.wait({self._reader})
+
+    def _new_hearing(self) -> Hearing | None:
+        ear = self._engine.info.ear
+        return Hearing(ear.num_bins, ear.window) if ear is not None else None
+
+    # -- the conversation
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return tuple(self._items)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Ids of the items that were forgotten because the context was full, in that order."""
+        return tuple(self._dropped)
+
+    def expect(
+        self,
+        *,
+        modalities: Sequence[Modality] = ("text", "audio"),
+        instructions: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """What the next `respond` will be given: sound is read ahead of it behind these. (Each `respond` says it for
+        those that follow.) Where it turns out otherwise, what was read ahead is read again."""
+        self._setting = Setting(self._engine.check(modalities, None), instructions, tools)
+
+    async def add(self, message: Message, *, id: str | None = None, after: str | None = END) -> Item:
+        """A message behind the item called `after`: None puts it in front of all, `END` behind all."""
+        self._check()
+        item = await self._item(id or f"item_{secrets.token_hex(12)}", message)
+        if any(i.id == item.id for i in self._items):
+            raise Invalid(f"there is an item {item.id} already", "item.id")
+        place = 0 if after is None else len(self._items) if after == END else self._find(after) + 1
+        self._items.insert(place, item)
+        return item
+
+    async def remove(self, id: str) -> None:
+        self._check()
+        del self._items[self._find(id)]
+
+    async def replace(self, id: str, message: Message) -> None:
+        """Another message in an item's place: an answer that was cut short keeps the words that were heard."""
+        self._check()
+        place, item = self._find(id), await self._item(id, message)
+        self._items[place] = item
+
+    async def item(self, message: Message, *, id: str | None = None) -> Item:
+        """One that is not part of the conversation: for `respond(items=...)`. Its media are decoded here."""
+        self._check()
+        return await self._item(id or f"item_{secrets.token_hex(12)}", message)
+
+    async def _item(self, id: str, message: Message) -> Item:
+        if not isinstance(message.get("content"), list | tuple):
+            return Item(id, message)
+        ready = message
+        if not self._allow_paths and (strange := encoded(message)) is not None:
+            ready = with_encoded(message, await self._decoded(strange))
+        ready = await asyncio.to_thread(prepared, self._engine.builder, ready, self._allow_paths)
+        return Item(id, ready)
+
+    async def _decoded(self, message: Message) -> Prompt:
+        """By the engine's prompt workers: what a stranger has encoded may take long and much memory, and there are
+        limits on both there. Sessions take turns."""
+        body = await asyncio.to_thread(msgspec.json.encode, [message])
+        packed = (await self._engine.prompts.build(Conversation.of(body, sender=self._name))).packed
+        return await asyncio.to_thread(lambda: unpack_prompt(packed.meta, bytes(packed.features)))
+
+    def respond(
+        self,
+        *,
+        modalities: Sequence[Modality] = ("text", "audio"),
+        voice: str | None = None,
+        params: Params | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        instructions: str | None = None,
+        items: Sequence[Item] | None = None,
+        remember: bool = True,
+        on_prompt: Callable[[Usage], None] | None = None,
+    ) -> AsyncGenerator[Event]:
+        """Answer the conversation (or, instead, `items`). Events as those of `Engine.generate`; closing the iterator
+        cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came.
+        `on_prompt` is told what is asked, on the event loop, when it is: an answer that is closed has no end to tell
+        its usage."""
+        self._check()
+        setting = Setting(self._engine.check(modalities, voice), instructions, tools)
+        params = params or self._engine.info.defaults
+        if items is None:
+            self._setting = setting
+        given = list(self._items if items is None else items)
+        if not given and not instructions:
+            raise Invalid("there is nothing to answer: no items and no instructions", "messages")
+
+        async def build() -> BuiltPrompt:
+            await self.read()  # what is being read ahead is what this needs
+            prompt = await self._fitting(setting, given, params.max_text_tokens, may_drop=items is None)
+            if on_prompt is not None:
+                on_prompt(prompt_usage(prompt.ids, self._engine.model.media_tokens))
+            return self._built(prompt)
+
+        ask = Ask(setting.speak, voice, params, None, session=self._name, owner=self._owner)
+        return self._answer(self._engine.run(build, ask), remember)
+
+    async def _answer(self, events: AsyncIterator[Event], remember: bool) -> AsyncGenerator[Event]:
+        said: list[str] = []
+        try:
+            async with aclosing(events):  # type: ignore[type-var]
+                async for event in events:
+                    if isinstance(event, TextDelta):
+                        said.append(event.text)
+                    yield event
+        finally:
+            if remember and said and not self._closed:
+                await self.add({"role": "assistant", "content": "".join(said)})
+
+    async def close(self) -> None:
+        """Give back what the session holds. A running answer is cancelled by whoever reads it."""
+        self._closed = True
+        await self._stop_reading()
+        self._items.clear()
+        self._whole.clear()
+        self._sent.clear()
+        self._hearing = self._before = None
+
+    # -- prompts
+
+    async def _fitting(self, setting: Setting, items: list[Item], max_new: int, may_drop: bool) -> Prompt:
+        """The prompt for these items. Where it leaves too little room, the oldest turns are forgotten first."""
+        most = self._engine.info.max_positions
+        limit = min(int(FULL * most), most - min(max_new, most // 8))
+        while True:
+            try:
+                prompt = await self._build(setting, items)
+                if len(prompt.ids) <= limit or not may_drop:
+                    return prompt
+            except TooLong:
+                if not may_drop:
+                    raise
+                prompt = None
+            oldest = oldest_turn(items)
+            if not oldest:
+                if prompt is None:
+                    raise TooLong(f"the last turn alone exceeds the model's {most:,} tokens", "messages")
+                return prompt
+            limit = int(ROOM * most)
+            items = [i for i in items if i not in oldest]
+            self._items = [i for i in self._items if i not in oldest]
+            self._dropped += [i.id for i in oldest]
+
+    async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
+        messages, tools = setting.messages(items), [dict(t) for t in setting.tools] if setting.tools else None
+        sender = self._owner or self._name  # all sessions of an owner take turns as one
+        if self._allow_paths:  # a caller of this process, whose messages may hold what JSON has no words for
+            return await self._engine.threads.build_for(sender, messages, tools, allow_paths=True)
+        return await self._engine.prompts.build_for(sender, messages, tools)
+
+    def _built(self, prompt: Prompt) -> BuiltPrompt:
+        """With the features that the stages have not had; they ask for others, where they need them again."""
+        media = {p.digest: p for p in prompt.pieces()}
+        packed = pack(prompt, known=self._sent)
+        self._sent |= media.keys()
+        return BuiltPrompt(packed, media=media)
+
+    # -- reading ahead
+
+    async def _read_ahead(self) -> None:
+        """Have the stages read the conversation up to the last complete window, until none has come meanwhile. It is
+        only to save time later: what goes wrong is left to the answer to find out."""
+        while (heard := self._heard) is not None:
+            self._heard = None
+            try:
+                await self._read_up_to(heard)
+            except StrettoError as e:
+                log.debug("%s: not read ahead: %s", self._name, e)
+
+    async def _read_up_to(self, heard: AudioClip) -> None:
+        setting, model = self._setting, self._engine.model
+        ask = Ask(
+            setting.speak,
+            None,
+            Params(max_text_tokens=1),
+            None,
+            session=self._name,
+            owner=self._owner,
+            prefill_only=True,
+        )
+        if ask.capability not in model.pipeline.paths:
+            return
+        speaking = Item("", {"role": "user", "content": [{"type": "audio", "data": heard}]})
+
+        async def build() -> BuiltPrompt:
+            prompt = await self._build(setting, [*self._items, speaking])
+            pads = [i for i, id in enumerate(prompt.ids) if id in model.media_tokens.audio]
+            return self._built(replace(prompt, ids=prompt.ids[: pads[-1] + 1]))
+
+        events = self._engine.run(build, ask)
+        async with aclosing(events):  # type: ignore[type-var]
+            async for _ in events:
+                pass
+
+    async def _stop_reading(self) -> None:
+        self._heard = None
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None
+
+    def _find(self, id: str) -> int:
+        for place, item in enumerate(self._items):
+            if item.id == id:
+                return place
+        raise Invalid(f"there is no item {id}", "item_id")
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Gone("the session was closed")
+
+
+def oldest_turn(items: Sequence[Item]) -> list[Item]:
+    """The user's first message and all up to the user's next one; never a system message. Of the last turn, the older
+    half of the user's messages in a row (such as a camera's pictures), never the last one."""
+    spoken = [item for item in items if item.role not in ("system", "developer")]
+    starts = [i for i, (a, b) in enumerate(pairwise([None, *spoken])) if _by_user(b) and not _by_user(a)]
+    if len(starts) > 1:
+        return spoken[: starts[1]]
+    if not starts or starts[0]:
+        return spoken[: starts[0]] if starts else []
+    row = list(takewhile(_by_user, spoken))
+    return row[: len(row) // 2]
+
+
+def _by_user(item: Item | None) -> bool:
+    return item is not None and item.role == "user"

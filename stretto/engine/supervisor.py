@@ -1,0 +1,250 @@
+"""The hosts of a pipeline: started, told what they are, started again when they die. Asyncio, used by `pipeline.py`;
+imports no torch.
+
+Hosts start in parallel; then the links between them are made (`linking.py`). When a host dies, or a link goes down, the
+requests that it touched are failed at once by the engine; the host is started again and its links are made anew.
+Requests that need none of it go on. A host that does not answer is killed, and then is a dead one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from stretto.config.engine import EngineConfig, places
+from stretto.engine.gpu_sharing import Cards
+from stretto.engine.host_handle import Host, Launcher, OnMessage, Unusable
+from stretto.engine.link_setup import Links
+from stretto.engine.local_host import LocalLauncher
+from stretto.errors import StageDead, StrettoError, WireError
+from stretto.family import PipelineSpec
+from stretto.messages.hosts import Broken, Configure, LinkDown, Linked, Listening, Loading, Ready
+
+log = logging.getLogger(__name__)
+
+RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
+FIRST_STARTS = 3  # of a host that dies before its pipeline was ever up; then it is given up
+TOLD = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
+"""Errors whose words say all: their names are for programmers."""
+
+
+class Supervisor:
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        spec: PipelineSpec,
+        config: EngineConfig,
+        on_message: OnMessage,
+        on_loss: Callable[[frozenset[str], StrettoError], None],
+        traced: bool,
+        launcher: Launcher | None,
+        cards: Cards | None,
+    ) -> None:
+        """`on_loss` is told which stages can no longer be reached, and why. `launcher` makes the hosts (default:
+        children of this process); `cards` are those that other pipelines use too."""
+        self.name, self.model, self.spec, self.config = name, model, spec, config
+        self.places = places(config.placement, spec.names)
+        self.hosts: list[Host] = []
+        self.index: dict[str, int] = {s: i for i, host in enumerate(self.places) for s in host.stages}
+        self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
+        self.progress: dict[str, str] = dict.fromkeys(spec.names, "starting")
+        self.broken: str | None = None  # why it will not come up at all
+        self.restarts = [0] * len(self.places)  # hosts that came back
+        self.started = False
+        # Within one host, payloads are handed over.
+        between = [k for k in spec.links if self.index[k.sender] != self.index[k.receiver]]
+        self.links = Links(between, config, self.host_of, self.wait, self.notify, self._link_down)
+        self.launcher = launcher or LocalLauncher()
+        self._on_message, self._on_loss, self._traced = on_message, on_loss, traced
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._deaths = [0] * len(self.places)
+        self._loss_at: dict[int, float] = {}  # when a host died that is not back yet
+        self._losses: dict[int, str] = {}  # and how
+        self._cards = cards or Cards()
+        self._seats = [self._cards.seat(self._device(i), place.stages) for i, place in enumerate(self.places)]
+        self._closing = False
+
+    async def start(self) -> None:
+        self.hosts = [self.make_host(i) for i in range(len(self.places))]
+        await asyncio.gather(*(self._launch(h, i) for i, h in enumerate(self.hosts)))
+        while not all(self.links.up.values()) or any(h.state != "ready" for h in self.hosts):
+            await self.wait(lambda: all(h.state == "ready" for h in self.hosts))
+            await self.links.join()  # again, if a host died between its start and its links
+        await self._ask_numbers()
+        self.started = True
+
+    async def _ask_numbers(self) -> None:
+        """Have each host tell its numbers once, so that they are there from the first look at them."""
+        for host in self.hosts:
+            host.ping(0)
+        await self.wait(lambda: all(h.stats or h.state != "ready" for h in self.hosts))
+
+    async def close(self) -> None:
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(h.stop() for h in self.hosts))
+
+    def host_of(self, stage: str) -> Host:
+        return self.hosts[self.index[stage]]
+
+    @property
+    def trouble(self) -> str | None:
+        """Why some of its stages are down now; None: none is, or they have not been up yet."""
+        if self.broken is not None:
+            return self.broken
+        return "; ".join(self._losses[i] for i in sorted(self._loss_at)) or None
+
+    def heard(self, host: Host, message: Loading | Ready | Broken | Listening | Linked | LinkDown) -> None:
+        """What a host says of itself and of its links."""
+        match message:
+            case Loading(stage=stage) if stage not in self.index:
+                raise WireError(f"it speaks of a stage {stage!r}")
+            case Ready(stages=stages, memory=memory) if not {*stages, *memory} <= {*self.index, "allocated"}:
+                raise WireError(f"it speaks of stages {stages} and memory of {list(memory)}")
+            case Loading(stage=stage, what=what):
+                self.progress[stage] = what
+            case Ready(stages=stages, memory=memory):
+                host.state = "ready"
+                self.memory.update(memory)
+                for stage in stages:
+                    self.progress[stage] = "ready"
+                self.notify()
+            case Broken(kind=kind, message=text):
+                host.reason = text if kind in TOLD else f"{kind}: {text}"
+                if host.state == "starting" and not self.started:
+                    self.broken = host.reason  # later on it is tried again: what it lacked may come back
+            case LinkDown() if self._closing:
+                pass
+            case _:
+                self.links.heard(message)
+
+    # -- hosts
+
+    def _device(self, index: int) -> str:
+        return self.places[index].device or self.config.host.device
+
+    def make_host(self, index: int) -> Host:
+        name, device = f"{self.name}.{index}", self._device(index)
+        return self.launcher.host(name, device, self._on_message, lambda h: self.died(h, index))
+
+    async def _launch(self, host: Host, index: int) -> None:
+        """Start a host and say what it is, when its card is not being loaded by another. One that cannot be started now
+        is a dead one, whose restart tries again; one that never can be ends the pipeline."""
+        device, seat = self._device(index), self._seats[index]
+        async with self._cards.turn(device, seat) as beside:
+            if self._closing:
+                return
+            try:
+                await self._configure(host, index, beside)
+            except (Unusable, OSError, RuntimeError) as e:  # the last: no thread to wait for the process with
+                if isinstance(e, Unusable) and not self.started:
+                    self.broken = str(e)
+                    self.notify()
+                host.lost(str(e))
+                return
+            if self._cards.shared(device):  # the next may look at what is free only then
+                await self.wait(lambda: host.state != "starting")
+                seat.loaded = host.state == "ready"
+
+    async def _configure(self, host: Host, index: int, beside: tuple[tuple[str, ...], ...]) -> None:
+        await host.start()
+        if self._closing:  # while it was being started
+            host.kill()
+        settings = replace(self.config.host, device=host.device, trace=self._traced)
+        stages, links = self.places[index].stages, tuple((k.sender, k.receiver) for k in self.spec.links)
+        host.send(Configure(self.model, self.spec.build, stages, settings.as_dict(), links, beside))
+
+    def died(self, host: Host, index: int) -> None:
+        if self._closing:
+            return
+        stages, self._seats[index].loaded = self.places[index].stages, False
+        for stage in stages:
+            self.progress[stage] = "dead"
+        self._loss_at.setdefault(index, time.monotonic())
+        self._losses[index] = self._obituary(host, index)
+        self.notify()
+        # What was on its way from here is lost too: a stage behind it waits for it, also where this one had ended.
+        self._on_loss(frozenset({*stages, *self.links.lose(stages)}), host.death())
+        self._task(self._after(host, index))
+
+    async def _after(self, host: Host, index: int) -> None:
+        """A host died: say how, and start it again unless that is hopeless."""
+        await host.buried()
+        if self.broken is not None:
+            return  # whoever waits for the start tells why
+        self._losses[index] = self._obituary(host, index)
+        log.warning("%s", self._losses[index])
+        if not self.started and (not self.config.restart or self._deaths[index] + 1 >= FIRST_STARTS):
+            tries = f" ({self._deaths[index] + 1} tries)" if self._deaths[index] else ""
+            self.broken = f"{self._obituary(host, index)}{tries}"
+            self.notify()
+        elif self.config.restart:
+            await self._restart(index)
+
+    def _obituary(self, host: Host, index: int) -> str:
+        return f"{host.death()} (stages {', '.join(self.places[index].stages)})"
+
+    async def _restart(self, index: int) -> None:
+        """Start a host again and make its links anew. Waits a little longer each time it died young."""
+        await asyncio.sleep(RESTART_DELAYS[min(self._deaths[index], len(RESTART_DELAYS) - 1)])
+        self._deaths[index] += 1
+        host = self.hosts[index] = self.make_host(index)
+        try:
+            await self._launch(host, index)
+            await self.wait(lambda: host.state != "starting")
+            await self.links.join()
+            host.ping(0)
+        except StageDead:
+            host.kill()  # its death begins the next try
+            raise
+        if host.state == "ready":
+            self._deaths[index] = 0
+            self.restarts[index] += 1
+            self._losses.pop(index, None)
+            away = time.monotonic() - self._loss_at.pop(index, time.monotonic())
+            log.warning("host %s is back after %.1f s", host.name, away)
+
+    def _link_down(self, receiver: str, error: StageDead) -> None:
+        if not self._closing:
+            self._on_loss(frozenset({receiver}), error)
+            self._task(self.links.mend())
+
+    # -- waiting
+
+    def notify(self) -> None:
+        """Something changed that `wait` may wait for."""
+
+        async def tell() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self._task(tell())
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._closing:
+            log.error("pipeline %s: %s", self.name, task.exception())
+
+    async def wait(self, fulfilled: Callable[[], bool]) -> None:
+        async def wait() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: fulfilled() or self.broken is not None)
+
+        try:
+            await asyncio.wait_for(wait(), self.config.start_timeout_s)
+        except TimeoutError:
+            raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
+        if self.broken is not None:
+            raise StageDead(self.broken)

@@ -1,0 +1,192 @@
+"""Texts that are read aloud: long ones in one piece, passage after passage, and those that are still being written; and
+voices that are made of clips, to read them with. Asyncio, called by the engine; imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar, cast
+
+from stretto.engine.announce import Ask, seed_of
+from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Usage
+from stretto.engine.request import Ticket
+from stretto.errors import Busy, Invalid, StrettoError
+from stretto.family import ModelInfo
+from stretto.messages.params import Manner, Params
+from stretto.messages.requests import Say
+from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation
+from stretto.preprocess.pool.threads import Prompts
+from stretto.preprocess.text_chunks import Coming, Writing, passages
+
+RETRY_S, TRIES = 0.1, 50
+"""Between two passages a request has no place in the engine, and may have to wait for another."""
+
+MAX_PASSAGE = 65536
+"""Characters of a text that is being written, where the model's texts are not cut into shorter passages."""
+
+P = TypeVar("P")  # a passage
+Speak = Callable[[P], AsyncIterator[Event]]
+
+
+class Run(Protocol):
+    """`PipelineEngine.run`."""
+
+    def __call__(
+        self,
+        build: Callable[[], Awaitable[BuiltPrompt]],
+        ask: Ask,
+        writes: Callable[[Ticket], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[Event]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Makes requests of texts, by what the model can do."""
+
+    run: Run
+    prompts: Prompts
+    info: ModelInfo
+    encode: Callable[[str], list[int]]
+
+    def read(self, text: str | AsyncIterator[str], ask: Ask, sender: str) -> AsyncIterator[Event]:
+        check_manner(ask.manner, self.info)
+        how = ask.manner.instructions
+        if not isinstance(text, str):
+            if not self.info.live_text:
+                raise Invalid("this model reads whole texts alone", "input")
+            return self._live(text, replace(ask, live=True), sender)
+        if not text.strip():
+            raise Invalid("there is nothing to say", "input")
+
+        def speak(passage: str, ask: Ask = ask) -> AsyncIterator[Event]:
+            return self.run(partial(self.prompts.read, passage, sender, how), ask)
+
+        found = passages(text, self.info.passage) if self.info.passage else [text]
+        if len(found) == 1:
+            return speak(found[0])
+        one = seeded(ask)
+        return read_passages(in_turn(found), lambda passage: speak(passage, one))
+
+    def _live(self, text: AsyncIterator[str], ask: Ask, sender: str) -> AsyncIterator[Event]:
+        build = partial(self.prompts.read, "", sender, ask.manner.instructions)
+
+        one = seeded(ask)
+
+        def speak(pieces: Callable[[], AsyncIterator[str]]) -> AsyncIterator[Event]:
+            return self.run(build, one, lambda t: write(t, pieces(), Writing(self.encode)))
+
+        return read_passages(Coming(text, self.info.passage or MAX_PASSAGE).passages(), speak)
+
+    async def enrol(self, clip: Conversation, owner: str) -> bytes:
+        if not self.info.cloning:
+            raise Invalid("this model has no voices but its own", "voice")
+
+        async def build() -> BuiltPrompt:
+            try:
+                return await self.prompts.build(clip)
+            finally:
+                clip.close()
+
+        made = b""
+        async for event in self.run(build, Ask(False, None, Params(), None, enrols=True, owner=owner)):
+            if isinstance(event, Product):
+                made = event.data
+        return made
+
+
+def seeded(ask: Ask) -> Ask:
+    """With a seed for all passages: one voice throughout."""
+    return replace(ask, params=replace(ask.params, seed=seed_of(ask.params)))
+
+
+async def in_turn(passages: Sequence[P]) -> AsyncIterator[P]:
+    for passage in passages:
+        yield passage
+
+
+async def read_passages(passages: AsyncIterator[P], speak: Speak[P]) -> AsyncIterator[Event]:
+    """Each passage is begun when the one before has ended; sound, codes and counts go on from there."""
+    samples = frames = 0
+    ends: list[Finished] = []
+    async with aclosing(cast(AsyncGenerator[P, None], passages)) as coming:
+        async for passage in coming:
+            begun = _begun(passage, speak, retry=bool(ends))
+            async with aclosing(cast(AsyncGenerator[Event, None], begun)) as events:
+                async for event in events:
+                    if isinstance(event, AudioChunk):
+                        yield AudioChunk(samples + event.start, event.samples)
+                    elif isinstance(event, CodeFrames):
+                        yield CodeFrames(frames + event.start, event.codes)
+                    elif isinstance(event, Finished):
+                        ends.append(event)
+                    else:
+                        yield event
+            samples, frames = samples + ends[-1].usage.samples, frames + ends[-1].usage.frames
+    yield joined(ends) if len(ends) > 1 else ends[0]
+
+
+async def _begun(passage: P, speak: Speak[P], retry: bool) -> AsyncIterator[Event]:
+    for tries in range(TRIES):
+        try:
+            events = cast(AsyncGenerator[Event, None], speak(passage))
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+            return
+        except Busy:
+            if not retry or tries + 1 == TRIES:
+                raise
+            await asyncio.sleep(RETRY_S)
+
+
+def joined(ends: Sequence[Finished]) -> Finished:
+    last = ends[-1]
+    used = [e.usage for e in ends]
+    total = Usage(
+        prompt_tokens=sum(u.prompt_tokens for u in used),
+        text_tokens=sum(u.text_tokens for u in used),
+        frames=sum(u.frames for u in used),
+        samples=sum(u.samples for u in used),
+        cached_tokens=sum(u.cached_tokens for u in used),
+    )
+    cut = "length" if any(e.audio == "length" for e in ends) else last.audio
+    return replace(last, audio=cut, usage=total, seed=ends[0].seed, prompt_ids=ends[0].prompt_ids, timeline=())
+
+
+def check_manner(manner: Manner, info: ModelInfo) -> None:
+    if manner.instructions and not info.instructions:
+        raise Invalid("this model follows no instructions", "instructions")
+    if manner.language is not None and manner.language.lower() not in info.languages:
+        known = ", ".join(info.languages) or "none to choose from"
+        raise Invalid(f"unknown language {manner.language!r}; this model has {known}", "language")
+    if manner.voice and not info.cloning:
+        raise Invalid("this model has no voices but its own", "voice")
+
+
+async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
+    """Tell a request its text as it is written, until its end."""
+    stage = t.model.pipeline.deciding("audio")
+    assert stage is not None
+    t.written, said = True, False
+    try:
+        async for piece in text:
+            said = said or bool(piece.strip())
+            if tokens := writing.push(piece):
+                t.said += len(tokens)
+                t.pipeline.send((stage,), Say(t.id, stage, tuple(tokens)))
+        if not said:
+            raise Invalid("there is nothing to say", "input")
+        t.progressed = time.monotonic()
+        rest = tuple(writing.finish())
+        t.said += len(rest)
+        t.pipeline.send((stage,), Say(t.id, stage, rest, True))
+    except StrettoError as e:
+        t.fail(e)
+    except Exception as e:  # noqa: BLE001  whatever the caller's iterator raises ends its request, and no other
+        t.fail(Invalid(f"the text could not be read on: {e}", "input"))
+    finally:
+        t.end_writing()

@@ -1,0 +1,243 @@
+"""What the server asks of its prompt worker, and what comes back. Typed and small: all that is long lies in memory
+files that go along (see `memfile.py`).
+
+A job is one datagram with descriptors: the socket for its answer, and the memory files that it reads. An answer is one
+datagram, with a memory file if there is more to say; then the socket is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from stretto.errors import Bug, Invalid, StrettoError
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.packed import Packed, PromptMeta
+from stretto.preprocess.prompt import Piece
+from stretto.types import Wire
+
+log = logging.getLogger(__name__)
+
+MAX_DATAGRAM = 1 << 16
+MAX_FDS = 3  # that go along with a job
+MAX_WORDS = 4096  # characters of an error's message
+AUDIO_ID = re.compile(rb"audio_[0-9a-f]{32}")  # how the server names spoken answers
+MAX_REFERENCES = 1024  # they fit into a datagram
+
+ByteRange = tuple[int, int]
+"""Bytes of a memory file: from, to."""
+
+
+# -- jobs
+
+
+class Build(Wire, frozen=True, tag="build"):
+    """Make a prompt of messages and tools, both JSON. A second file, if there is one, holds the texts of earlier
+    answers by their ids, as JSON."""
+
+    messages: ByteRange
+    tools: ByteRange | None = None
+    audio_in_video: bool = False
+    variables: dict[str, bool | int | float | str | None] = msgspec.field(default_factory=dict)  # of the chat template
+
+
+class Continue(Wire, frozen=True, tag="continue"):
+    """Make a prompt of a session's messages and tools, both JSON. In place of media, messages have parts that say their
+    kind alone; what is known of the features (`PromptMeta`) is in the file too, the features are not."""
+
+    messages: ByteRange
+    media: ByteRange
+    tools: ByteRange | None = None
+
+
+class Read(Wire, frozen=True, tag="read"):
+    """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands behind it."""
+
+    text: ByteRange
+    instructions: ByteRange | None = None
+
+
+class Outline(Wire, frozen=True, tag="outline"):
+    """Cut a JSON object into its short fields and the `long` ones."""
+
+    long: tuple[str, ...]
+    most: int  # bytes of all short fields
+
+
+class Cut(Wire, frozen=True, tag="cut"):
+    """Decode a sound file and cut it, at quiet places, into windows of at most `seconds`."""
+
+    seconds: float
+
+
+class Check(Wire, frozen=True, tag="check"):
+    """Compile a grammar, within limits of its own, and try it."""
+
+    cpu_s: float
+    memory_mb: int
+
+
+Work = Build | Continue | Read | Outline | Cut | Check
+
+
+class Job(Wire, frozen=True, tag="job"):
+    number: int
+    work: Work
+    apart: bool  # in a process of its own, with limits; else at once, if there is little to do
+
+
+class Stop(Wire, frozen=True, tag="stop"):
+    """End a job that runs apart; nobody waits for its answer."""
+
+    number: int
+
+
+ToWorker = Job | Stop
+
+
+# -- answers
+
+
+class Built(Wire, frozen=True, tag="built"):
+    """The memory file holds `head` bytes of msgpack (`Head`), and the features from `start` on."""
+
+    head: int
+    start: int
+
+
+class Head(Wire, frozen=True):
+    meta: PromptMeta
+    spoken: tuple[int, ...] | None = None
+
+
+class Outlined(Wire, frozen=True, tag="outlined"):
+    """The memory file holds the short fields as a JSON object (`short` bytes), then the long ones, one after the
+    other. `references`: ids of earlier answers that may be in them."""
+
+    short: int
+    long: dict[str, ByteRange]
+    references: tuple[str, ...] = ()
+
+
+class Windows(Wire, frozen=True, tag="windows"):
+    """The memory file holds them, one after the other: samples of 16 bits at 16 kHz."""
+
+    windows: tuple[ByteRange, ...]
+
+
+class Checked(Wire, frozen=True, tag="checked"):
+    """The grammar can be compiled."""
+
+
+class NeedsProcess(Wire, frozen=True, tag="apart"):
+    """This takes longer than a moment: ask again, to be done apart."""
+
+
+class JobFailed(Wire, frozen=True, tag="failed"):
+    """`kind` names the error's class."""
+
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class Died(Wire, frozen=True, tag="died"):
+    """The job's process was ended by a signal, or (0) left without an answer."""
+
+    signal: int
+
+
+FromWorker = Built | Outlined | Windows | Checked | NeedsProcess | JobFailed | Died
+
+
+# -- the worker itself
+
+
+class WorkerReady(Wire, frozen=True, tag="ready"):
+    pass
+
+
+# -- what a client sent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversation:
+    """Messages and tools as JSON that nobody has decoded yet; `body` holds both. Good for one prompt: `close` is called
+    when that is built."""
+
+    body: bytes | MemFile
+    messages: ByteRange
+    tools: ByteRange | None = None
+    recalled: dict[str, str] = field(default_factory=dict)  # texts of earlier answers, by the id they are referred to
+    sender: str = ""  # whose turn it is when many ask at once
+    close: Callable[[], None] = lambda: None  # gives the body's memory back
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
+
+    @classmethod
+    def of(cls, messages: bytes, tools: bytes | None = None, **more: Any) -> Conversation:
+        a, b = len(messages), len(messages) + len(tools or b"")
+        return cls(messages + (tools or b""), (0, a), (a, b) if tools is not None else None, **more)
+
+    def shared(self, count: int) -> list[Conversation]:
+        """The same for `count` prompts; the body goes back when the last of them is built."""
+        left = [count]
+
+        def close() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self.close()
+
+        return [replace(self, close=close) for _ in range(count)]
+
+    def parts(self) -> tuple[memoryview, memoryview | None]:
+        """Messages and tools."""
+        data = self.body.view() if isinstance(self.body, MemFile) else memoryview(self.body)
+        return data[slice(*self.messages)], data[slice(*self.tools)] if self.tools is not None else None
+
+
+def references(data: bytes | memoryview) -> tuple[str, ...]:
+    """Ids of earlier answers that JSON may refer to."""
+    found: dict[str, None] = {}
+    for match in AUDIO_ID.finditer(data):
+        found[match[0].decode()] = None
+        if len(found) > MAX_REFERENCES:
+            raise Invalid(f"the messages refer to over {MAX_REFERENCES} earlier answers", "messages")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BuiltPrompt:
+    """A prompt from a worker; `spoken` are the tokens to be read aloud, if that was asked for."""
+
+    packed: Packed
+    spoken: tuple[int, ...] | None = None
+    media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, since not all are along
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_media = msgspec.msgpack.Decoder(PromptMeta).decode
+decode_head = msgspec.msgpack.Decoder(Head).decode
+
+
+def failed(error: Exception) -> JobFailed:
+    """What a job came to. Any error that is not ours is a bug of the builder's: its stack is for the log alone."""
+    if not isinstance(error, StrettoError):
+        log.error("the prompt of a request cannot be built", exc_info=error)
+        error = Bug("the prompt cannot be built")
+    param = error.param if isinstance(error, Invalid) else None
+    return JobFailed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
+
+
+def say(answer: socket.socket, message: FromWorker, file: MemFile | None) -> None:
+    """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if it still listens."""
+    with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):
+        socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

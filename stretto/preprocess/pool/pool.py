@@ -1,0 +1,415 @@
+"""Prompts are built in other processes: the server's side of the prompt worker (`worker.py`).
+
+Owned by the engine, used on the event loop, which never waits and never copies anything large: what a client sent lies
+in a memory file, and so does the prompt that comes back. Short texts are done by the worker itself, one after the
+other; everything else in processes of their own, a few at a time, senders taking turns (`fairqueue.py`). A caller
+that is cancelled (its client left) ends its process, and the place is free when that process is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from stretto import errors
+from stretto.config.preprocess import PoolSettings
+from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
+from stretto.preprocess.build import encode as to_json
+from stretto.preprocess.grammars import why_ended
+from stretto.preprocess.pool.fair_queue import FairQueue
+from stretto.preprocess.pool.job_process import MAX_RESULT
+from stretto.preprocess.pool.jobs import (
+    MAX_DATAGRAM,
+    Build,
+    Built,
+    BuiltPrompt,
+    Check,
+    Checked,
+    Continue,
+    Conversation,
+    Cut,
+    Died,
+    FromWorker,
+    Job,
+    JobFailed,
+    NeedsProcess,
+    Outline,
+    Outlined,
+    Read,
+    Stop,
+    Windows,
+    Work,
+    decode_from_worker,
+    decode_head,
+    encode,
+)
+from stretto.preprocess.pool.memfile import MemFile, MemFileSlice, check_room
+from stretto.preprocess.pool.packed import Packed, lay_out
+from stretto.preprocess.pool.threads import LONG_AT_ONCE, SHORT_CHARS, Message
+from stretto.preprocess.pool.verdicts import Verdicts, digest_of
+from stretto.preprocess.pool.worker_process import NotSent, WorkerProcess
+from stretto.preprocess.prepared import without_features
+from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.template import well_formed
+
+log = logging.getLogger(__name__)
+
+AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
+TRIAL = b"Hello"
+PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
+TALKS_AT_ONCE = 4  # processes for prompts of sessions that are not long: some tens of milliseconds each
+A = TypeVar("A", Built, Outlined, Windows)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more. The memory file of
+    the answer is the call's until `take` passes it on."""
+
+    number: int
+    sock: socket.socket
+    answer: asyncio.Future[FromWorker]
+    over: Callable[[], None]
+    file: MemFile | None = None
+
+    async def take(self) -> tuple[FromWorker, MemFile | None]:
+        """Wait for the answer; the caller closes the file."""
+        try:
+            answer = await self.answer
+        except asyncio.CancelledError:
+            self.drop_file()  # the answer may have come at the same moment
+            raise
+        file, self.file = self.file, None
+        return answer, file
+
+    def drop_file(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+class PromptPool:
+    def __init__(self, model: Path, builder: str, settings: PoolSettings, grammars: str = "") -> None:
+        """`builder`: the function that opens the model's prompt builder, as "module:function". `grammars`: the one that
+        opens its grammar compiler, if it has any."""
+        self.settings = settings
+        self.worker = WorkerProcess(model, builder, settings, grammars)
+        self.lane = FairQueue(settings.workers)
+        self.talks, self.long_talks = FairQueue(TALKS_AT_ONCE), FairQueue(LONG_AT_ONCE)  # of sessions: text alone
+        self.checks = FairQueue(settings.workers)  # beside the prompts: a check takes a moment, and media take longer
+        self._follows = bool(grammars)
+        self._verdicts = Verdicts()
+        self._calls: dict[int, _Call] = {}
+        self._trial: asyncio.Task[None] | None = None
+        self._numbers = count(1)
+        self._counts: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        check_room(MAX_RESULT)
+        await self.worker.start()
+
+    async def close(self) -> None:
+        if self._trial is not None:
+            self._trial.cancel()
+        await self.worker.close()
+        for call in list(self._calls.values()):  # their processes ended with the worker
+            self._end_call(call)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no prompt can be built now."""
+        return self.worker.trouble
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether callers should wait for the end of the trouble."""
+        return self.worker.hopeful
+
+    @property
+    def pid(self) -> int | None:
+        process = self.worker.process
+        return process.pid if process is not None and process.returncode is None else None
+
+    # -- what callers want
+
+    async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
+        with ExitStack() as owned:
+            body = talk.body
+            files = [body if isinstance(body, MemFile) else owned.enter_context(MemFile.of(body))]
+            if talk.recalled:
+                files.append(owned.enter_context(MemFile.of(msgspec.json.encode(talk.recalled))))
+            work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
+            return _built(*await self._do(Built, work, files, talk.sender))
+
+    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
+        bare, media = without_features(messages)
+        known, _ = lay_out(media, known=frozenset(p.digest for p in media.pieces()))
+        parts = to_json(bare, "messages"), encode(known), to_json(tools, "tools") if tools else b""
+        ends = list(accumulate(map(len, parts)))
+        asked = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
+        lane = self.long_talks if ends[2] > SHORT_CHARS else self.talks
+        with MemFile.of(*parts) as source:
+            meta = _built(*await self._do(Built, asked, [source], sender, lane)).packed.meta
+        if meta.without_features().pieces() != known.pieces():
+            raise errors.Bug("a prompt has other media than were asked for")
+        return replace(media, ids=meta.ids)
+
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
+        """Of a text that is to be read aloud."""
+        words, how = (well_formed(t).encode() for t in (text, instructions))
+        size = len(words)
+        work = Read((0, size), (size, size + len(how)) if how else None)
+        with MemFile.of(words + how) as source:
+            return _built(*await self._do(Built, work, [source], sender))
+
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
+        """Cut a large JSON object; the caller closes the file that comes back."""
+        return await self._do(Outlined, Outline(long, most), [body], sender)
+
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+        """Cut a sound file into windows; the caller closes the file that comes back."""
+        return await self._do(Windows, Cut(seconds), [sound], sender)
+
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Raises `Invalid` for a grammar that cannot be compiled and followed, or not within the limits."""
+        if not grammar or not self._follows:  # the model's family refuses it
+            return
+        data = grammar.encode("utf-8", "replace")
+        digest = digest_of(data)
+        wrong = self._verdicts.find(sender, digest)
+        if wrong is None:
+            file = MemFile.of(data)
+            try:
+                wrong = await self._verdict(digest, file, sender)
+            except NotSent:  # the worker died a moment ago
+                wrong = await self._verdict(digest, file, sender)
+            finally:
+                file.close()
+        if wrong:
+            raise Invalid(wrong, "response_format")
+
+    async def _verdict(self, digest: bytes, file: MemFile, sender: str) -> str:
+        """What is wrong with a grammar, or nothing. It is checked when it is its sender's turn, unless another request
+        has brought the same one meanwhile."""
+        await self.worker.wait_until_ready(PATIENCE_S)
+        await self.checks.enter(sender)
+        if (known := self._verdicts.find(sender, digest)) is not None:
+            self.checks.leave(sender)
+            return known
+        cpu_s, memory_mb = self.settings.grammar_cpu_s, self.settings.grammar_memory_mb
+        answer, _ = await self._placed(Check(cpu_s, memory_mb), [file], lambda: self.checks.leave(sender))
+        match answer:
+            case Checked():
+                wrong = ""
+            case JobFailed(kind="Invalid", message=wrong):
+                pass
+            case Died(signal=number) if number:
+                self._counts["over_limit"] += 1
+                wrong = f"the schema cannot be used: {why_ended(number, cpu_s, memory_mb)}"
+            case JobFailed(message=message):
+                raise errors.Bug(message)
+            case _:
+                raise errors.Bug(f"a check was answered with {type(answer).__name__}")
+        self._verdicts.keep(sender, digest, wrong)
+        return wrong
+
+    def metrics(self) -> Mapping[str, float]:
+        lanes = self.lane, self.talks, self.long_talks
+        return {
+            "stretto_prompts_running": sum(lane.running for lane in lanes),
+            "stretto_prompts_waiting": sum(lane.waiting for lane in lanes),
+            "stretto_grammars_checking": self.checks.running,
+            "stretto_grammars_waiting": self.checks.waiting,
+            "stretto_prompt_worker_restarts_total": self.worker.restarts,
+            "stretto_prompt_worker_ready": self.trouble is None,
+            "stretto_prompts_killed_total": self._counts["killed"],
+            "stretto_prompts_over_limit_total": self._counts["over_limit"],
+        }
+
+    # -- jobs
+
+    async def _do(
+        self, kind: type[A], work: Work, files: list[MemFile], sender: str, lane: FairQueue | None = None
+    ) -> tuple[A, MemFile]:
+        """The answer, which must be of this kind and come with a memory file, which the caller closes. Once more, if
+        the worker died a moment ago and nothing was done."""
+        await self.worker.wait_until_ready(PATIENCE_S)
+        try:
+            answer, file = await self._ask(work, files, sender, lane or self.lane)
+        except NotSent:
+            await self.worker.wait_until_ready(PATIENCE_S)
+            answer, file = await self._ask(work, files, sender, lane or self.lane)
+        if isinstance(answer, kind) and file is not None:
+            return answer, file
+        if file is not None:
+            file.close()
+        if isinstance(answer, JobFailed) and answer.kind == errors.Bug.__name__:
+            self._doubt()
+        self._raise_for(answer)
+        raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
+
+    async def _ask(
+        self, work: Work, files: list[MemFile], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, MemFile | None]:
+        """The caller closes the file."""
+        if sum(f.size for f in files) <= AT_ONCE_BYTES:
+            answer, file = await self._at_once(work, files)
+            if not isinstance(answer, NeedsProcess):
+                return answer, file
+            if file is not None:
+                file.close()
+        return await self._apart(work, files, sender, lane)
+
+    def _doubt(self) -> None:
+        """The worker failed where no client was at fault: one that can build no prompt at all is started again."""
+        if self._trial is None or self._trial.done():
+            self._trial = asyncio.create_task(self._try_out(), name="trial of the prompt worker")
+
+    async def _try_out(self) -> None:
+        """Build a prompt that any worker can build."""
+        with MemFile.of(TRIAL) as source:
+            try:
+                answer, file = await self._at_once(Read((0, len(TRIAL))), [source])
+            except (Busy, StageDead):
+                return  # it is being ended, or it has died
+        if file is not None:
+            file.close()
+        if not isinstance(answer, Built):
+            self.worker.kill("it could build no prompt any more")
+
+    async def _at_once(self, work: Work, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
+        """The caller closes the file."""
+        call = self._send(work, files, apart=False, over=lambda: None)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await call.take()
+        except TimeoutError:
+            self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
+            raise Busy("prompts take too long at the moment") from None
+
+    async def _apart(
+        self, work: Work, files: list[MemFile], sender: str, lane: FairQueue
+    ) -> tuple[FromWorker, MemFile | None]:
+        """The caller closes the file."""
+        await lane.enter(sender)
+        return await self._placed(work, files, lambda: lane.leave(sender))
+
+    async def _placed(
+        self, work: Work, files: list[MemFile], leave: Callable[[], None]
+    ) -> tuple[FromWorker, MemFile | None]:
+        """In a process of its own. The place that it has is given back when nothing of it runs any more. The caller
+        closes the file."""
+        try:
+            call = self._send(work, files, apart=True, over=leave)
+        except BaseException:
+            leave()
+            raise
+        try:
+            return await call.take()
+        except asyncio.CancelledError:
+            self._counts["killed"] += 1
+            self.worker.tell(Stop(call.number))
+            raise
+
+    def _send(self, work: Work, files: list[MemFile], *, apart: bool, over: Callable[[], None]) -> _Call:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        call = _Call(next(self._numbers), ours, loop.create_future(), over)
+        with theirs:
+            try:
+                self.worker.tell(Job(call.number, work, apart), theirs.fileno(), *(f.fd for f in files))
+            except BaseException:
+                ours.close()
+                raise
+        self._calls[call.number] = call
+        loop.add_reader(ours, self._answered, call)
+        return call
+
+    def _answered(self, call: _Call) -> None:
+        """Something came on a job's own socket: its answer, or the end of it."""
+        try:
+            data, fds, _, _ = socket.recv_fds(call.sock, MAX_DATAGRAM, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self._end_call(call)
+            return
+        answer, file = self._understood(data, fds)
+        if not call.answer.done():
+            call.file = file
+            call.answer.set_result(answer)
+        elif file is not None:  # nobody waits any more, or this is a second answer
+            file.close()
+
+    @staticmethod
+    def _understood(data: bytes, fds: list[int]) -> tuple[FromWorker, MemFile | None]:
+        """The caller closes the file."""
+        file: MemFile | None = None
+        try:
+            file = MemFile.received(fds[0]) if fds else None
+            return decode_from_worker(data), file
+        except (msgspec.MsgspecError, StrettoError) as e:
+            if file is not None:
+                file.close()
+            return JobFailed("Bug", f"a prompt cannot be understood: {e}"), None
+
+    def _end_call(self, call: _Call) -> None:
+        """Nothing of it runs any more."""
+        asyncio.get_running_loop().remove_reader(call.sock)
+        call.sock.close()
+        del self._calls[call.number]
+        if not call.answer.done():
+            call.answer.set_exception(StageDead("the prompt worker died"))
+        call.over()
+
+    def _raise_for(self, answer: FromWorker) -> None:
+        """Raise what an answer says went wrong, if it is one that says so."""
+        match answer:
+            case JobFailed(kind=kind, message=message, param=param):
+                raise _error(kind, message, param)
+            case Died(signal=number) if number in (signal.SIGXCPU, signal.SIGKILL, signal.SIGXFSZ):
+                self._counts["over_limit"] += 1
+                s = self.settings
+                raise Invalid(
+                    f"the request takes more to prepare than is allowed ({s.cpu_s} s of CPU time, {s.memory_mb:,} MiB)",
+                    "messages",
+                )
+            case Died(signal=number):
+                self._counts["over_limit"] += 1
+                log.error("a request made its prompt's process end with signal %d", number)
+                raise Invalid("the request cannot be prepared: what it holds breaks its decoder", "messages")
+
+
+def _built(answer: Built, file: MemFile) -> BuiltPrompt:
+    """The file is the prompt's from here on, and goes with it."""
+    features = MemFileSlice(file, answer.start)
+    try:
+        head = decode_head(file.read(0, answer.head))
+    except msgspec.MsgspecError as e:
+        raise errors.Bug(f"a prompt cannot be understood: {e}") from None
+    packed = Packed(head.meta, features)
+    packed.check()
+    return BuiltPrompt(packed, head.spoken)
+
+
+def _error(kind: str, message: str, param: str | None) -> StrettoError:
+    """The worker's error, as its own class."""
+    theirs: dict[str, type[Invalid]] = {c.__name__: c for c in (Invalid, errors.MediaError, errors.TooLong)}
+    if kind in theirs:
+        return theirs[kind](message, param)
+    return CheckpointError(message) if kind == "CheckpointError" else errors.Bug(message)

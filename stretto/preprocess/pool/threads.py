@@ -1,0 +1,174 @@
+"""Prompts built in threads of this process: for an engine without a prompt worker, and for callers of this process, who
+are trusted.
+
+Keeps the promises of `pool.PromptPool`, but for limits of time and memory, and that the event loop goes on meanwhile: a
+thread that decodes holds the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from stretto.preprocess import build as work
+from stretto.preprocess.build import Builder
+from stretto.preprocess.pool.fair_queue import FairQueue
+from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation, Outlined, Windows
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.pool.split import do_cut, do_outline
+from stretto.preprocess.prompt import Prompt
+
+SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
+LONG_AT_ONCE = 1  # of longer ones: each may take a second, most of it holding the interpreter
+T = TypeVar("T")
+Message = Mapping[str, Any]
+
+
+class Prompts(Protocol):
+    """Makes prompts of what clients send."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt: ...
+
+    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
+        """For a session, whose media are features already. Of long texts few are done at a time, senders taking turns,
+        so that short ones never wait for them."""
+        ...
+
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
+        """Of a text that is to be read aloud."""
+        ...
+
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
+        """Cut a large JSON object into its short fields and the `long` ones; the caller closes the file."""
+        ...
+
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+        """Cut a sound file into windows; the caller closes the file that comes back."""
+        ...
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no prompt can be built now; None: one can."""
+        ...
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether callers should wait for the end of the trouble."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that builds them, if it is another."""
+        ...
+
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Raises `Invalid` for a grammar that cannot be compiled, or not within limits. An empty one is fine."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class InThreads:
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
+        self._long = FairQueue(LONG_AT_ONCE)
+
+    async def start(self) -> None:
+        """Build prompts for nobody, so that the first one finds a thread, and all that it imports."""
+        await asyncio.to_thread(work.warm, self._builder)
+
+    async def close(self) -> None:
+        pass
+
+    async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
+        def run() -> BuiltPrompt:
+            messages, tools = talk.parts()
+            given = work.decode(messages, "messages"), tools, talk.recalled, audio_in_video, talk.variables
+            return BuiltPrompt(pack(work.build_conversation(self._builder, *given)))
+
+        return await asyncio.to_thread(run)
+
+    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+        return await _with_file(do_cut, sound.view(), seconds)
+
+    async def check(self, grammar: str, sender: str = "") -> None:
+        """Not checked: what cannot be compiled is refused by its stage, and trusted callers send nothing hostile."""
+
+    async def build_for(
+        self, sender: str, messages: Sequence[Message], tools: Any = None, *, allow_paths: bool = False
+    ) -> Prompt:
+        """Who is cancelled gives its place back when the thread is done with it."""
+        run = partial(self._builder.build, messages, tools, False, allow_paths=allow_paths)
+        if num_chars(messages, tools) <= SHORT_CHARS:
+            return await asyncio.to_thread(run)
+        await self._long.enter(sender)
+
+        async def build() -> Prompt:
+            try:
+                return await asyncio.to_thread(run)
+            finally:
+                self._long.leave(sender)
+
+        return await asyncio.shield(build())
+
+    async def build_local(self, *given: Any, allow_paths: bool) -> BuiltPrompt:
+        """Of messages that a caller of this process gave: they may hold arrays and, if allowed, name files."""
+
+        def run() -> BuiltPrompt:
+            return BuiltPrompt(pack(self._builder.build(*given, allow_paths=allow_paths)))
+
+        return await asyncio.to_thread(run)
+
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
+        prompt, spoken = await asyncio.to_thread(work.read_aloud, self._builder, text, instructions)
+        return BuiltPrompt(pack(prompt), spoken)
+
+    async def outline(
+        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+    ) -> tuple[Outlined, MemFile]:
+        return await _with_file(do_outline, body.view(), long, most)
+
+    @property
+    def trouble(self) -> str | None:
+        return None
+
+    @property
+    def hopeful(self) -> bool:
+        return True
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+async def _with_file(work: Callable[..., tuple[T, MemFile]], *given: Any) -> tuple[T, MemFile]:
+    """What `work` makes in a thread; the caller closes the file. If the caller is cancelled, the
+    file is closed when the thread is done."""
+    made = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        made.add_done_callback(lambda made: None if made.cancelled() or made.exception() else made.result()[1].close())
+        raise
+
+
+def num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
+    """About how much text a prompt is made of."""
+    texts = (part.get("text") or "" for m in messages for part in _parts(m.get("content")))
+    calls = sum(len(str(m["tool_calls"])) for m in messages if m.get("tool_calls"))
+    return sum(map(len, texts)) + calls + (len(str(tools)) if tools else 0)
+
+
+def _parts(content: Any) -> Sequence[Mapping[str, Any]]:
+    return content if isinstance(content, list | tuple) else [{"text": content or ""}]

@@ -1,0 +1,224 @@
+"""The prompt worker: a process beside the server that decodes what clients send and builds prompts from it.
+
+Started and spoken to by `pool.py` alone. It loads the checkpoint's tokenizer once. Short texts it does at once, in
+about a millisecond; everything else in a child that it forks, one for each job (`job_process.py`). Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from stretto._imports import load
+from stretto._process import die_with_parent
+from stretto.errors import Bug, Invalid, StageDead
+from stretto.observe import logs
+from stretto.preprocess import build as work
+from stretto.preprocess.build import Builder
+from stretto.preprocess.grammars import GrammarCompiler, check_apart
+from stretto.preprocess.pool.job_process import Children, WorkerLimits
+from stretto.preprocess.pool.jobs import (
+    MAX_DATAGRAM,
+    MAX_FDS,
+    Build,
+    Built,
+    ByteRange,
+    Check,
+    Checked,
+    Continue,
+    Cut,
+    FromWorker,
+    Head,
+    Job,
+    NeedsProcess,
+    Outline,
+    Read,
+    Stop,
+    Work,
+    WorkerReady,
+    decode_media,
+    decode_to_worker,
+    encode,
+    failed,
+    say,
+)
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.packed import known_media, lay_out
+from stretto.preprocess.pool.split import do_cut, do_outline
+from stretto.preprocess.prepared import with_features
+from stretto.preprocess.prompt import Prompt
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    control: socket.socket
+    builder: Builder
+    children: Children
+
+    def serve(self) -> None:
+        """Until the server goes."""
+        self.control.send(encode(WorkerReady()))
+        self.children.prepare()
+        while True:
+            for ended in self.children.wait():
+                if ended is not None:
+                    self.children.reap(ended)
+                elif not self._take():
+                    return
+
+    def _take(self) -> bool:
+        data, fds, flags, _ = socket.recv_fds(self.control, MAX_DATAGRAM, MAX_FDS)
+        if not data:
+            return False
+        if flags & socket.MSG_CTRUNC:
+            sys.exit("the prompt worker has as many open files as it may have")
+        message = decode_to_worker(data)
+        if isinstance(message, Stop):
+            self.children.stop(message.number)
+            return True
+        with contextlib.ExitStack() as owned:  # a child has descriptors of its own of what it was sent
+            answer = owned.enter_context(socket.socket(fileno=fds[0]))
+            files = [owned.enter_context(MemFile.taken(f)) for f in fds[1:]]
+            if message.apart:
+                self._start(message, answer, files)
+            else:
+                say(answer, *self._at_once(message, files))
+        return True
+
+    def _start(self, job: Job, answer: socket.socket, files: list[MemFile]) -> None:
+        try:
+            self.children.start(job, answer, files)
+        except OSError as e:  # no process could be started for it
+            say(answer, failed(e), None)
+
+    def _at_once(self, job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
+        """Text that is short; media are for a process of their own. The caller closes the file."""
+        try:
+            return do(self.builder, job.work, files, only_text=True)
+        except Exception as e:  # noqa: BLE001  one request must not end the worker, and with it the prompts of others
+            return failed(e), None
+
+
+def do_apart(
+    builder: Builder, compiler: GrammarCompiler | None, job: Job, files: list[MemFile]
+) -> tuple[FromWorker, MemFile | None]:
+    """The caller closes the file."""
+    if isinstance(job.work, Check):
+        return check(compiler, job.work, files[0])
+    return do(builder, job.work, files, only_text=False)
+
+
+def check(compiler: GrammarCompiler | None, job: Check, grammar: MemFile) -> tuple[FromWorker, None]:
+    if compiler is None:
+        raise Bug("this model follows no grammar")
+    check_apart(compiler, _text(grammar.view()), job.cpu_s, job.memory_mb)
+    return Checked(), None
+
+
+def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) -> tuple[FromWorker, MemFile | None]:
+    """The caller closes the file."""
+    data = files[0].view()
+    match job:
+        case Check():
+            return NeedsProcess(), None
+        case Build():
+            messages = work.decode(_part(data, job.messages), "messages")
+            if only_text and work.has_media(messages):
+                return NeedsProcess(), None
+            tools = _part(data, job.tools) if job.tools is not None else None
+            recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
+            return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video, job.variables))
+        case Continue():
+            media = known_media(decode_media(_part(data, job.media)))
+            messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
+            tools = work.decode(_part(data, job.tools), "tools") if job.tools is not None else None
+            return pack(builder.build(messages, tools))
+        case Read():
+            how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
+            return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
+        case Outline():
+            return do_outline(data, job.long, job.most)
+        case Cut():
+            if only_text:
+                return NeedsProcess(), None
+            return do_cut(data, job.seconds)
+
+
+def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
+    """Do all kinds of work once: what that imports and computes is there then, for children of this process too."""
+    work.warm(builder)
+    if compiler is not None:
+        compiler.check('start: %json {"type": "object"}')
+
+
+def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, MemFile]:
+    """The caller closes the file."""
+    meta, arrays = lay_out(prompt)
+    head = encode(Head(meta, spoken))
+    gap = b"\0" * (-len(head) % 4)  # floats lie where they should
+    file = MemFile.sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
+    return Built(len(head), len(head) + len(gap)), file
+
+
+def try_out(builder: Builder) -> None:
+    """Whoever can build this prompt can build others."""
+    try:
+        _, file = pack(*work.read_aloud(builder, "Hello"))
+        file.close()
+    except OSError as e:
+        raise StageDead(f"prompts cannot be put into memory files ({e.strerror})") from None
+
+
+def _part(data: memoryview, span: ByteRange) -> memoryview:
+    return data[span[0] : span[1]]
+
+
+def _text(data: memoryview) -> str:
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError as e:
+        raise Invalid(f"the text is not UTF-8 ({e.reason})", "input") from None
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("model", type=Path)
+    p.add_argument("--builder", required=True, help="module:function that opens the model's prompt builder")
+    p.add_argument("--grammars", default="", help="module:function that opens what compiles its grammars")
+    p.add_argument("--fd", type=int, required=True)
+    p.add_argument("--cpu-s", type=int, required=True)
+    p.add_argument("--memory-mb", type=int, required=True)
+    args = p.parse_args()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the server's to handle
+    logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
+    control = socket.socket(fileno=args.fd)
+    try:
+        builder: Builder = load(args.builder)(args.model)
+        compiler: GrammarCompiler | None = load(args.grammars)(args.model) if args.grammars else None
+        try_out(builder)
+    except Exception as e:  # noqa: BLE001  else nobody would hear why, and another would be started in vain
+        control.send(encode(failed(e)))
+        sys.exit(1)
+    with contextlib.suppress(ImportError):
+        import av  # noqa: F401  # once, here, rather than in every child that meets a video
+    warm(builder, compiler)
+    gc.collect()
+    gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
+    limits = WorkerLimits(args.cpu_s, args.memory_mb)
+    children = Children(control, limits, partial(do_apart, builder, compiler), partial(warm, builder, compiler))
+    Worker(control, builder, children).serve()
+
+
+if __name__ == "__main__":
+    main()

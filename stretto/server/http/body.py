@@ -1,0 +1,71 @@
+"""A request's body while it arrives: within limits of size, rate and its owner's share of all bodies, and never in one
+piece on the event loop. Small bodies are plain bytes; larger ones go into a memory file, part by part.
+
+Used by `exchange.py` and the endpoints, on the event loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.server.openai.error_body import Refused
+from stretto.server.shares import Shares
+
+ON_THE_LOOP = 256 << 10  # bytes that are cut into fields on the event loop, in a millisecond at worst
+
+
+@dataclass(slots=True, eq=False)
+class Body:
+    """Use it in a `with` statement: what it holds is given back at its end, if not by `close` before.
+
+    `shares`: bytes of all bodies that are held at the moment."""
+
+    shares: Shares
+    owner: str
+    size: int = 0
+    memfile: MemFile | None = None  # holds all of it, once it is large
+    _parts: list[bytes] = field(default_factory=list)
+
+    def add(self, part: bytes) -> None:
+        if not self.shares.take(self.owner, len(part)):
+            raise self._too_many(len(part))
+        self.size += len(part)
+        if self.memfile is None and self.size > ON_THE_LOOP:
+            self.memfile = MemFile.of(*self._parts)
+            self._parts.clear()
+        if self.memfile is None:
+            self._parts.append(part)
+        else:
+            self.memfile.append(part)
+
+    @property
+    def data(self) -> bytes:
+        """All of it, for routes that take no large ones."""
+        return b"".join(self._parts) if self.memfile is None else self.memfile.read(0, self.memfile.size)
+
+    def replace(self, memfile: MemFile) -> None:
+        """The same in another form."""
+        assert self.memfile is not None
+        self.memfile.close()
+        self.memfile = memfile
+
+    def close(self) -> None:
+        self.shares.give_back(self.owner, self.size)
+        self.size = 0
+        self._parts.clear()
+        if self.memfile is not None:
+            self.memfile.close()
+
+    def _too_many(self, size: int) -> Refused:
+        if self.shares.free < size:
+            who, code = "the server holds as many bytes of requests as it can", "server_busy"
+        else:
+            who, code = "the server holds your share of the bytes of requests", "rate_limit_exceeded"
+        headers = {"connection": "close"}
+        return Refused(429, f"{who}; try again soon", kind="rate_limit_error", code=code, headers=headers)
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,148 @@
+"""uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that large ones are not
+decoded on the event loop for nothing. A connection that is closing and whose client takes nothing is cut, where uvicorn
+would wait for ever. And no client holds up the others by tiny frames, of which one read may bring 40,000: they are
+parsed in short turns of the event loop, all who send them share a small part of its time, a message has so many
+fragments, and whoever takes no answers to its pings is cut. And what has come and was not taken in by the app counts
+among the memory of its owner's sessions: a message that is never finished costs others nothing. `run.py` gives it to
+uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from asyncio import BaseTransport, TimerHandle
+from typing import Any, cast
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
+from websockets.http11 import Request
+
+from stretto.server.http.flow_throttle import Floods
+from stretto.server.shares import Holding, Shares
+
+CUT_S = 5.0  # for a client to take the close frame and what lies before it
+SLICE_BYTES = 512  # parsed at once: 85 frames at most
+TURN_S = 0.001  # of parsing, then others have their turn
+MANY, TINY_BYTES = 64, 64  # a turn that brought so many frames, of fewer bytes on average, is part of a flood
+MAX_FRAGMENTS = 16_384  # of a message
+SMALL_BYTES = 64 << 10  # of a connection, which is never cut for holding these
+INCOMING = "stretto.incoming"  # where an ASGI scope has what was received and is not taken in
+MAX_UNREAD_BYTES = 4 << 20  # that a client may leave here; the app itself waits at a small part of that
+
+
+class Socket(WebSocketsSansIOProtocol):
+    def __init__(self, floods: Floods, memory: Shares, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.floods = floods
+        self.incoming = Holding(memory, "")
+        self.gathered = 0  # bytes of a message's fragments so far
+        self.queued = 0  # of messages that are whole, up to the one that the app has now
+        self.taken = 0  # of that one
+        self.cut: TimerHandle | None = None
+        self.rest = b""  # read and not parsed
+        self.waits = False  # for its turn to parse that; nothing more is read until then
+        self.parsed = 0  # frames, in this turn
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)
+        self.incoming.belong_to(self.client[0] if self.client else "")
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if self.response.status_code == 101:
+            cast(dict[str, Any], self.scope)[INCOMING] = self.incoming  # the app begins after this
+
+    def data_received(self, data: bytes) -> None:
+        if self.waits:  # a transport may have had more in its hands
+            self.rest += data
+        else:
+            self._parse(data)
+
+    def handle_events(self) -> None:
+        self.parsed += len(self.conn.events)
+        super().handle_events()
+
+    def _parse(self, data: bytes) -> None:
+        began, at, self.parsed = time.perf_counter(), 0, 0
+        while at < len(data) and not self.transport.is_closing():
+            super().data_received(data[at : at + SLICE_BYTES])
+            at += SLICE_BYTES
+            if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                self.transport.abort()
+            elif at < len(data) and time.perf_counter() - began >= TURN_S:
+                break
+        flood = self.parsed >= MANY and self.parsed * TINY_BYTES > min(at, len(data))
+        if not self.transport.is_closing() and (flood or at < len(data)):
+            self.rest, self.waits = data[at:], True
+            self.transport.pause_reading()
+            if flood:
+                self.floods.wait(self.loop, self._parse_rest)
+            else:
+                self.loop.call_soon(self._parse_rest)
+
+        self._count()
+
+    def _count(self) -> None:
+        """What lies here, on behalf of whoever sent it."""
+        size = len(self.rest) + len(self.conn.reader.buffer) + self.gathered + self.queued
+        full = size > max(SMALL_BYTES, self.incoming.size) and not self.incoming.fits(size)
+        self.incoming.resize(size)
+        if full and not self.close_sent:
+            self.conn.send_close(CloseCode.TRY_AGAIN_LATER, "too much of your messages lies here unfinished")
+            self.handle_parser_exception()
+            self._drop()
+
+    def _drop(self) -> None:
+        self.rest, self.frames, self.gathered, self.queued, self.taken = b"", [], 0, 0, 0
+        self.conn.reader.discard()
+        self.incoming.close()
+
+    def _parse_rest(self) -> None:
+        rest, self.rest, self.waits = self.rest, b"", False
+        self._parse(rest)
+        if not self.waits and not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> Any:
+        self.queued -= self.taken  # the app is done with the one before
+        self.taken = 0
+        self._count()
+        message: Any = await super().receive()  # which resumes the reading
+        self.taken = min(len(message.get("bytes", b"")), self.queued)
+        if self.waits:
+            self.transport.pause_reading()
+        return message
+
+    def handle_text(self, event: Frame) -> None:
+        self.gathered = len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self.gathered = len(event.data)
+        super().handle_bytes(event)
+
+    def handle_cont(self, event: Frame) -> None:
+        self.gathered += len(event.data)
+        if len(self.frames) < MAX_FRAGMENTS:
+            super().handle_cont(event)
+        elif not self.close_sent:
+            self.conn.send_close(CloseCode.MESSAGE_TOO_BIG, "a message of too many fragments")
+            self.handle_parser_exception()
+
+    def send_receive_event_to_app(self) -> None:
+        self.curr_msg_data_type = "bytes"
+        if not self.close_sent:  # else it is thrown away
+            self.queued += self.gathered
+        self.gathered = 0
+        super().send_receive_event_to_app()
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        super().on_task_complete(task)
+        if not self.disconnected:
+            self.cut = self.loop.call_later(CUT_S, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.cut is not None:
+            self.cut.cancel()
+        super().connection_lost(exc)
+        self._drop()

@@ -1,0 +1,192 @@
+"""The outermost ASGI middleware: who may call, request ids, the log line, metrics.
+
+Everything is checked before a byte of the body is read: the name the server was called by, the page that calls, the
+key, the body's type. HTTP passes, and so do WebSockets to routes that take them; refusals come as
+HTTP, before the upgrade."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, QueryParams
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stretto.server.http.exchange import CutConnection
+from stretto.server.http.websocket import INCOMING
+from stretto.server.openai.error_body import Refused, respond
+from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
+from stretto.server.origins import Callers, check_json, preflight_headers
+from stretto.server.realtime.connection import PATHS as REALTIME
+from stretto.server.request_log import VISIT, Visit
+from stretto.server.service import Service
+from stretto.types import RequestId
+
+log = logging.getLogger("stretto.access")
+
+QUEUED = b"x-queue-wait-ms"  # how long a request waited for its turn
+_FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_KEY_PROTOCOL = "openai-insecure-api-key."  # how a page's WebSocket, which cannot set headers, brings its key
+_QUIET = {"health", "live", "metrics", "page", "preflight"}  # asked every few seconds; worth a line only when debugging
+
+
+class Door:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+        self.callers = Callers.of(service.config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._other(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        visit = _visit(scope, headers)
+        added = [(b"x-request-id", visit.client_id.encode())]
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                queued = [] if visit.queued is None else [(QUEUED, f"{1000 * visit.queued:.1f}".encode())]
+                message["headers"] = [*message.get("headers", ()), *added, *queued]
+            await send(message)
+
+        try:
+            host = self.callers.check_host(headers)
+            origin = headers.get("origin", "")
+            added += self.callers.shares(origin, host, scope["scheme"])
+            app = self._admit(scope, headers, origin, host)
+            await app(scope, receive, send_with_id)
+        except Refused as e:
+            await respond(e)(scope, receive, send_with_id)
+        except CutConnection:
+            visit.ended = visit.ended or "broken"
+            raise
+        finally:
+            self._record(scope, visit)
+
+    def _admit(self, scope: Scope, headers: Headers, origin: str, host: str) -> ASGIApp:
+        """What answers this request, if it may be answered."""
+        visit: Visit = scope[VISIT]
+        api = is_api(scope)
+        preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+        if origin and (api or preflight):
+            self.callers.check_origin(origin, host, scope["scheme"])
+        if preflight:
+            visit.route = "preflight"
+            return Response(status_code=200, headers=preflight_headers(headers))
+        if api and scope["method"] != "OPTIONS":
+            self._identify(visit, scope, headers)
+            session = headers.get("x-session-id", "")
+            visit.session = f"{visit.owner}/{session}" if _FINE_ID.fullmatch(session) else None
+            if scope["method"] == "POST":
+                visit.content_type = headers.get("content-type", "")
+                check_json(headers, scope["path"].removeprefix(scope.get("root_path", "")))
+        return self.app
+
+    def _identify(self, visit: Visit, scope: Scope, headers: Headers, other_key: str | None = None) -> None:
+        visit.owner = self.service.keys.owner(headers, other_key)
+        visit.sender = visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an answer."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+        else:
+            raise ValueError(f"no requests of type {scope['type']!r} are taken")
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        visit = _visit(scope, headers)
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "websocket.accept":
+                visit.status = 101
+            elif message["type"] == "websocket.http.response.start":
+                visit.status = message["status"]
+            await send(message)
+
+        try:
+            host = self.callers.check_host(headers)
+            if _path(scope) not in (*REALTIME, LIVE_SPEECH):
+                raise Refused(404, "there is no WebSocket here", code="not_found")
+            if origin := headers.get("origin", ""):
+                self.callers.check_origin(origin, host, "https" if scope["scheme"] == "wss" else "http")
+            self._identify(visit, scope, headers, _other_key(scope))
+            if (incoming := scope.get(INCOMING)) is not None:  # another server may hold the connection, as Ray's does
+                incoming.belong_to(visit.sender)
+            await self.app(scope, receive, watched)
+        except Refused as e:
+            await receive()  # websocket.connect
+            await respond(e)(scope, receive, watched)
+        finally:
+            self._record(scope, visit)
+
+    def _record(self, scope: Scope, visit: Visit) -> None:
+        self.service.metrics.record(visit)
+        level = logging.DEBUG if visit.route in _QUIET else logging.INFO
+        if log.isEnabledFor(level):
+            fields = facts(scope, visit)
+            log.log(level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
+
+
+def _visit(scope: Scope, headers: Headers) -> Visit:
+    ours = RequestId(f"req-{secrets.token_hex(12)}")
+    theirs = headers.get("x-request-id", "")
+    # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
+    visit = Visit(ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter())
+    scope[VISIT] = visit
+    return visit
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
+
+
+def _other_key(scope: Scope) -> str | None:
+    """A key that came among the subprotocols or in the query."""
+    for name in scope.get("subprotocols", ()):
+        if name.startswith(_KEY_PROTOCOL):
+            return str(name.removeprefix(_KEY_PROTOCOL)) or None
+    return QueryParams(scope.get("query_string", b"")).get("api-key")
+
+
+def is_api(scope: Scope) -> bool:
+    """Only /v1 is guarded: probes, metrics and the page's files are open."""
+    path = _path(scope)
+    return path == "/v1" or path.startswith("/v1/")
+
+
+def facts(scope: Scope, visit: Visit) -> dict[str, str | int | float]:
+    """What a log line says about a request."""
+    out: dict[str, str | int | float] = {"id": str(visit.request_id)}
+    if visit.client_id != visit.request_id:
+        out["client_id"] = visit.client_id
+    out |= {"method": scope.get("method", "WEBSOCKET"), "path": _shown(scope["path"]), "status": visit.status}
+    if visit.owner:
+        out["key"] = visit.owner
+    times = ("queued_ms", visit.queued), ("first_text_ms", visit.first_text), ("first_audio_ms", visit.first_audio)
+    for name, seconds in times:
+        if seconds is not None:
+            out[name] = round(1000 * seconds, 1)
+    if visit.num_tokens:
+        out["tokens"] = visit.num_tokens
+    if visit.rtf is not None:
+        out |= {"audio_s": round(visit.audio_seconds, 2), "rtf": round(visit.rtf, 3)}
+    if visit.underrun:
+        out["underrun_ms"] = round(1000 * visit.underrun, 1)
+    if visit.ended:
+        out["ended"] = visit.ended
+    out["ms"] = round(1000 * visit.elapsed(), 1)
+    return out
+
+
+def _shown(path: str) -> str:
+    """A path is a client's text: as in a URL, so that no line break or space of it looks like ours; nothing endless."""
+    return quote(path[:200], errors="replace")

@@ -1,0 +1,405 @@
+"""POST /v1/chat/completions: a conversation in, an answer out, in words and aloud, whole or as it is made.
+
+`answer_chat` checks what the decoder could not, asks the engine, and hands its events to one of two writers. The
+order within a stream is what the stock clients are built for: role, then the audio's id, both once; words and sound
+as they come; the audio's expiry, once; the reason for the end; usage if asked for; [DONE]."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
+from stretto.errors import Invalid
+from stretto.family import ModelInfo
+from stretto.preprocess.pool.jobs import Conversation, references
+from stretto.preprocess.pool.split import outline
+from stretto.server.http.body import ON_THE_LOOP, Body
+from stretto.server.http.exchange import Exchange, decode
+from stretto.server.openai import codecs
+from stretto.server.openai.chat_params import (
+    LONGEST,
+    NONE,
+    audio_format,
+    check_schema_size,
+    refuse_unsupported,
+    to_params,
+    variables,
+)
+from stretto.server.openai.generating_route import closing, finish_reason, note, report, slices, unfinished
+from stretto.server.openai.grammar import calls_required, grammar_of
+from stretto.server.openai.multi_choice import together
+from stretto.server.openai.schema import (
+    Audio,
+    AudioDelta,
+    CalledFunction,
+    ChatChunk,
+    ChatRequest,
+    ChatResponse,
+    ChatUsage,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    CompletionDetails,
+    ContentLogprob,
+    Delta,
+    Message,
+    PromptDetails,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
+)
+from stretto.server.openai.tools import Call, ToolParser
+from stretto.server.openai.voices import find_voice
+from stretto.server.request_log import Visit
+from stretto.server.service import Service
+from stretto.types import RequestId
+
+LONG = ("messages", "tools")  # fields that may be long
+MOST_SHORT = ON_THE_LOOP  # bytes of all others
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """One answer in the making: what it is called, and what of it is known."""
+
+    request: ChatRequest
+    service: Service
+    exchange: Exchange
+    model: str
+    info: ModelInfo
+    format: str | None  # of the speech; None: nothing is spoken
+    tools: ToolParser | None
+    index: int = 0  # among the answers to one question
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(16)}")
+    audio_id: str = field(default_factory=lambda: f"audio_{secrets.token_hex(16)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def parse(self, text: str) -> list[str | Call]:
+        return self.tools.feed(text) if self.tools else [text] if text else []
+
+    def parse_rest(self) -> list[str | Call]:
+        return self.tools.finish() if self.tools else []
+
+    @property
+    def calling(self) -> bool:
+        """A function is being called: that is not read aloud."""
+        return self.tools is not None and (self.tools.inside or self.tools.num_calls > 0)
+
+    def reason(self, end: Finished) -> str:
+        reason = finish_reason(end)
+        return "tool_calls" if self.tools and self.tools.num_calls and reason == "stop" else reason
+
+    def keep(self, transcript: str) -> int:
+        return self.service.memory.keep(self.audio_id, self.exchange.visit.owner, transcript)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """A request: its short fields, and its messages and tools as they came."""
+
+    request: ChatRequest
+    talk: Conversation
+    grammar: str = ""  # that the answer must follow
+
+
+async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
+    """Cuts a body into its fields: on the event loop if it is small, else in another process."""
+    if body.memfile is None:
+        short, found = outline(body.data, LONG, MOST_SHORT)
+        request = _decoded(short)
+        if "messages" not in found:
+            raise _no_messages()
+        messages, tools = bytes(found["messages"]), bytes(found.get("tools", b"null"))
+        used = tools if calls_functions(request, tools) else None
+        if used is not None and calls_required(request):
+            check_schema_size(len(used), "tools")
+        recalled = service.memory.recall(references(messages), visit.owner)
+        grammar = grammar_of(request, used)
+        more = {"recalled": recalled, "sender": visit.sender, "close": body.close, "variables": variables(request)}
+        talk = Conversation.of(messages, used, **more)
+        return ChatAsk(request, talk, grammar)
+    outlined, file = await service.engine().outline(body.memfile, LONG, MOST_SHORT, visit.sender)
+    body.replace(file)
+    await service.turns.take()
+    request = _decoded(file.read(0, outlined.short))
+    if "messages" not in outlined.long:
+        raise _no_messages()
+    span = outlined.long.get("tools")
+    if span is None or not calls_functions(request, file.read(span[0], min(span[1], span[0] + 5))):
+        span = None
+    recalled = service.memory.recall(outlined.references, visit.owner)
+    talk = Conversation(
+        file, outlined.long["messages"], span, recalled, visit.sender, body.close, variables(request)
+    )  # fmt: skip
+    stated = None
+    if span is not None and calls_required(request):
+        check_schema_size(span[1] - span[0], "tools")
+        stated = file.read(*span)
+    return ChatAsk(request, talk, grammar_of(request, stated))
+
+
+def num_answers(asked: ChatAsk) -> int:
+    """Each of them runs in the engine like a request of its own."""
+    return asked.request.n or 1
+
+
+def _decoded(short: bytes) -> ChatRequest:
+    request = decode(short, _decoder, LONGEST)
+    shape = request.response_format
+    if shape is not None and shape.json_schema is not None:
+        check_schema_size(len(memoryview(shape.json_schema.schema)), "response_format.json_schema.schema")
+    return request
+
+
+def calls_functions(request: ChatRequest, tools: bytes) -> bool:
+    return tools.strip() not in (b"null", b"[]") and request.tool_choice != NONE
+
+
+def _no_messages() -> Invalid:
+    return Invalid("messages: missing required field messages", "messages")
+
+
+async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> None:
+    engine, visit, request = service.engine(), exchange.visit, asked.request
+    model = service.check_model(request.model, engine)
+    refuse_unsupported(request)
+    spoken, stream = "audio" in (request.modalities or ()), bool(request.stream)
+    answer = ChatAnswer(
+        request=request,
+        service=service,
+        exchange=exchange,
+        model=model,
+        info=engine.info,
+        format=audio_format(request, stream) if spoken else None,
+        tools=ToolParser() if asked.talk.tools is not None else None,
+    )
+    visit.sample_rate = engine.info.sample_rate
+    params = to_params(request, engine.info.defaults, service.config.packets, asked.grammar)
+    voice = find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice")
+    count = request.n or 1
+
+    def generate(talk: Conversation, i: int) -> AsyncIterator[Event]:
+        seed = params.seed if params.seed is None else params.seed + i
+        return engine.generate(
+            talk,
+            modalities=("text", "audio") if spoken else ("text",),
+            voice=voice,
+            params=replace(params, seed=seed),
+            request_id=visit.request_id if not i else RequestId(f"{visit.request_id}-{i}"),
+            session=visit.session,
+            owner=visit.owner,
+        )
+
+    several = [generate(talk, i) for i, talk in enumerate(asked.talk.shared(count))]
+    answers = [replace(answer, index=i, tools=ToolParser() if answer.tools else None) for i in range(count)]
+    async with AsyncExitStack() as stack:
+        for events in several:
+            await stack.enter_async_context(closing(events))
+        await (stream_answers if stream else whole_answers)(answers, together(several))
+
+
+# ---- answers
+
+
+def chat_usage(answers: Sequence[Usage]) -> ChatUsage:
+    """Of all answers to one question, whose prompt counts once."""
+    usage = answers[0]
+    media = usage.audio_prompt_tokens + usage.image_prompt_tokens
+    text, frames = sum(u.text_tokens for u in answers), sum(u.frames for u in answers)
+    completion = text + frames
+    return ChatUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=completion,
+        total_tokens=usage.prompt_tokens + completion,
+        prompt_tokens_details=PromptDetails(
+            text_tokens=usage.prompt_tokens - media,
+            audio_tokens=usage.audio_prompt_tokens,
+            image_tokens=usage.image_prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        completion_tokens_details=CompletionDetails(text_tokens=text, audio_tokens=frames),
+    )
+
+
+async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]) -> None:
+    first = answers[0]
+    visit = first.exchange.visit
+    parts: list[list[str | Call]] = [[] for _ in answers]
+    told: list[list[TokenLogprob]] = [[] for _ in answers]
+    sound: list[bytes] = []
+    ends: dict[int, Finished] = {}
+    async for i, event in events:
+        note(event, visit)
+        match event:
+            case TextDelta():
+                parts[i] += answers[i].parse(event.text)
+                told[i] += event.logprobs
+            case AudioChunk() if not answers[i].calling:
+                sound.append(event.pcm16())
+            case Finished():
+                ends[i] = event
+    if len(ends) < len(answers):
+        raise unfinished()
+    choices = []
+    for i, answer in enumerate(answers):
+        message = await whole_message(answer, parts[i] + answer.parse_rest(), b"".join(sound))
+        chances = logprobs_of(told[i]) if first.request.logprobs else None
+        choices.append(Choice(message, answer.reason(ends[i]), i, chances))
+    await first.exchange.reply(
+        ChatResponse(
+            id=first.id,
+            created=first.created,
+            model=first.model,
+            choices=choices,
+            usage=chat_usage([ends[i].usage for i in range(len(answers))]),
+            stretto=report(ends[0], visit, bool(first.request.timeline)),
+        )
+    )
+
+
+def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+    """In OpenAI's form, which does not list the token that ends the answer."""
+
+    def letters(token: TokenLogprob) -> list[int] | None:
+        return None if token.said is None else list(token.said)
+
+    return ChoiceLogprobs(
+        [
+            ContentLogprob(
+                t.token, t.logprob, letters(t), [TopLogprob(best.token, best.logprob, letters(best)) for best in t.top]
+            )
+            for t in told
+            if t.said is not None
+        ]
+    )
+
+
+async def whole_message(answer: ChatAnswer, parts: list[str | Call], pcm: bytes) -> Message:
+    text = "".join(p for p in parts if isinstance(p, str))
+    calls = [ToolCall(call_id(), CalledFunction(p.name, p.arguments)) for p in parts if isinstance(p, Call)]
+    tool_calls = calls or UNSET
+    if answer.format is None or (calls and not pcm):
+        return Message(text if text or not calls else None, tool_calls=tool_calls)
+    data = await codecs.encode_elsewhere(answer.format, pcm, answer.info.sample_rate)
+    return Message(None, audio=Audio(answer.audio_id, data, text, answer.keep(text)), tool_calls=tool_calls)
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+async def stream_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]) -> None:
+    visit, writers = answers[0].exchange.visit, [Writer(answer) for answer in answers]
+    ends: dict[int, Finished] = {}
+    # Nothing is sent before the first event: until then, what fails has a status of its own.
+    async for i, event in events:
+        note(event, visit)
+        match event:
+            case TextDelta():
+                writers[i].told += event.logprobs
+                await writers[i].words(answers[i].parse(event.text))
+            case AudioChunk():
+                if not answers[i].calling:
+                    await writers[i].sound(event.pcm16())
+            case Finished():
+                ends[i] = event
+                await writers[i].finish(event)
+    if len(ends) < len(answers):
+        raise unfinished()
+    await writers[0].close([ends[i].usage for i in range(len(answers))])
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes one streamed answer."""
+
+    answer: ChatAnswer
+    transcript: list[str] = field(default_factory=list)
+    num_calls: int = 0
+    begun: bool = False
+    told: list[TokenLogprob] = field(default_factory=list)  # of tokens whose words have not left
+    _pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
+
+    @property
+    def spoken(self) -> bool:
+        return self.answer.format is not None
+
+    async def words(self, parts: list[str | Call]) -> None:
+        await self._begin()
+        for part in parts:
+            if isinstance(part, Call):
+                function = CalledFunction(part.name, part.arguments)
+                await self._delta(Delta(tool_calls=[ToolCallDelta(self.num_calls, call_id(), function)]))
+                self.num_calls += 1
+            elif self.spoken:
+                self.transcript.append(part)
+                await self._delta(Delta(audio=AudioDelta(transcript=part)), self._take_told())
+            else:
+                await self._delta(Delta(content=part), self._take_told())
+
+    async def sound(self, pcm: bytes) -> None:
+        await self._begin()
+        await self._sound(self._pieces.feed(pcm))
+
+    async def finish(self, end: Finished) -> None:
+        await self.words(self.answer.parse_rest())
+        answer = self.answer
+        if self.spoken:
+            await self._sound(self._pieces.finish())
+            await self._delta(Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript)))))
+        made = report(end, answer.exchange.visit, bool(answer.request.timeline))
+        # Words may have been held back and dropped (a stop string, a function's call): their tokens are told here.
+        await self._send([ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_told())], stretto=made)
+
+    async def close(self, usage: Sequence[Usage]) -> None:
+        """All answers are written."""
+        if self._include_usage:
+            await self._send([], usage=chat_usage(usage))
+        await self.answer.exchange.write(b"data: [DONE]\n\n", more=False)
+
+    @property
+    def _include_usage(self) -> bool:
+        options = self.answer.request.stream_options
+        return bool(options and options.include_usage)
+
+    async def _begin(self) -> None:
+        exchange = self.answer.exchange
+        if self.begun:
+            return
+        self.begun = True
+        if not exchange.started:
+            await exchange.start_events()
+        if self.spoken:
+            # The id goes out once: the clients' own code joins what comes twice.
+            await self._delta(Delta(role="assistant"))
+            await self._delta(Delta(audio=AudioDelta(id=self.answer.audio_id)))
+        else:
+            await self._delta(Delta(role="assistant", content=""))
+
+    async def _sound(self, data: bytes) -> None:
+        for part in slices(data):
+            await self._delta(Delta(audio=AudioDelta(data=part)))
+
+    def _take_told(self) -> ChoiceLogprobs | None:
+        """Log probabilities of the tokens up to here. Those of a token whose text is held back come with that text."""
+        told, self.told = self.told, []
+        found = logprobs_of(told)
+        return found if found.content else None
+
+    async def _delta(self, delta: Delta, logprobs: ChoiceLogprobs | None = None) -> None:
+        await self._send([ChunkChoice(delta, index=self.answer.index, logprobs=logprobs)])
+
+    async def _send(self, choices: list[ChunkChoice], **extra: Any) -> None:
+        a = self.answer
+        if self._include_usage:
+            extra.setdefault("usage", None)
+        await a.exchange.event(ChatChunk(a.id, a.created, a.model, choices, **extra))

@@ -1,0 +1,129 @@
+"""What chat and speech share: a request is decoded, admitted, answered and, whatever happens, accounted for.
+
+`GeneratingRoute` is an ASGI app; a route gives it a coroutine that turns a decoded request into an answer. All of it
+runs on the event loop; only compressing audio goes to worker threads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.errors import Bug, Gone
+from stretto.server.http.body import Body
+from stretto.server.http.exchange import Exchange, Left
+from stretto.server.loop_time import HEAVY
+from stretto.server.openai.schema import Report, TimelineEntry
+from stretto.server.request_log import Visit
+from stretto.server.service import Service
+
+R = TypeVar("R")
+MAX_PIECE = 6 << 16  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
+
+
+class GeneratingRoute(Generic[R]):
+    """One POST route that generates: `decode` makes a request of a body, `work` answers it."""
+
+    def __init__(
+        self,
+        service: Service,
+        route: str,
+        max_bytes: int,
+        decode: Callable[[Service, Body, Visit], Awaitable[R]],
+        work: Callable[[Service, R, Exchange], Awaitable[None]],
+        places: Callable[[R], int] = lambda _: 1,
+    ) -> None:
+        """`places`: how many a request takes of those for requests that are answered at once."""
+        self.service, self.route, self.max_bytes = service, route, max_bytes
+        self.decode, self.work, self.places = decode, work, places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self.service.config)
+        visit = exchange.visit
+        visit.route = self.route
+        try:
+            self.service.engine()  # before a long body is read for nothing
+            self.service.admission.check(visit.sender)
+            with Body(self.service.bodies, visit.sender) as body:
+                await exchange.read_body(body, self.max_bytes)
+                await exchange.run(self._work(body, exchange), self.service.cut)
+        except Left:
+            visit.ended, visit.status = "left", 499  # nobody listens: there is nothing to say
+        except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
+            visit.ended = type(e).__name__
+            await exchange.fail(e)
+
+    async def _work(self, body: Body, exchange: Exchange) -> None:
+        visit = exchange.visit
+        # Only now that all of it is there: clients that send slowly hold nobody else's slot.
+        async with self.service.admission.place(visit.sender) as place:
+            visit.queued = place.waited
+            if body.size > HEAVY:
+                await self.service.turns.take()
+            request = await self.decode(self.service, body, visit)
+            if (places := self.places(request)) > 1:
+                await place.widen(places)
+                visit.queued = place.waited
+            await self.work(self.service, request, exchange)
+
+
+def note(event: Event, visit: Visit) -> None:
+    """Record when events came; every event of an answer passes here as soon as it is known."""
+    match event:
+        case TextDelta():
+            visit.saw_text()
+            visit.num_tokens += len(event.ids)
+        case AudioChunk():
+            visit.saw_audio(len(event.samples))
+        case Finished():
+            visit.prompt_tokens, visit.cached_tokens = event.usage.prompt_tokens, event.usage.cached_tokens
+            visit.ended = finish_reason(event)
+
+
+def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    """Closes the engine's iterator on the way out, which cancels the request if it still runs."""
+    return aclosing(cast(AsyncGenerator[Event, None], events))
+
+
+def finish_reason(end: Finished) -> str:
+    """`length` if text or speech was cut at a limit. The engine cancelling on its own is an error."""
+    if "cancelled" in (end.text, end.audio):
+        raise Gone("the engine cancelled the request")
+    return "length" if "length" in (end.text, end.audio) else "stop"
+
+
+def report(end: Finished, visit: Visit, timeline: bool) -> Report:
+    def rounded(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds, 6)
+
+    def entries() -> list[TimelineEntry]:
+        return [TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline]
+
+    return Report(
+        seed=end.seed,
+        total_s=round(visit.elapsed(), 6),
+        audio_s=round(visit.audio_seconds, 6),
+        first_text_s=rounded(visit.first_text),
+        first_audio_s=rounded(visit.first_audio),
+        rtf=rounded(visit.rtf),
+        underrun_s=round(visit.underrun, 6),
+        timeline=entries() if timeline else msgspec.UNSET,
+    )
+
+
+def unfinished() -> Bug:
+    return Bug("the engine ended an answer without saying how")
+
+
+def slices(data: bytes) -> list[bytes]:
+    """Audio for one event each."""
+    return [data[i : i + MAX_PIECE] for i in range(0, len(data), MAX_PIECE)]
+
+
+def drop_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave what the client did not state at its default."""
+    return {k: v for k, v in values.items() if v is not None}

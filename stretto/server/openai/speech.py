@@ -1,0 +1,127 @@
+"""POST /v1/audio/speech: a text is read aloud. The sound is sent as it is made, as bytes of a format or,
+with stream_format "sse", as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import msgspec
+
+from stretto.engine.protocol import AudioChunk, Event, Finished
+from stretto.errors import Invalid
+from stretto.messages.params import Manner
+from stretto.server.http.body import Body
+from stretto.server.http.exchange import Exchange, decode
+from stretto.server.openai import codecs
+from stretto.server.openai.chat_params import check_lengths, speech_fields
+from stretto.server.openai.generating_route import closing, drop_none, note, report, slices, unfinished
+from stretto.server.openai.schema import SpeechDelta, SpeechDone, SpeechFields, SpeechRequest, SpeechUsage
+from stretto.server.openai.voices import find_voice, voice_name
+from stretto.server.request_log import Visit
+from stretto.server.service import Service
+
+_decoder = msgspec.json.Decoder(SpeechRequest)
+
+
+async def read_speech(service: Service, body: Body, visit: Visit) -> SpeechRequest:
+    return decode(body.data, _decoder)
+
+
+async def answer_speech(service: Service, request: SpeechRequest, exchange: Exchange) -> None:
+    format = request.response_format or "mp3"
+    codecs.check(format, "response_format")
+    if not request.input.strip():
+        raise Invalid("input has nothing to read", "input")
+    events = speak(service, request, exchange.visit, request.input)
+    encoder = codecs.streamed(format, exchange.visit.sample_rate)
+    async with closing(events):
+        if request.stream_format == "sse":
+            await as_events(events, encoder, exchange, bool(request.timeline))
+        else:
+            await as_bytes(events, encoder, exchange, codecs.CONTENT_TYPES[format])
+
+
+def speak(
+    service: Service, request: SpeechFields, visit: Visit, text: str | AsyncIterator[str]
+) -> AsyncIterator[Event]:
+    """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the request."""
+    engine = service.engine()
+    info, defaults = engine.info, engine.info.defaults
+    service.check_model(request.model, engine)
+    if request.speed not in (None, 1.0):
+        raise Invalid("speed: only 1 is supported", "speed")
+    check_lengths(request.min_audio_frames, request.max_audio_frames or defaults.max_frames, "min_audio_frames")
+    given = {
+        "seed": request.seed,
+        **speech_fields(request),
+        "max_frames": request.max_audio_frames,
+        "min_frames": request.min_audio_frames,
+    }
+    visit.sample_rate = info.sample_rate
+    name = voice_name(request.voice)
+    made = service.voices.find(visit.owner, name) if name is not None else None
+    manner = Manner(
+        instructions=(request.instructions or "").strip() if info.instructions else "",
+        language=request.language,
+        voice=made or b"",
+    )
+    voice = find_voice(request.voice, info, "voice", service.voices.names(visit.owner)) if made is None else None
+    return engine.speak(
+        text,
+        voice=voice,
+        manner=manner,
+        params=replace(defaults, **drop_none(given), packets=service.config.packets),
+        request_id=visit.request_id,
+        owner=visit.owner,
+        sender=visit.sender,
+    )
+
+
+async def as_bytes(
+    events: AsyncIterator[Event], encoder: codecs.Encoder, exchange: Exchange, content_type: str
+) -> None:
+    headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
+    end: Finished | None = None
+    async for event in events:
+        note(event, exchange.visit)
+        if isinstance(event, AudioChunk):
+            if not exchange.started:
+                await exchange.start(200, headers)
+            if data := await codecs.feed(encoder, event.pcm16()):
+                await exchange.write(data)
+        elif isinstance(event, Finished):
+            end = event
+    if end is None:
+        raise unfinished()
+    if not exchange.started:
+        await exchange.start(200, headers)
+    await exchange.write(await codecs.finish(encoder), more=False)
+
+
+async def as_events(events: AsyncIterator[Event], encoder: codecs.Encoder, exchange: Exchange, timeline: bool) -> None:
+    pieces = codecs.Pieces()
+    end: Finished | None = None
+
+    async def send(data: bytes) -> None:
+        if not exchange.started:
+            await exchange.start_events()
+        for part in slices(data):
+            await exchange.event(SpeechDelta(part))
+
+    async for event in events:
+        note(event, exchange.visit)
+        if isinstance(event, AudioChunk):
+            await send(pieces.feed(await codecs.feed(encoder, event.pcm16())))
+        elif isinstance(event, Finished):
+            end = event
+    if end is None:
+        raise unfinished()
+    await send(pieces.feed(await codecs.finish(encoder)) + pieces.finish())
+    await exchange.event(SpeechDone(used(end, exchange.visit, timeline)))
+    await exchange.write(b"", more=False)
+
+
+def used(end: Finished, visit: Visit, timeline: bool) -> SpeechUsage:
+    made, usage = report(end, visit, timeline), end.usage
+    return SpeechUsage(usage.prompt_tokens, usage.frames, usage.prompt_tokens + usage.frames, made)

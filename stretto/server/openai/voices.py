@@ -1,0 +1,195 @@
+"""Which voice a client means, and POST /v1/audio/voices: a voice is made of a clip and kept under a name. The clip
+comes in JSON, as base64, or as the file of a form.
+
+Stock clients know OpenAI's names only, so these mean something too."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from stretto._validation import wrong_field
+from stretto.errors import Invalid
+from stretto.family import ModelInfo
+from stretto.preprocess.pool.jobs import ByteRange, Conversation
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.server.http.body import Body
+from stretto.server.http.exchange import Exchange, decode
+from stretto.server.http.forms import Source, boundary, copy_part, in_thread, parse_form
+from stretto.server.openai.schema import VoiceId, VoiceRequest
+from stretto.server.origins import is_form
+from stretto.server.request_log import Visit
+from stretto.server.service import Service
+
+_HIGH, _LOW = ("chelsie", "serena"), ("ethan", "aiden")
+ALIASES = {
+    **dict.fromkeys(("alloy", "coral", "fable", "marin", "nova", "sage", "shimmer"), _HIGH),
+    **dict.fromkeys(("ash", "ballad", "cedar", "echo", "onyx", "verse"), _LOW),
+}
+MAX_CLIP = 12 << 20
+"""Bytes of a request with a clip: half a minute as it comes from a studio fits, in base64."""
+MAX_FILE = MAX_CLIP * 3 // 4
+"""Bytes of a clip in a form: as many."""
+FORM_FIELDS = {
+    "file": "audio", "audio_sample": "audio", "name": "name", "transcript": "text", "text": "text",
+    "format": "format", "model": "model",
+}  # fmt: skip
+"""Fields of a form, and what they are called in JSON. OpenAI calls the file `audio_sample`, and has more:"""
+IGNORED = ("consent",)
+LONG = ("audio",)  # in JSON
+MOST_SHORT = 64 << 10  # bytes of all other fields
+PIECE = 3 << 16  # bytes of a file that become base64 in one call
+_WHERE = re.compile(r"^messages\[0\]\.content(\[0\](\.input_audio)?)?(\.data|\.format)?:? ?")
+
+_decoder = msgspec.json.Decoder(VoiceRequest)
+
+
+def voice_name(asked: str | VoiceId | None) -> str | None:
+    return asked.id if isinstance(asked, VoiceId) else asked
+
+
+def find_voice(asked: str | VoiceId | None, info: ModelInfo, param: str, own: list[str] | None = None) -> str | None:
+    """The model's spelling of a voice; None is its default one. `own` are the client's, to be named in the error."""
+    name = voice_name(asked)
+    if not info.voices:
+        if info.cloning:
+            known = ", ".join(own or ()) or "none yet"
+            raise Invalid(f"this model speaks with voices made of clips, of which you have {known}", param)
+        if name is None or name.lower() in ALIASES:
+            return None  # it is described in words
+        raise Invalid(f"there is no voice {name!r}; this model's is described by instructions", param)
+    if name is None:
+        return None
+    known_as = {v.lower(): v for v in info.voices}
+    if name.lower() in known_as:
+        return known_as[name.lower()]
+    if name.lower() in ALIASES:
+        return next((known_as[v] for v in ALIASES[name.lower()] if v in known_as), info.default_voice)
+    raise Invalid(f"there is no voice {name!r}; the model has {', '.join(info.voices)}", param)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A request to make a voice, and what its sender calls its fields. Whoever has it closes it."""
+
+    request: VoiceRequest
+    message: MemFile  # a conversation of one message, which holds the sound
+    names: Mapping[str, str] = field(default_factory=dict)  # where they are not ours
+
+    def called(self, param: str) -> str:
+        return self.names.get(param, param)
+
+    def close(self) -> None:
+        self.message.close()
+
+
+async def read_voice(service: Service, body: Body, visit: Visit) -> Clip:
+    source = body.data if body.memfile is None else body.memfile
+    if is_form(visit.content_type):
+        mark = boundary(visit.content_type)
+        return await in_thread(source, lambda s: _of_form(s, mark), Clip.close)
+    if isinstance(source, bytes):
+        request = decode(source, _decoder)
+        return _of_json(request, bytes(request.audio), (0, len(memoryview(request.audio))))
+    outlined, file = await service.engine().outline(source, LONG, MOST_SHORT, visit.sender)
+    try:
+        request = decode(file.read(0, outlined.short), _decoder)
+        span = outlined.long.get("audio", (0, 0))
+        return await in_thread(file, lambda s: _of_json(request, s, span), Clip.close)
+    finally:
+        file.close()
+
+
+def _of_json(request: VoiceRequest, source: Source, audio: ByteRange) -> Clip:
+    """`audio`: where the sound stands, with its quotation marks."""
+    start, stop = audio
+    first = source[start : start + 1] if isinstance(source, bytes) else source.read(start, min(start + 1, stop))
+    if first != b'"' or stop - start <= 2:
+        raise Invalid("audio must be a sound file in base64", "audio")
+    return Clip(request, _message(request, lambda to: copy_part(source, audio, to)))
+
+
+def _of_form(source: Source, mark: bytes) -> Clip:
+    """The fields of a form as ours."""
+    form = parse_form(source, mark)
+    names: dict[str, str] = {}
+    given: dict[str, Any] = {}
+    for name, value in form.fields.items():
+        if name in IGNORED:
+            continue
+        ours = FORM_FIELDS.get(name)
+        if ours is None or ours == "audio":
+            raise Invalid(f"{name} must be a file" if ours else f"{name}: unknown field", name)
+        if ours in given:
+            raise Invalid(f"{name} and {names[ours]} are the same", name)
+        given[ours], names[ours] = value, name
+    files = {name: file for name, file in form.files.items() if FORM_FIELDS.get(name) == "audio"}
+    if strange := set(form.files) - set(files):
+        raise Invalid(f"{min(strange)} must not be a file", min(strange))
+    name, (start, stop) = next(iter(files.items()), ("file", (0, 0)))
+    if len(files) != 1 or start == stop:
+        raise Invalid("file: send one sound as the form's field file", "file")
+    if stop - start > MAX_FILE:
+        raise Invalid(f"{name}: a clip has at most {MAX_FILE >> 20} MiB", name)
+    names["audio"] = name
+    try:
+        request = msgspec.convert(given, VoiceRequest, strict=False)
+    except msgspec.ValidationError as e:
+        wrong = wrong_field(e)
+        raise Invalid(str(wrong), names.get(wrong.param or "", wrong.param)) from None
+    return Clip(request, _message(request, lambda to: _encode(source, (start, stop), to)), names)
+
+
+def _encode(source: Source, part: ByteRange, to: MemFile) -> None:
+    """Append a file as base64, in quotation marks."""
+    to.append(b'"')
+    for at in range(part[0], part[1], PIECE):
+        stop = min(at + PIECE, part[1])
+        to.append(b64encode(source[at:stop] if isinstance(source, bytes) else source.read(at, stop)))
+    to.append(b'"')
+
+
+def _message(request: VoiceRequest, write_sound: Callable[[MemFile], None]) -> MemFile:
+    """The clip as a message of a conversation; `write_sound` appends its base64."""
+    text, file = (request.text or "").strip(), MemFile.new()
+    try:
+        file.append(b'[{"role":"user","content":[{"type":"input_audio","input_audio":{"data":')
+        write_sound(file)
+        file.append(b',"format":' + msgspec.json.encode(request.format or "wav") + b"}}")
+        if text:
+            file.append(b',{"type":"text","text":' + msgspec.json.encode(text) + b"}")
+        file.append(b"]}]")
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+async def answer_voice(service: Service, clip: Clip, exchange: Exchange) -> None:
+    try:
+        await _answer(service, clip, exchange)
+    finally:
+        clip.close()
+
+
+async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
+    request, file = clip.request, clip.message
+    engine, owner = service.engine(), exchange.visit.owner
+    service.check_model(request.model, engine)
+    if not engine.info.cloning:
+        raise Invalid("this model has no voices but its own", "model")
+    service.voices.check(owner, request.name, engine.info)
+    try:
+        talk = Conversation(file, (0, file.size), sender=exchange.visit.sender, close=clip.close)
+        data = await engine.enrol(talk, owner=owner)
+    except Invalid as e:
+        param = e.param if e.param is not None and not e.param.startswith("messages") else "audio"
+        raise Invalid(_WHERE.sub("", str(e)) or "the clip cannot be used", clip.called(param)) from None
+    service.voices.check(owner, request.name, engine.info)  # another request may have taken the name meanwhile
+    has_text = bool((request.text or "").strip())
+    await exchange.reply(service.voices.keep(owner, request.name, data, has_text))

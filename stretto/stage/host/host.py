@@ -1,0 +1,269 @@
+"""A host: one process that drives some of the stages on one device, from one loop thread.
+
+The process (`process.py`) builds the stages on its main thread, then reads control messages there and posts them to the
+loop, which never waits for the orchestrator (see `channel.py`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from stretto._imports import load
+from stretto.config.engine import HostSettings
+from stretto.config.overlaps import OverlapSwitches
+from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
+from stretto.messages.hosts import Configure, Connect, LinkDown, Listen, Ping, Quit, Stats, Unlink
+from stretto.messages.requests import Admit, Cancel, Ended, Failed, Features, Finish, MediaData, Say, Throttle, ToHost
+from stretto.observe.recorder import Recorder
+from stretto.preprocess.pool.packed import Bytes, unpack_pieces, unpack_prompt
+from stretto.stage.host.channel import Channel
+from stretto.stage.host.context import BuildStages, StageContext, check_built
+from stretto.stage.host.loop import Bell, Loop
+from stretto.stage.host.polling import Poll, PrefillFirst, poll_order
+from stretto.stage.host.stats import record_host
+from stretto.stage.links.endpoints import LinkEnds
+from stretto.stage.links.links import Links
+from stretto.stage.stage import Arrival, Output, Stage, TakesFeatures, TakesText, ToEngine, ToLink
+from stretto.stage.timings import Report, failed
+from stretto.types import Mark, RequestId
+
+log = logging.getLogger(__name__)
+
+SPANS = 20_000  # at most in one answer to a ping
+CONTROL = 2048
+"""Of the places for messages, those that new requests leave free: what was taken must be able to end."""
+
+
+class Host:
+    """The stages of this process and their links. `load` makes them; `report` collects what they say and `push` sends
+    what was collected."""
+
+    def __init__(
+        self, configure: Configure, settings: HostSettings, report: Report, push: Callable[[], None] = lambda: None
+    ) -> None:
+        self.configure, self.report, self.push = configure, report, push
+        self.device = torch.device(settings.device)
+        self.switches = OverlapSwitches.read(settings.switches, os.environ)
+        if self.device.type == "cpu":
+            torch.set_num_threads(settings.threads)
+        self.bell = Bell()
+        self.recorder = Recorder(settings.trace)
+        self.context = StageContext(
+            configure.model,
+            settings,
+            self.device,
+            self.switches,
+            self.bell.ring,
+            report,
+            push,
+            self.num_requests,
+            recorder=self.recorder,
+            configure=configure,
+        )
+        self.stages: dict[str, Stage] = {}
+
+    def load(self) -> None:
+        """Build the stages and the loop that polls them. On the main thread; the loop does not run yet."""
+        c = self.configure
+        build: BuildStages = load(c.build)
+        self.stages = build(c.stages, self.context)
+        check_built(self.stages, c)
+        self.links = Links(self.stages)
+        s, ring = self.context.settings, self.bell.ring
+        self.ends = LinkEnds(self.links, s, self.device, ring, self.report, self._fail, recorder=self.recorder)
+        polls = [Poll(stage, self.poll) for stage in self.stages.values()]
+        first = next(iter(self.stages.values()))
+        self.prefill_first = PrefillFirst(polls[0]) if not first.receives else None  # it takes prompts
+        self.loop = Loop(poll_order(polls, self.prefill_first, self.push, self.ends), self.bell)
+        record_host(self.recorder, self.loop, self.stages.values(), self.links)
+
+    def num_requests(self) -> int:
+        """That any stage here holds something for."""
+        return max((len(stage) for stage in self.stages.values()), default=0)
+
+    # -- stages, on the loop thread
+
+    def poll(self, stage: Stage) -> bool:
+        """Give a stage what has arrived for it, take what it made, let it launch more. True: something happened."""
+        for outlet in self.links.outlets_of(stage.name):
+            for id in outlet.flush():
+                self._set_blocked(stage, id)
+        received = False
+        for inlet in self.links.inlets_of(stage.name):
+            for id, came in inlet.receive():
+                received = True
+                if isinstance(came, Arrival):
+                    self._accept(stage, came)
+                else:
+                    self._fail(id, stage.name, came)
+        made = self._move(stage, stage.poll())
+        launched = stage.launch()
+        if launched:  # on a CPU the launch was the work
+            self._move(stage, stage.poll())
+        return received or made or launched
+
+    def _move(self, stage: Stage, outputs: Sequence[Output]) -> bool:
+        """To the stages behind, and to the engine."""
+        for output in outputs:
+            if isinstance(output, ToLink):
+                self._send(stage, output)
+            else:
+                self._report(stage, output)
+        return bool(outputs)
+
+    def _send(self, stage: Stage, sent: ToLink) -> None:
+        outlet = self.links.outlets[sent.link]
+        if sent.request not in outlet:
+            return  # it was cancelled while this waited to be sent
+        if outlet.inlet is not None:
+            outlet.hand(sent)
+            self.receive(sent)
+        elif not outlet.send(sent) and sent.mark is Mark.MORE:
+            self._set_blocked(stage, sent.request)
+
+    def receive(self, sent: ToLink) -> None:
+        """What a stage here is sent, as it is."""
+        arrival = self.links.inlets[sent.link].take(sent) if sent.link in self.links.inlets else None
+        if arrival is not None:
+            self._accept(self.links.receivers[sent.link], arrival)
+
+    def _report(self, stage: Stage, output: ToEngine) -> None:
+        message = output.message
+        if isinstance(message, Ended | Failed):
+            self.links.close(message.request, stage.name, purge=isinstance(message, Failed))
+        self.report(message, output.blob)
+
+    def _accept(self, stage: Stage, arrival: Arrival) -> None:
+        try:
+            stage.accept(arrival)
+        except StrettoError as e:
+            self._fail(arrival.request, stage.name, e)
+
+    def _set_blocked(self, stage: Stage, id: RequestId) -> None:
+        stage.throttle(id, any(outlet.blocked(id) for outlet in self.links.outlets_of(stage.name)))
+
+    # -- messages, on the loop thread
+
+    def handle(self, message: ToHost, blob: Bytes) -> None:
+        match message:
+            case Admit():
+                start = time.perf_counter_ns()
+                self._admit(message, blob)
+                self.recorder.span("loop", "admit", start, time.perf_counter_ns())
+            case MediaData():
+                self._supply(message, blob)
+            case Cancel(request=id):
+                self._cancel(id)
+            case Say(request=id, stage=stage, ids=ids, last=last):
+                reader: object = self.stages.get(stage)
+                if not isinstance(reader, TakesText):
+                    raise WireError(f"{stage!r} takes no text here")
+                reader.take_text(id, ids, last)
+            case Finish(request=id, stage=stage):
+                if stage in self.stages:
+                    self.stages[stage].finish(id)
+            case Throttle(request=id, on=on):
+                for other in self.stages.values():
+                    self._throttle(other, id, on)
+            case Listen() | Connect() | Unlink():
+                self.ends.handle(message, self.switches)
+            case Ping(number=n):
+                spans = tuple(self.recorder.take_spans(SPANS))
+                self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
+            case _:
+                raise Bug(f"a host was sent {type(message).__name__}")
+
+    def _admit(self, a: Admit, blob: Bytes) -> None:
+        """Announce a request to its stages here, the last one first, so that its inputs find it ready. One that cannot
+        be taken, for whatever is wrong with it, fails alone."""
+        first = next(iter(self.stages))
+        try:
+            prompt = unpack_prompt(a.prompt, blob)
+            for name, stage in reversed(self.stages.items()):
+                if name in a.stages:
+                    stage.admit(a, _decoded(a.stages[name], stage), prompt)
+                    self.links.open(a.request, name, {*a.stages, *a.elsewhere})
+            if self.prefill_first is not None:
+                self.prefill_first.came = True
+        except StrettoError as e:
+            self._fail(a.request, first, e)
+        except torch.AcceleratorError:
+            raise  # the device is lost, and this host with it
+        except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
+            self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
+
+    def _supply(self, m: MediaData, blob: Bytes) -> None:
+        stage: object = self.stages.get(m.stage)
+        try:
+            if not isinstance(stage, TakesFeatures):
+                raise WireError(f"features for {m.stage!r}, which asks for none")
+            stage.supply(m.request, unpack_pieces(m.pieces, blob))
+        except StrettoError as e:
+            self._fail(m.request, m.stage, e)
+
+    def _cancel(self, id: RequestId) -> None:
+        for name, stage in self.stages.items():
+            stage.cancel(id)
+            self.links.close(id, name, purge=True)
+
+    def _throttle(self, stage: Stage, id: RequestId, on: bool) -> None:
+        for outlet in self.links.outlets_of(stage.name):
+            outlet.throttle(id, on)
+            self._set_blocked(stage, id)
+
+    def _fail(self, id: RequestId, where: str, error: StrettoError) -> None:
+        """End a request in all stages here, and say why."""
+        self._cancel(id)
+        self.report(failed(id, where, error), b"")
+
+    def close(self) -> None:
+        self.loop.stop()
+        self.ends.close()
+        for waiter in self.context.waiters:
+            waiter.close()
+
+
+def _decoded(params: msgspec.Raw, stage: Stage) -> msgspec.Struct:
+    try:
+        return msgspec.msgpack.decode(params, type=stage.params)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise WireError(f"{stage.name}: not a request's parameters: {e}") from None
+
+
+def take_messages(host: Host, channel: Channel) -> None:
+    """Hand what the orchestrator says to the loop: until it goes, or says so, or the loop has died. On the main thread.
+    `Busy`: the loop takes no more, so the host cannot go on."""
+    while (item := channel.read()) is not None and host.loop.failure is None:
+        message, blob = item
+        if isinstance(message, Quit):
+            return
+        if not isinstance(message, Features):  # those are gathered by the channel until their request is announced
+            _post(host, channel, message, blob)
+
+
+def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
+    """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any other message: one that
+    is lost would leave a request or a link behind for good, so the host cannot go on."""
+
+    def run() -> None:
+        try:
+            host.handle(message, blob)
+        except StrettoError as e:
+            if isinstance(message, Listen | Connect):
+                channel.send(LinkDown(message.link, message.generation, str(e)))
+            else:
+                raise
+
+    try:
+        host.loop.post(run, CONTROL if isinstance(message, Admit) else 0)
+    except Gone:
+        pass  # it died just now, and all its requests with it: the next read says so
+    except Busy as e:
+        if not isinstance(message, Admit):
+            raise
+        channel.send(failed(message.request, "host", e))

@@ -1,0 +1,351 @@
+"""The core of a vocoder's stage: codec frames in, samples out, many streams in step.
+
+There are no blocks and no tokens here. A stream holds a slot of the vocoder's state from its first frame to its last
+sample; frames that arrive wait in a bounded queue. Each step takes the waiting frames of all streams that have some
+(up to a captured size, the most urgent streams deciding), runs these streams alone, and copies the samples to the host
+behind it. All methods belong to the loop thread, and none waits.
+
+Streams that have not sounded yet, or will soon run dry, do not wait for those that have much in hand: they get a step
+of just their size, and no step is so large that the next would be late."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
+from stretto.layers.capture import Captured, capture_graphs
+from stretto.observe.recorder import Recorder
+from stretto.stage.counters import CodecStats, reset
+from stretto.stage.request import Reason
+from stretto.stage.runner.waiter import Waiter
+from stretto.stage.vocoder.config import CodecConfig
+from stretto.stage.vocoder.model import Vocoder
+from stretto.stage.vocoder.primers import Primer, Primers
+from stretto.stage.vocoder.staging import Staging, numbers, split
+from stretto.stage.vocoder.streams import Slots, Stream
+from stretto.types import RequestId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioOutput:
+    """Samples [start, start + len) of a stream. The last one of a stream says why it ended."""
+
+    request: RequestId
+    start: int
+    samples: npt.NDArray[np.float32]
+    frames: int  # decoded so far, these included
+    reason: Reason | None
+    error: StrettoError | None = None
+
+
+NOTHING = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class CodecStep:
+    parts: list[tuple[Stream, int, int]]  # stream, its frames before, those that it takes
+    host: torch.Tensor  # [streams, samples], pinned
+    copied: torch.cuda.Event | None
+    error: StrettoError | None = None
+    begun_ns: int = 0  # its launch, and on a GPU its end
+    ended_ns: int = 0
+
+    def end(self) -> None:
+        """The device is done with it. Called by whoever learns of it first, also on another thread."""
+        self.ended_ns = self.ended_ns or time.perf_counter_ns()
+
+    @property
+    def ready(self) -> bool:
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+
+class VocoderCore:
+    def __init__(
+        self,
+        model: Vocoder,
+        config: CodecConfig | None = None,
+        waiter: Waiter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
+        name: str = "vocoder",
+    ) -> None:
+        """`clock` is what deadlines are told by; `recorder` is given spans."""
+        self.name, self.recorder = name, recorder or Recorder()
+        self.model, self.waiter, self.clock = model, waiter, clock
+        self.config = c = config or CodecConfig()
+        self.state = model.state(c.slots, max(c.frame_sizes))
+        self.device = self.state.frames.device
+        self.stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":  # the listener waits for this stage: its kernels go before all others
+            self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stats = CodecStats()
+        self._free_ns = 0  # the device had done all steps that were retired
+        self._slots = Slots(c.slots)
+        self._streams: dict[RequestId, Stream] = {}
+        self._steps: deque[CodecStep] = deque()
+        self._outputs: list[AudioOutput] = []  # that `poll` returns next
+        self._arrivals = 0
+        self.primers = Primers(self.state, c.primers)
+        self._sizes = {streams: c.sizes_for(streams) for streams, _ in c.shapes()}  # by number, the smallest first
+        self.graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
+
+    # -- streams
+
+    def open(self, id: RequestId, primer: Primer | None = None) -> None:
+        """Announce a stream. It gets a slot when its first frames are there (or its primer is to be heard) and a slot
+        is free."""
+        if id in self._streams:
+            raise Bug(f"stream {id} opened twice")
+        if len(self._slots.waiting) >= self.config.max_waiting:
+            raise Busy(f"{self.config.max_waiting} streams are waiting for the vocoder already")
+        self._streams[id] = stream = Stream(id, self._arrivals, primer=primer)
+        if primer is not None and primer not in self.primers:
+            stream.add(primer.codes)
+        self._arrivals += 1
+        self._slots.waiting.append(stream)
+
+    def room(self, id: RequestId) -> int:
+        """How many more frames the stream may have waiting."""
+        return self.config.max_pending - self._stream(id).num_pending
+
+    def push(self, id: RequestId, codes: torch.Tensor, last: Reason | None = None) -> None:
+        """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with it. They are
+        best on the host: a step takes the frames of all its streams to the device in one copy."""
+        stream = self._stream(id)
+        if stream.ended is not None:
+            raise Bug(f"stream {id}: frames after its end")
+        if stream.num_pending + len(codes) > self.config.max_pending:
+            raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
+        if len(codes):
+            stream.add(codes.cpu().numpy().astype(np.int64))  # a copy: the sender's memory goes back
+        stream.ended = last
+        if last is not None and not stream.num_pending and not stream.in_flight:
+            self._pass_on(stream, NOTHING, stream.done, last)
+
+    def cancel(self, id: RequestId) -> bool:
+        """Drop a stream at once; samples on their way are never emitted."""
+        stream = self._streams.pop(id, None)
+        if stream is None:
+            return False
+        stream.gone = True
+        self._slots.give_up(stream)
+        return True
+
+    def forget(self) -> None:
+        """Begin anew, without streams."""
+        self.primers.clear()
+        reset(self.stats)
+
+    def set_deadline(self, id: RequestId, deadline: float | None) -> None:
+        self._stream(id).deadline = deadline
+
+    def __contains__(self, id: RequestId) -> bool:
+        return id in self._streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no stream holds."""
+        return len(self._slots.free)
+
+    # -- steps
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were launched and are not retired."""
+        return len(self._steps)
+
+    def poll(self) -> list[AudioOutput]:
+        """Retire the steps that are done; the samples that they gave, in order."""
+        while self._steps and self._steps[0].ready:
+            start = time.perf_counter_ns()
+            self._record(self._steps[0])
+            self._retire(self._steps.popleft())
+            done = time.perf_counter_ns()
+            self.stats.retire_ns += done - start
+            self.recorder.span("loop", f"retire {self.name}", start, done)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def launch(self) -> bool:
+        """Launch one step, if frames wait and fewer than `overlap_depth` are in flight. True: one was launched. On a
+        CPU the launch is the work, so that `poll` returns what came of it at once."""
+        if len(self._steps) >= self.config.overlap_depth:
+            return False
+        start = time.perf_counter_ns()
+        parts = self.schedule()
+        if not parts:
+            return False
+        self._launch(parts)
+        took = time.perf_counter_ns() - start
+        self.stats.launch.observe(took / 1e9)
+        self.recorder.span("loop", f"launch {self.name}", start, start + took)
+        step = self._steps[-1]
+        step.begun_ns = start + took
+        if step.copied is None:
+            step.begun_ns, step.ended_ns = start, start + took
+        return True
+
+    def _record(self, step: CodecStep) -> None:
+        step.end()
+        begun = min(max(step.begun_ns, self._free_ns), step.ended_ns)
+        self._free_ns = step.ended_ns
+        self.stats.device.observe((step.ended_ns - begun) / 1e9)
+        name = f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames" if self.recorder.trace else ""
+        self.recorder.span(self.name, name, begun, step.ended_ns)
+
+    def schedule(self) -> list[tuple[Stream, int]]:
+        """Streams with waiting frames and how many of them this step takes."""
+        for stream, slot in self._slots.seat():
+            self.stats.queue.observe((time.perf_counter_ns() - stream.since_ns) / 1e9)
+            with self.on_stream():
+                self.primers.begin(stream, slot)
+        ready = [s for s in self._slots.seated.values() if s.num_pending]
+        if not ready:
+            return []
+        dry = self.clock() + self.config.urgent_s
+        urgent = [s for s in ready if s.deadline is None or s.deadline < dry]
+        # A first packet goes out in the smallest step that holds it; then come those that are about to run dry.
+        most = max(s.num_ready for s in ([s for s in urgent if s.deadline is None] or urgent or ready))
+        size = next((f for f in self.config.frame_sizes if f >= most), self.config.frame_sizes[-1])
+        chosen = ready
+        if urgent:
+            chosen = [s for s in ready if s.num_ready <= size or s.deadline is None or s.deadline < dry]
+        size = self._num_frames(self._num_streams(len(chosen)), size)
+        return [(s, min(s.num_ready, size)) for s in chosen]
+
+    def _num_streams(self, count: int) -> int:
+        """Of a step that has so many, with padding."""
+        return next(n for n in self._sizes if n >= count)
+
+    def _num_frames(self, streams: int, wanted: int) -> int:
+        """Of a step that shall hold `wanted` frames per stream, or as many of them as it can."""
+        sizes = self._sizes[streams]
+        return next((f for f in sizes if f >= wanted), sizes[-1])
+
+    @torch.inference_mode()
+    def _launch(self, parts: list[tuple[Stream, int]]) -> None:
+        streams = self._num_streams(len(parts))
+        size = self._num_frames(streams, max(n for _, n in parts))
+        taken = []
+        codes, counts, slots = self._staging.inputs(streams, size)
+        for i, (stream, n) in enumerate(parts):
+            assert stream.slot is not None
+            stream.take(n, codes[i])
+            counts[i], slots[i] = n, stream.slot
+            taken.append((stream, stream.launched, n))
+            stream.launched += n
+            stream.in_flight += 1
+        with self.on_stream():
+            try:
+                step = CodecStep(taken, *self.run(streams, size))
+                for stream, before, n in taken:
+                    if before < stream.primed == before + n:
+                        self.primers.keep(stream)
+            except RuntimeError as e:
+                step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
+        self._steps.append(step)
+        self.stats.steps += 1
+        self.stats.frames += sum(n for _, n in parts)
+        if self.waiter is not None and step.copied is not None:
+            self.waiter.watch(step.copied, step.end)
+
+    def run(self, streams: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """One step on what was staged."""
+        found = self.graphs.get((streams, size))
+        if found is not None:
+            graph, (given, wav) = found
+            given.copy_(self._staging.host(streams, size), non_blocking=True)
+            graph.replay()
+        else:
+            given = self._staging.host(streams, size).to(self.device, non_blocking=True, copy=True)
+            wav = self.model.step(self.state, *split(given, streams, size))
+        if self.stream is None:
+            return wav, None
+        host = self._staging.output(wav)
+        host.copy_(wav, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(self.stream)
+        return host, copied
+
+    def _retire(self, step: CodecStep) -> None:
+        wav = step.host.numpy()
+        for i, (stream, before, n) in enumerate(step.parts):
+            stream.in_flight -= 1
+            if stream.gone:
+                if not stream.in_flight:
+                    self._slots.release(stream)
+            elif step.error is not None:
+                self._pass_on(stream, NOTHING, stream.done, Reason.FAILED, step.error)
+            else:
+                self._take_samples(stream, before, n, wav[i])
+
+    def _take_samples(self, stream: Stream, before: int, n: int, wav: npt.NDArray[np.float32]) -> None:
+        """Of a step that took `n` frames of a stream behind `before` others."""
+        stream.done = before + n
+        last = stream.ended is not None and not stream.num_pending and not stream.in_flight
+        if before >= stream.primed:
+            span = self.model.valid(before, n)
+            # Copied: the step's buffer is shared by all streams and must not be kept alive by a slow reader.
+            samples = wav[span.start : span.stop].copy()
+            self._pass_on(stream, samples, before, stream.ended if last else None)
+        elif last:  # nothing came behind its primer
+            self._pass_on(stream, NOTHING, before, stream.ended)
+
+    def _pass_on(
+        self,
+        stream: Stream,
+        samples: npt.NDArray[np.float32],
+        before: int,
+        reason: Reason | None,
+        error: StrettoError | None = None,
+    ) -> None:
+        """Samples that begin behind the first `before` frames; with a reason, the last of the stream."""
+        if reason is not None:
+            del self._streams[stream.request]
+            stream.gone = True
+            self._slots.give_up(stream)
+        unheard = self.model.num_samples(stream.primed) if stream.primed else 0
+        start, frames = self.model.num_samples(before) - unheard, stream.done - stream.primed
+        self._outputs.append(AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error))
+
+    def _stream(self, id: RequestId) -> Stream:
+        try:
+            return self._streams[id]
+        except KeyError:
+            raise Gone(f"stream {id} is not here (any more)") from None
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Whatever touches frames on the device happens on the stage's own stream."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    # -- graphs
+
+    def capture(self, sizes: Sequence[tuple[int, int]] | None = None) -> None:
+        """Capture steps of (streams, frames). Streams must not be running."""
+        assert self.stream is not None, "graphs need a GPU"
+        todo = sorted(set(sizes or self.config.shapes()), key=lambda t: -t[0] * t[1])
+        self.graphs = capture_graphs(todo, self._prepare, self.stream, warmups=2)
+
+    def _prepare(self, shape: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """A step that is all padding, so that the state stays as it is: -> what it is given, its samples."""
+        streams, frames = shape
+        given = torch.zeros(
+            numbers(streams, self.model.config.num_quantizers, frames), dtype=torch.int64, device=self.device
+        )
+        codes, counts, slots = split(given, streams, frames)
+        slots.fill_(-1)
+        return lambda: (given, self.model.step(self.state, codes, counts, slots))

@@ -1,0 +1,61 @@
+"""What streams have heard before their first frame: a cloned voice's reference, say. Used by `stage.py`, on the loop
+thread, inside the stage's stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from stretto.stage.vocoder.streams import Stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Primer:
+    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder then remembers is
+    kept by `key`, for the next stream with the same."""
+
+    key: bytes
+    codes: npt.NDArray[np.int64]  # [n, 16]
+
+
+class Primers:
+    """The vocoder's `state` in the slots of streams that begin, and what is kept of it behind primers."""
+
+    def __init__(self, state: Any, most: int) -> None:
+        self._state, self.most = state, most
+        self._kept: dict[bytes, Any] = {}  # states, the least lately used first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, primer: Primer) -> bool:
+        return primer.key in self._kept
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def begin(self, stream: Stream, slot: int) -> None:
+        """A stream takes a slot, where it has heard its primer already or will hear it first."""
+        primer = stream.primer
+        if primer is None or (stream.pending and stream.pending[0] is primer.codes):
+            self._state.reset(slot)
+        elif (saved := self._kept.pop(primer.key, None)) is not None:
+            self._kept[primer.key] = saved
+            self._state.load(slot, saved, stream.primed)
+            stream.launched = stream.done = stream.primed
+        else:  # it was there when the stream was announced
+            self._state.reset(slot)
+            stream.pending.appendleft(primer.codes)
+            stream.num_pending += stream.primed
+
+    def keep(self, stream: Stream) -> None:
+        """The step that was just launched took the last of a primer."""
+        assert stream.primer is not None
+        assert stream.slot is not None
+        self._kept[stream.primer.key] = self._state.save(stream.slot)
+        while len(self._kept) > self.most:
+            del self._kept[next(iter(self._kept))]

@@ -1,0 +1,204 @@
+"""`stretto talk --live`: an open microphone in the terminal, over the server's realtime WebSocket.
+
+The server finds turns and is interrupted by speech; this sends what the microphone hears, plays what comes, and falls
+silent at once when it is spoken to. The device's thread fills a queue, a thread of ours sends it, the caller's thread
+reads. Socket, sound and output are given to it, so that a test can be a person."""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+from urllib.parse import urlsplit, urlunsplit
+
+from stretto.loadtest.sse import RequestFailed, save_answer
+from stretto.talk.sound import MICROPHONE_RATE, Speaker
+
+PIECE_S = 0.04
+HARMLESS = ("response_cancel_not_active",)
+
+
+class Socket(Protocol):
+    """What is used of a WebSocket."""
+
+    def send(self, message: str) -> None: ...
+
+    def recv(self) -> str | bytes: ...
+
+
+class Ear(Protocol):
+    def close(self) -> None: ...
+
+
+Listen = Callable[[int, Callable[[bytes], None]], Ear]
+"""Opens a microphone at a rate; what it hears is handed over on a thread of its own."""
+
+
+@dataclass(slots=True)
+class Answer:
+    id: str
+    item: str | None = None
+    speaker: Speaker | None = None
+    pcm: list[bytes] = field(default_factory=list)
+    hushed: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pcm))
+
+
+@dataclass(slots=True)
+class LiveTalk:
+    socket: Socket
+    out: TextIO
+    listen: Listen
+    speaker: Callable[[int], Speaker] | None  # None: nothing is played
+    voice: str | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    save: Path | None = None
+    most_answers: int | None = None  # then it leaves
+    num_answers: int = 0
+    num_saved: int = 0
+    _answer: Answer | None = None
+    _heard: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+
+    def run(self) -> int:
+        """Until the person leaves (Ctrl-C), the server does, or enough was answered."""
+        self._send("session.update", session=self.session())
+        sender = threading.Thread(target=self._speak, name="microphone", daemon=True)
+        sender.start()
+        ear = self.listen(MICROPHONE_RATE, self._heard.put)
+        self.say("Listening. Speak when you like; Ctrl-C ends.")
+        try:
+            while self.most_answers is None or self.num_answers < self.most_answers:
+                self.take(json.loads(self.socket.recv()))
+        except KeyboardInterrupt:
+            self.hush()
+            self.say("")
+        finally:
+            ear.close()
+            self._heard.put(None)
+            sender.join()
+        if self._answer is not None and self._answer.speaker is not None:
+            self._answer.speaker.wait()
+        return 0
+
+    def session(self) -> dict[str, Any]:
+        audio: dict[str, Any] = {"input": {"transcription": {}, "turn_detection": {"type": "server_vad"}}}
+        if self.voice:
+            audio["output"] = {"voice": self.voice}
+        session: dict[str, Any] = {"type": "realtime", "audio": audio, "instructions": self.system or ""}
+        return session | ({"max_output_tokens": self.max_tokens} if self.max_tokens else {})
+
+    def _speak(self) -> None:
+        while (data := self._heard.get()) is not None:
+            try:
+                self._send("input_audio_buffer.append", audio=base64.b64encode(data).decode())
+            except OSError:
+                return  # the reader says why
+
+    def _send(self, type: str, **fields: Any) -> None:
+        self.socket.send(json.dumps({"type": type, **fields}))
+
+    def take(self, event: dict[str, Any]) -> None:
+        answer = self._answer
+        ours = answer is not None and answer.id == event.get("response_id")
+        match event["type"]:
+            case "input_audio_buffer.speech_started":
+                self.hush()
+            case "conversation.item.input_audio_transcription.completed":
+                self.say(f"\nyou> {event['transcript'].strip()}")
+            case "response.created":
+                self._answer = Answer(event["response"]["id"])
+            case "response.output_item.added" if answer is not None and ours and event["item"]["type"] == "message":
+                answer.item = event["item"]["id"]
+            case "response.output_audio_transcript.delta" if ours:
+                self.out.write(event["delta"])
+                self.out.flush()
+            case "response.output_audio.delta" if answer is not None and ours and not answer.hushed:
+                self.play(answer, base64.b64decode(event["delta"]))
+            case "response.done" if answer is not None and answer.id == event["response"]["id"]:
+                self.finish(answer, event["response"])
+            case "error" if event["error"].get("code") not in HARMLESS:
+                raise RequestFailed("error", event["error"]["message"])
+
+    def play(self, answer: Answer, pcm: bytes) -> None:
+        answer.pcm.append(pcm)
+        if self.speaker is not None:
+            answer.speaker = answer.speaker or self.speaker(MICROPHONE_RATE)
+            answer.speaker.write(pcm)
+
+    def hush(self) -> None:
+        """Somebody speaks: silence, and the server is told how much was heard."""
+        answer = self._answer
+        if answer is None or answer.hushed or answer.speaker is None or not answer.speaker.pending:
+            return
+        played = answer.size - answer.speaker.pending
+        answer.hushed = True
+        answer.speaker.close()
+        answer.speaker = None
+        if answer.item is not None:
+            heard_ms = played * 1000 // (2 * MICROPHONE_RATE)
+            self._send("conversation.item.truncate", item_id=answer.item, content_index=0, audio_end_ms=heard_ms)
+
+    def finish(self, answer: Answer, response: dict[str, Any]) -> None:
+        self.num_answers += 1
+        told = response.get("stretto") or {}
+        if response["status"] == "failed":
+            self.say(f"! {response['status_details']['error']['message']}")
+            return
+        words = {"cancelled": "interrupted", "incomplete": "cut at its limit"}.get(response["status"])
+        first = told.get("speech_to_audio_s")
+        notes = [
+            words,
+            f"{first * 1000:.0f} ms from the end of speech to the first sound" if first is not None else None,
+        ]
+        self.say("".join(f" ({n})" for n in notes if n))
+        if self.save is not None and answer.pcm:
+            self.num_saved, _ = save_answer(self.save, self.num_saved + 1, MICROPHONE_RATE, b"".join(answer.pcm))
+
+    def say(self, text: str) -> None:
+        self.out.write(text + "\n")
+        self.out.flush()
+
+
+class Recorded:
+    """A recording in place of a microphone: spoken at its own pace, then silence."""
+
+    def __init__(self, pcm: bytes, rate: int, take: Callable[[bytes], None]) -> None:
+        self._pieces = self._cut(pcm, int(PIECE_S * rate) * 2)
+        self._take, self._ended = take, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _cut(pcm: bytes, size: int) -> Iterator[bytes]:
+        for i in range(0, len(pcm), size):
+            yield pcm[i : i + size]
+        while True:
+            yield bytes(size)
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        for number, piece in enumerate(self._pieces):
+            self._take(piece)
+            if self._ended.wait(max(0.0, began + (number + 1) * PIECE_S - time.monotonic())):
+                return
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def realtime_url(api_root: str) -> str:
+    """The WebSocket beside an API's other routes: `http://host/v1/` becomes `ws://host/v1/realtime`."""
+    parts = urlsplit(api_root)
+    scheme = {"http": "ws", "https": "wss"}[parts.scheme]
+    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + "/realtime", "", ""))

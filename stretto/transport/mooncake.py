@@ -1,0 +1,210 @@
+"""The connector between machines with RDMA: Mooncake's Transfer Engine writes chunks into the receiver's memory.
+
+Called by the two courier threads of a link; the engine's own threads (one engine per process, for all links) move the
+bytes. The receiver registers memory for its slots and puts the address into its endpoint. The sender encodes into a
+slot of its own, registered too, writes it into the same slot of the receiver, and announces it on the link's ZeroMQ
+connection (`zmqsocket`), which also returns the credits, reports a death and authenticates the peer. The engine's own
+notifications are polled and cost about a millisecond; a note wakes the receiver at once.
+
+`details`: `protocol` (`tcp`, the default, or `rdma`) and `device` (names of RDMA devices, empty for all).
+The engine itself has no authentication: whoever reaches its port can write to registered memory. Blob checksums are on,
+and the wire format refuses damaged chunks, but use it on trusted networks only. Needs the optional extra
+`stretto[mooncake]` and, from the distribution, libibverbs1 and libnuma1."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from stretto.errors import Invalid
+from stretto.transport import wire
+from stretto.transport.contract import Endpoint, LinkOptions, PutFailed
+from stretto.transport.endpoint import check_endpoint, check_options, make_endpoint, new_nonce
+from stretto.transport.notes import Hangup, Kind, Note, split_slots, stride_of
+from stretto.transport.slots import SlotReceiver, SlotSender
+from stretto.transport.zmqsocket import ZmqDialer, ZmqListener
+
+if TYPE_CHECKING:
+    from mooncake.engine import TransferEngine
+
+DEVICES = Path("/sys/class/infiniband")
+_HANDSHAKE = "P2PHANDSHAKE"  # the engine's name for: no metadata server, peers exchange metadata directly
+
+
+class MooncakeConnector:
+    name: ClassVar[str] = "mooncake"
+
+    def __init__(self) -> None:
+        _import_engine()  # now, so that a missing package is an error of the configuration, not of the first link
+
+    def listen(self, link: str, options: LinkOptions) -> SlotReceiver:
+        check_options(link, options)
+        listener = ZmqListener(link, options, most_bytes=0)
+        nonce = new_nonce()
+        address = listener.bind(nonce)
+        try:
+            memory = _SlotMemory(options.slots, options.slot_bytes, _wanted(options))
+        except Invalid:
+            listener.close()
+            raise
+        details = {"session": f"{address.rpartition(':')[0]}:{memory.port}", "base": str(memory.base)}
+        endpoint = make_endpoint(self.name, link, options, address, nonce, details)
+        listener.expect(endpoint)
+        return SlotReceiver(endpoint, _MooncakeReceiveTransport(listener, memory))
+
+    def connect(self, endpoint: Endpoint, options: LinkOptions) -> SlotSender:
+        check_endpoint(self.name, endpoint, options)
+        dialer = ZmqDialer(endpoint, options)
+        try:
+            memory = _SlotMemory(endpoint.slots, endpoint.slot_bytes, _wanted(options))
+        except Invalid:
+            dialer.close()
+            raise
+        return SlotSender(endpoint, options, _MooncakeSendTransport(endpoint, dialer, memory), checksum=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The settings of an engine. Links with the same settings share one."""
+
+    host: str
+    protocol: str
+    device: str
+
+
+def _wanted(options: LinkOptions) -> _Wanted:
+    host = options.details.get("advertise", options.host)
+    return _Wanted(host, options.details.get("protocol", "tcp"), options.details.get("device", ""))
+
+
+def _import_engine() -> Callable[[], TransferEngine]:
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise Invalid(
+            f"connector 'mooncake' needs the extra stretto[mooncake], and libibverbs1 and libnuma1: {error}",
+            param="connector",
+        ) from error
+    return cast(Callable[[], TransferEngine], TransferEngine)
+
+
+def _check_devices(wanted: _Wanted) -> None:
+    """The engine itself takes tcp, with a line in its log, where it finds no RDMA device."""
+    there = sorted(p.name for p in DEVICES.glob("*"))
+    if wanted.protocol == "rdma" and (not there or wanted.device not in ("", *there)):
+        what = f"no RDMA device {wanted.device!r}" if there and wanted.device else "no RDMA device"
+        raise Invalid(
+            f"connector 'mooncake' with protocol=rdma: this machine has {what} (found: {', '.join(there) or 'none'})",
+            param="link_details",
+        )
+
+
+@dataclass(slots=True)
+class _Engines:
+    """The process's engines, each kept as long as a link uses it. An engine owns threads and a port."""
+
+    _engines: dict[_Wanted, tuple[TransferEngine, int]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def acquire(self, wanted: _Wanted) -> TransferEngine:
+        with self._lock:
+            engine, users = self._engines.get(wanted, (None, 0))
+            if engine is None:
+                # Read by the engine when it starts. Its own default lets a write to a frozen peer wait for 30 s.
+                os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+                _check_devices(wanted)
+                engine = _import_engine()()
+                if engine.initialize(wanted.host, _HANDSHAKE, wanted.protocol, wanted.device) != 0:
+                    raise Invalid(f"Mooncake's transfer engine does not start: {wanted}", param="connector")
+            self._engines[wanted] = (engine, users + 1)
+            return engine
+
+    def release(self, wanted: _Wanted) -> None:
+        with self._lock:
+            engine, users = self._engines.pop(wanted)
+            if users > 1:
+                self._engines[wanted] = (engine, users - 1)
+
+
+_engines = _Engines()
+
+
+class _SlotMemory:
+    """Registered memory for the slots of one end."""
+
+    def __init__(self, slots: int, slot_bytes: int, wanted: _Wanted) -> None:
+        self._wanted = wanted
+        self.engine = _engines.acquire(wanted)
+        self.stride = stride_of(slot_bytes)
+        memory = mmap.mmap(-1, slots * self.stride)
+        self.slots = split_slots(memory, slots, slot_bytes)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if self.engine.register_memory(self.base, slots * self.stride) != 0:
+            _engines.release(wanted)
+            raise Invalid(f"Mooncake cannot register {slots * self.stride} bytes", param="slot_bytes")
+
+    @property
+    def port(self) -> int:
+        return int(self.engine.get_rpc_port())
+
+    def close(self) -> None:
+        """The engine may not write here from now on; taken chunks keep their memory until they are released."""
+        self.engine.unregister_memory(self.base)
+        del self.engine
+        self.slots = []
+        _engines.release(self._wanted)
+
+
+class _MooncakeSendTransport:
+    """`notes.SendTransport`."""
+
+    detects_hangup = False
+
+    def __init__(self, endpoint: Endpoint, dialer: ZmqDialer, memory: _SlotMemory) -> None:
+        self._dialer = dialer
+        self._memory = memory
+        self._session = endpoint.details["session"]
+        self._remote = int(endpoint.details["base"])
+        self.pages = memory.slots
+        self.notes = dialer.notes
+        self.wake = dialer.wake
+
+    def send_chunk(self, slot: int, seq: int, size: int) -> None:
+        memory = self._memory
+        at = slot * memory.stride
+        if memory.engine.transfer_sync_write(self._session, memory.base + at, self._remote + at, size) != 0:
+            raise PutFailed("Mooncake could not write the chunk")
+        self._dialer.send_note(Kind.CHUNK, slot, seq, size)
+
+    def close(self) -> None:
+        self._dialer.close()
+        self._memory.close()
+
+
+class _MooncakeReceiveTransport:
+    """`notes.ReceiveTransport`."""
+
+    def __init__(self, listener: ZmqListener, memory: _SlotMemory) -> None:
+        self._listener = listener
+        self._memory = memory
+        self.reply = listener.reply
+        self.wake = listener.wake
+
+    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+        return [(note, self._page_of(note)) for note, _frame in self._listener.arrivals(timeout)]
+
+    def _page_of(self, note: Note) -> wire.Page:
+        try:
+            return self._memory.slots[note[1]]
+        except IndexError:
+            raise Hangup(f"the peer named slot {note[1]}: there is none") from None
+
+    def close(self) -> None:
+        self._listener.close()
+        self._memory.close()

@@ -1,0 +1,185 @@
+"""The shm connector's notes: a connected unix socket that carries them both ways, and how a receiver waits for them.
+
+One system call per note and side. Called by the courier's thread, except `NoteSocket.reply`, `wake` and `close`."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from stretto.transport import wire
+from stretto.transport.contract import Endpoint
+from stretto.transport.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_notes
+from stretto.transport.spinwait import SpinWait
+
+_TIMEVAL = struct.Struct("@ll")
+_CHUNK = int(Kind.CHUNK)
+SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # plain integers: an enum's `|` costs a microsecond
+_NO_WAIT = int(socket.MSG_DONTWAIT)
+_BATCH = 64  # notes read by one system call
+
+
+class NoteSocket:
+    """Notes on one connected socket, both ways."""
+
+    def __init__(self, sock: socket.socket, endpoint: Endpoint) -> None:
+        sock.setblocking(True)
+        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow, and some wake notes.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 16384)
+        self._sock = sock
+        self.send = sock.send
+        self._receive = sock.recv_into
+        self.wait: Callable[[memoryview], int] = self._receive  # for as long as the socket's own timeout
+        self._generation = endpoint.generation
+        self._buffer = bytearray(_BATCH * NOTE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._rest = 0  # bytes of an incomplete note at the start of the buffer
+        self._timeout = -1.0  # the socket's own
+        self._sending = threading.Lock()  # keeps the descriptor from being closed, and reused, during a send
+
+    def send_chunk(self, slot: int, seq: int, size: int) -> None:
+        """For the courier only, which holds the end's mutex: nobody closes the descriptor meanwhile."""
+        try:
+            self.send(pack_note(_CHUNK, slot, seq, size, self._generation), SEND_FLAGS)
+        except OSError as error:
+            raise gone(error) from error
+
+    def reply(self, kind: int, slot: int, seq: int) -> None:
+        """For any thread."""
+        data = pack_note(kind, slot, seq, 0, self._generation)
+        with self._sending:
+            try:
+                self._sock.send(data, SEND_FLAGS)
+            except OSError as error:
+                raise gone(error) from error
+
+    def notes(self, timeout: float) -> list[Note]:
+        """One read, so at most one wait; the caller comes again."""
+        got = self._received(timeout)
+        return [] if got is None else self._split(got)
+
+    def _received(self, timeout: float) -> int | None:
+        """Bytes of one read; None: nothing came."""
+        try:
+            return self._read(timeout)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise broken(error) from error
+
+    def _read(self, timeout: float) -> int:
+        room = self._view[self._rest :]
+        if timeout <= 0:
+            return self._receive(room, 0, _NO_WAIT)
+        if timeout != self._timeout:
+            # Couriers pass the same timeout again and again, so the option is rarely set anew.
+            set_timeout(self._sock, timeout)
+            self._timeout = timeout
+        return self.wait(room)
+
+    def _split(self, got: int) -> list[Note]:
+        if not got:
+            raise Hangup("the connection ended without a CLOSE note")
+        stop = self._rest + got
+        self._rest = stop % NOTE_BYTES
+        whole = stop - self._rest
+        notes = list(unpack_notes(self._view[:whole]))
+        self._buffer[: self._rest] = self._buffer[whole:stop]
+        return notes
+
+    def wake(self) -> None:
+        with suppress(Hangup):  # the peer went first
+            self.reply(Kind.CLOSE, 0, 0)
+        with self._sending:
+            shut_down(self._sock)
+
+    def close(self) -> None:
+        with self._sending:
+            self._sock.close()
+
+
+class ReceiverSocket(NoteSocket):
+    """The receiver's: finds the slot that a note names, and may spin before it sleeps."""
+
+    def __init__(self, sock: socket.socket, endpoint: Endpoint, spin_s: float, pages: list[wire.Page]) -> None:
+        super().__init__(sock, endpoint)
+        self.view = self._view
+        self.pages = pages
+        self._spin_wait = SpinWait(spin_s)
+        if spin_s:
+            self.wait = self._spin_and_wait
+        self.ready_timeout = -1.0
+        """The timeout for which `wait` can be called directly, with nothing to do before it; -1: none."""
+
+    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+        """`notes.ReceiveTransport.arrivals`."""
+        self.ready_timeout = -1.0
+        got = self._received(timeout)
+        return [] if got is None else self.arrived(got)
+
+    def arrived(self, got: int) -> list[tuple[Note, wire.Page]]:
+        """The notes in the bytes that were just received."""
+        notes = self._split(got)
+        self.ready_timeout = -1.0 if self._rest else self._timeout
+        try:
+            return [(note, self.pages[note[1]]) for note in notes]
+        except IndexError:
+            raise Hangup("the peer named a slot that does not exist") from None
+
+    def _spin_and_wait(self, room: memoryview) -> int:
+        spin_wait = self._spin_wait
+        spin_wait.begin()
+        got = 0
+        try:
+            if spin_wait.spins:
+                got = self._spin(room)
+            if not got:
+                got = self._receive(room)
+        finally:
+            spin_wait.ended(got > 0)
+        return got
+
+    def _spin(self, room: memoryview) -> int:
+        """0: nothing came, or the peer has left, which the blocking read reports again. Each try is a system call,
+        which releases the interpreter's lock for threads that wait for it."""
+        over = self._spin_wait.over
+        while not over():
+            try:
+                return self._receive(room, 0, _NO_WAIT)
+            except BlockingIOError:
+                continue
+        return 0
+
+
+def set_timeout(sock: socket.socket, timeout: float) -> None:
+    """Let `recv` and `accept` wait for `timeout`, then raise BlockingIOError. Python's own timeout would take a second
+    system call each time, and does not notice that a listener was shut down."""
+    sock.setblocking(timeout > 0)
+    if timeout > 0:  # 0 in the option would mean for ever
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
+
+
+def set_connect_timeout(sock: socket.socket, timeout: float) -> None:
+    """Let `connect` wait for `timeout`. With Python's own timeout a socket does not wait for a place in a full backlog:
+    it gives up at once, and strangers could keep the backlog full."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+
+
+def _timeval(seconds: float) -> bytes:
+    return _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
+
+
+def gone(error: OSError) -> Hangup:
+    return Hangup(f"the connection is gone: {error.strerror}")
+
+
+def broken(error: OSError) -> Hangup:
+    return Hangup(f"the connection broke: {error.strerror}")  # ECONNRESET: it ended with our notes unread
+
+
+def shut_down(sock: socket.socket) -> None:
+    with suppress(OSError):  # not connected (any more)
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,86 @@
+"""Hosts without a process: they note what they are sent, and say what a test has them say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stretto.engine.host_handle import Host, OnDeath, OnMessage
+from stretto.messages.hosts import Configure, Connect, Linked, Listen, Listening, Ping, Ready, Stats
+from stretto.messages.requests import PREFIX as PREFIX
+from stretto.messages.requests import FromHost, ToHost, decode_to_host, encode, lengths
+from stretto.preprocess.pool.packed import Bytes
+
+
+class ScriptedHost(Host):
+    started = False
+    killed = False
+
+    def __init__(
+        self, name: str, on_message: OnMessage, on_death: OnDeath, device: str, fail: Exception | None
+    ) -> None:
+        super().__init__(name, on_message, on_death, device)
+        self.sent = bytearray()
+        self.answered = 0  # messages of those that it was sent
+        self.fail = fail
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    async def start(self) -> None:
+        if self.fail is not None:
+            raise self.fail
+        self.started = True
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        self.state = "dead"
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def _write(self, data: Bytes) -> None:
+        if self.started:
+            self.sent += data
+
+    def _close(self) -> None:
+        pass
+
+    def say(self, message: FromHost) -> None:
+        self.take(encode(message))
+
+    def live(self) -> None:
+        """Answer what it has been sent of its own life since the last time: it loads, is linked, and gives signs."""
+        heard = self.heard()
+        for message in heard[self.answered :]:
+            match message:
+                case Configure(stages=stages):
+                    self.say(Ready(stages, 0.0))
+                case Listen(link=link, generation=generation):
+                    self.say(Listening(link, generation, b"somewhere"))
+                case Connect(link=link, generation=generation):
+                    self.say(Linked(link, generation))
+                case Ping(number=number):
+                    self.say(Stats(number, {"numbers": 1.0}))
+        self.answered = len(heard)
+
+    def heard(self) -> list[ToHost]:
+        """All that it was sent, in order."""
+        found, rest = [], bytes(self.sent)
+        while rest:
+            header, blob = lengths(rest[: PREFIX.size])
+            found.append(decode_to_host(rest[PREFIX.size : PREFIX.size + header]))
+            rest = rest[PREFIX.size + header + blob :]
+        return found
+
+
+@dataclass(slots=True)
+class ScriptedLauncher:
+    """`failures` befall the starts of hosts, the first ones first."""
+
+    hosts: list[ScriptedHost] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+        fail = self.failures.pop(0) if self.failures else None
+        self.hosts.append(ScriptedHost(name, on_message, on_death, device, fail))
+        return self.hosts[-1]

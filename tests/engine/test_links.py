@@ -1,0 +1,196 @@
+"""Links as the orchestrator makes them, with hosts that are played by hand: what is said late of a link never touches
+its successor, and each has a secret of its own."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from stretto.config.engine import EngineConfig
+from stretto.engine import link_setup as linking
+from stretto.engine.pipeline import Pipeline
+from stretto.errors import WireError
+from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening
+from stretto.messages.requests import PREFIX, decode_to_host, encode
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.types import SECRET_BYTES
+from tests.engine.common import run
+from tests.pipeline import PROCESSES, STAGES
+
+LINK = "talker>code2wav"
+TALKER, VOCODER = 1, 2
+
+
+class Player:
+    """A host that is up and notes what it is told."""
+
+    state, address = "ready", "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def send(self, message: object, blob: bytes = b"") -> None:
+        self.told.append(message)
+
+    async def stop(self) -> None:
+        pass
+
+
+class Play:
+    """A pipeline whose thinker>talker link is up, and whose other link is in our hands."""
+
+    def __init__(self) -> None:
+        self.lost: list[frozenset[str]] = []
+        config = EngineConfig(placement=PROCESSES)
+        self.pipeline = Pipeline(
+            "p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: self.lost.append(stages)
+        )
+        self.hosts = [Player() for _ in STAGES]
+        self.pipeline.supervisor.hosts = self.hosts  # type: ignore[assignment]
+        self.pipeline.supervisor.links.up["thinker>talker"] = True
+
+    def say(self, host: int, message: Any) -> None:
+        self.pipeline._message(self.hosts[host], message, b"")  # type: ignore[arg-type]
+
+    async def asked(self, kind: type[Any], host: int, count: int) -> Any:
+        """Wait until a host was told the `count`th message of a kind."""
+        while len(found := [m for m in self.hosts[host].told if isinstance(m, kind)]) < count:
+            await asyncio.sleep(0)
+        assert len(found) == count
+        return found[-1]
+
+    async def make(self, count: int) -> int:
+        """Make the link, for the `count`th time; its generation."""
+        listen = await self.asked(Listen, VOCODER, count)
+        self.say(VOCODER, Listening(LINK, listen.generation, b"%d" % count))
+        connect = await self.asked(Connect, TALKER, count)
+        assert (connect.endpoint, connect.generation) == (b"%d" % count, listen.generation)
+        self.say(TALKER, Linked(LINK, listen.generation))
+        await self.rest()
+        assert self.pipeline.ready(STAGES)
+        return int(listen.generation)
+
+    async def rest(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def play(work: Callable[[Play], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        p = Play()
+        joining = asyncio.create_task(p.pipeline.supervisor.links.join())
+        await work(p)
+        await joining
+        await p.pipeline.close()
+
+    run(whole())
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linking, "LINK_DELAYS", (0.0, 0.0))
+
+
+def test_a_late_report_does_not_take_down_the_successor() -> None:
+    async def work(p: Play) -> None:
+        first = await p.make(1)
+        p.say(TALKER, LinkDown(LINK, first, "it broke"))
+        assert p.lost == [{"code2wav"}]
+        second = await p.make(2)
+        assert second > first
+        p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
+        assert p.pipeline.ready(STAGES)
+        assert p.lost == [{"code2wav"}]
+        p.say(VOCODER, LinkDown(LINK, second, "again"))
+        assert not p.pipeline.ready(STAGES)
+        await p.make(3)
+
+    play(work)
+
+
+def test_a_late_report_does_not_refuse_the_successor_that_is_being_made() -> None:
+    async def work(p: Play) -> None:
+        first = await p.make(1)
+        p.say(TALKER, LinkDown(LINK, first, "it broke"))
+        await p.asked(Listen, VOCODER, 2)
+        p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
+        p.say(TALKER, Linked(LINK, first))
+        await p.rest()
+        assert not p.pipeline.ready(STAGES)
+        await p.make(2)
+
+    play(work)
+
+
+def test_the_last_try_counts() -> None:
+    async def work(p: Play) -> None:
+        listen = await p.asked(Listen, VOCODER, 1)
+        p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
+        listen = await p.asked(Listen, VOCODER, len(linking.LINK_DELAYS))
+        p.say(TALKER, Linked(LINK, listen.generation))
+        await p.rest()
+
+    play(work)
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_try() -> None:
+    async def work(p: Play) -> None:
+        listen = await p.asked(Listen, VOCODER, 1)
+        p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
+        await p.asked(Listen, VOCODER, 2)
+        p.say(VOCODER, Listening(LINK, listen.generation, b"old"))
+        await p.rest()
+        assert not any(isinstance(m, Connect) for m in p.hosts[TALKER].told)
+        # From here on the second try is the first that is answered.
+        listen = await p.asked(Listen, VOCODER, 2)
+        p.say(VOCODER, Listening(LINK, listen.generation, b"new"))
+        assert (await p.asked(Connect, TALKER, 1)).endpoint == b"new"
+        p.say(TALKER, Linked(LINK, listen.generation))
+        assert p.pipeline.ready(STAGES)
+
+    play(work)
+
+
+def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
+    """Both ends of a link are told the same, and nothing else is ever told the same."""
+    other, rounds = "thinker>talker", 3
+    ends = {LINK: (TALKER, VOCODER), other: (0, TALKER)}
+
+    async def work(p: Play) -> None:
+        p.pipeline.supervisor.links.up[other] = False
+        told: list[bytes] = []
+        for count in range(1, rounds + 1):
+            for link, (sender, receiver) in ends.items():  # in the order in which they are made
+                while not (listen := [m for m in p.hosts[receiver].told if is_about(m, Listen, link)])[count - 1 :]:
+                    await asyncio.sleep(0)
+                assert listen[-1].connector == "shm"
+                p.say(receiver, Listening(link, listen[-1].generation, b"here"))
+                connect = next(m for m in reversed(p.hosts[sender].told) if is_about(m, Connect, link))
+                assert connect.secret == listen[-1].secret
+                told.append(listen[-1].secret)
+                p.say(sender, Linked(link, listen[-1].generation))
+            await p.rest()
+            assert p.pipeline.ready(STAGES)
+            if count < rounds:
+                for link in ends:
+                    p.say(VOCODER, LinkDown(link, p.pipeline.supervisor.links.generations[link], "it broke"))
+        assert [len(secret) for secret in told] == [SECRET_BYTES] * rounds * len(ends)
+        assert len(set(told)) == len(told)
+
+    play(work)
+
+
+def is_about(message: object, kind: type[Listen] | type[Connect], link: str) -> bool:
+    return isinstance(message, kind) and message.link == link
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(SECRET_BYTES - 1), bytes(SECRET_BYTES + 1)], ids=len)
+def test_a_host_understands_no_link_without_a_secret(secret: bytes) -> None:
+    for good, bad in (
+        (Listen(LINK, "local", 1, bytes(SECRET_BYTES)), Listen(LINK, "local", 1, secret)),
+        (Connect(LINK, "shm", b"", 1, bytes(SECRET_BYTES)), Connect(LINK, "shm", b"", 1, secret)),
+    ):
+        assert decode_to_host(encode(good)[PREFIX.size :]) == good
+        with pytest.raises(WireError, match="secret"):
+            decode_to_host(encode(bad)[PREFIX.size :])

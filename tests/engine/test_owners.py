@@ -1,0 +1,130 @@
+"""Whose prompts a request finds in the caches of the stages: those of its own root, with its own voice."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stretto.config.engine import HostSettings
+from stretto.engine.announce import Ask, announce
+from stretto.engine.request import Ticket
+from stretto.messages.params import Params
+from stretto.messages.requests import Admit, encode
+from stretto.models.qwen3_omni.bridge import talker_prompt
+from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.models.qwen3_omni.params import RESIDUAL, stage_params
+from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.prompt import Prompt
+from stretto.types import GREEDY, RequestId
+from tests.engine.common import HandDriven, picture, say
+from tests.pipeline import STAGES, announcement
+from tests.solo import CODE0
+
+WORDS = "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few more than that."
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"role": "user", "content": WORDS}],
+    "image": [{"role": "user", "content": [say("Look at this:"), picture(), say(WORDS)]}],
+}
+GREEDILY = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
+NUMBERS = count()
+
+
+@pytest.fixture(scope="module")
+def builder(tiny_dir: Path) -> PromptBuilder:
+    return PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
+
+
+@pytest.fixture
+def driven(tiny_dir: Path) -> Iterator[HandDriven]:
+    made = HandDriven(tiny_dir, HostSettings())
+    yield made
+    made.host.close()
+
+
+def first_rows(driven: HandDriven, prompt: Prompt, root: bytes, voice: str | None = None) -> dict[str, int]:
+    """Where each stage begins to compute a request's rows."""
+    driven.launched.clear()
+    driven.reports.clear()
+    packed = pack(prompt)
+    id = RequestId(f"r{next(NUMBERS)}")
+    driven.answer(announcement(id, packed.meta, True, voice, *GREEDILY, 2, 2, cache_root=root), packed.features)
+    return {stage: min(start for s, start, _ in driven.launched if s == stage) for stage in STAGES[:2]}
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_each_stage_finds_rows_of_the_same_root_alone(driven: HandDriven, builder: PromptBuilder, kind: str) -> None:
+    prompt = builder.build(CHATS[kind])
+    cold, whole = {"thinker": 0, "talker": 0}, (len(prompt.ids) - 1) // 16 * 16
+    assert first_rows(driven, prompt, b"a") == cold
+    assert first_rows(driven, prompt, b"b") == cold
+    assert first_rows(driven, prompt, b"") == cold
+    again = first_rows(driven, prompt, b"a")
+    assert again["thinker"] == whole > 0
+    assert again["talker"] > 0
+    assert first_rows(driven, prompt, b"b") == again
+
+
+def test_voices_are_kept_apart_in_the_talker(driven: HandDriven, builder: PromptBuilder, tiny_dir: Path) -> None:
+    """What the user said is the same for all of them; what begins the answer is not."""
+    config = OmniConfig.read(tiny_dir)
+    prompts = [builder.build([{"role": "user", "content": "Hello! " * n}]) for n in range(1, 30)]
+    # The block that ends with the voice begins with what the user said.
+    prompt = next(p for p in prompts if len(talker_prompt(p, config).ids) % 16 == 9)
+    one, other, *_ = config.talker.speakers
+    users = len(talker_prompt(prompt, config).ids)
+    assert first_rows(driven, prompt, b"a", one) == {"thinker": 0, "talker": 0}
+    found = first_rows(driven, prompt, b"a", other)
+    assert found["thinker"] > 0
+    assert 0 < found["talker"] == users // 16 * 16 <= users
+
+
+class Line:
+    """A pipeline of one host that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def hosts_of(self, stages: tuple[str, ...]) -> list[tuple[str, ...]]:
+        return [stages]
+
+    def send(self, stages: tuple[str, ...], message: object, blob: bytes = b"") -> None:
+        self.sent.append(message)
+
+
+def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None, sender: str = "") -> Admit:
+    line, params, ask = Line(), Params(), Ask(True, None, Params(), None, spoken, owner=owner, sender=sender)
+    none, stages = SimpleNamespace(), PIPELINE.paths[ask.capability]
+    model = SimpleNamespace(pipeline=PIPELINE, stage_params=stage_params)
+    t = Ticket(RequestId("r"), None, line, model, stages, pack(Prompt((1, 2))), params, 7, none, 0.0)  # type: ignore[arg-type]
+    asyncio.run(announce(t, ask, shared))
+    [message] = line.sent
+    assert isinstance(message, Admit)
+    return message
+
+
+@pytest.mark.parametrize("spoken", [None, (3, 4)], ids=["answered", "read aloud"])
+def test_owners_have_roots_of_their_own_which_do_not_name_them(spoken: tuple[int, ...] | None) -> None:
+    owners = ["key1", "key2", "key11", "a key that should not have come here", "\udc80"]
+    roots = [told(owner, spoken=spoken).cache_root for owner in owners]
+    assert len({*roots, b""}) == len(owners) + 1
+    assert all(told(owner, spoken=spoken).cache_root == root for owner, root in zip(owners, roots, strict=True))
+    assert not any(o.encode() in encode(told(o, spoken=spoken)) for o in owners[:-1])
+    assert told("", spoken=spoken).cache_root == b"", "nobody in particular"
+    assert {told(owner, shared=True, spoken=spoken).cache_root for owner in owners} == {b""}
+
+
+def test_hosts_learn_whose_turn_it_is_but_not_who_that_is() -> None:
+    """By digests that say nothing of owners either: the same name may be both."""
+    senders = ["key1", "127.0.0.1", "\udc80"]
+    digests = [told("key1", sender=s).sender for s in senders]
+    assert len({*digests, b"", told("key1").cache_root}) == len(senders) + 2
+    assert digests == [told("", sender=s).sender for s in senders]
+    assert not any(s.encode() in encode(told("", sender=s)) for s in senders[:-1])
+    assert told("key1").sender == b"", "nobody in particular"

@@ -1,0 +1,178 @@
+"""The two commands from end to end, against a scripted server on the loopback."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.commands.bench import add_bench_parser, read_extra
+from stretto.commands.talk import add_talk_parser
+from stretto.errors import Invalid
+from stretto.loadtest.http import api_root
+from stretto.loadtest.sse import RequestFailed
+from tests.server.web.fake_server import ANSWER, FakeServer, Script
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: FakeServer) -> FakeServer:
+    running.reset()
+    return running
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    jobs = parser.add_subparsers(required=True)
+    add_bench_parser(jobs)
+    add_talk_parser(jobs)
+    return parser.parse_args(argv)
+
+
+def run(*argv: str) -> int:
+    args = parse(*argv)
+    code: int = args.job(args)
+    return code
+
+
+def test_bench_measures_and_writes(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "run.json"
+    argv = ["bench", server.url, "-c", "1", "3", "-r", "50", "-n", "6", "--warmup", "1", "--prompt-tokens", "12"]
+    assert run(*argv, "--json", str(out), "--quiet", "--key", "sk-secret") == 0
+    printed = capsys.readouterr().out
+    for words in ("concurrency 1: 6 answers", "concurrency 3: 6 answers", "50 requests/s: 6 answers", "first audio"):
+        assert words in printed
+    told = json.loads(out.read_text())
+    assert "sk-secret" not in out.read_text()
+    assert told["server"]["model"] == "tiny"
+    assert [len(level["samples"]) for level in told["levels"]] == [6, 6, 6]
+    sample = told["levels"][0]["samples"][0]
+    speech = (sum(server.script.packets) * 1920 - 555) / 24000
+    assert sum(seconds for _, seconds in sample["packets"]) == pytest.approx(speech)
+    assert 0 < sample["words"][0] <= sample["packets"][0][0] <= sample["end"]
+    # Three warm-ups and three levels, no two questions the same.
+    assert len({body["messages"][0]["content"] for body in server.requests}) == 3 * 7
+
+
+def test_bench_counts_refusals(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.script = Script(refuse=(429, {}, "full"), refusals=2)
+    assert run("bench", server.url, "-n", "5", "--warmup", "0", "--quiet") == 0
+    assert "2 failed: 2 http 429" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("trouble", "kind"), [({"break_after": 9}, "error in stream"), ({"cut_after": 9}, "broken")])
+def test_bench_where_nothing_works(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], trouble: dict[str, int], kind: str
+) -> None:
+    server.script = Script(**trouble)  # type: ignore[arg-type]
+    assert run("bench", server.url, "-n", "2", "--quiet") == 1
+    assert f"2 failed: 2 {kind}" in capsys.readouterr().out
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        for job in ("bench", "talk"):
+            with pytest.raises(RequestFailed, match="cannot be reached"):
+                run(job, url)
+
+
+def test_wrong_key(server: FakeServer) -> None:
+    server.script.key = "sk-secret"
+    with pytest.raises(RequestFailed, match="Incorrect API key"):
+        run("talk", server.url, "--text", "Hi")
+    assert run("talk", server.url, "--text", "Hi", "--key", "sk-secret", "--text-only") == 0
+
+
+def test_interrupted_bench_prints_what_it_has(server: FakeServer, tmp_path: Path) -> None:
+    """Ctrl-C on a real process, in the middle. (It has to ask for it: a shell's background jobs, and so whatever these
+    start, ignore that signal.)"""
+    out = tmp_path / "run.json"
+    server.script = Script(packets=(1,), text="Hi.")
+    program = (
+        "import signal, sys; from tests.loadtest.test_command import run; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"sys.exit(run('bench', {server.url!r}, '-d', '600', '--warmup', '0', '--json', {str(out)!r}, '--quiet'))"
+    )
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(root)}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root, env=env)
+    try:
+        server.wait_for_requests(20)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"(interrupted)" in printed
+    (level,) = json.loads(out.read_text())["levels"]
+    assert level["interrupted"]
+    assert len(level["samples"]) >= 19
+
+
+def test_talk_once(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("talk", server.url, "--text", "Hi", "--save", str(tmp_path), "--voice", "aiden", "--max-tokens", "9") == 0
+    )
+    assert ANSWER in capsys.readouterr().out
+    (asked,) = server.requests
+    assert (asked["audio"]["voice"], asked["max_tokens"]) == ("aiden", 9)
+    with wave.open(str(tmp_path / "answer-1.wav")) as file:
+        assert file.getnframes() == sum(server.script.packets) * 1920 - 555
+
+
+@pytest.mark.parametrize(
+    ("written", "root"),
+    [
+        ("localhost:8000", "http://localhost:8000/v1"),
+        ("http://a.b/", "http://a.b/v1"),
+        ("https://a.b/v1", "https://a.b/v1"),
+        ("https://a.b/v1/", "https://a.b/v1"),
+        ("http://a.b/proxy/stretto", "http://a.b/proxy/stretto/v1"),
+    ],
+)
+def test_addresses(written: str, root: str) -> None:
+    assert api_root(written) == root
+
+
+@pytest.mark.parametrize("written", ["ftp://a.b", "http://", "http://a:port"])
+def test_bad_addresses(written: str) -> None:
+    with pytest.raises(Invalid):
+        api_root(written)
+
+
+def test_fixed_lengths_are_for_servers_that_know_them() -> None:
+    with pytest.raises(Invalid, match="--dialect stretto"):
+        read_extra(parse("bench", "x", "--frames", "25"))
+    args = parse("bench", "x", "--frames", "25", "--exact-tokens", "--max-tokens", "64", "--stretto-extras")
+    assert read_extra(args) == {"min_audio_frames": 25, "max_audio_frames": 25, "ignore_eos": True, "min_tokens": 64}
+    assert read_extra(parse("bench", "x", "--extra", '{"top_k": 1}')) == {"top_k": 1}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["-c", "0"], ["-r", "0"], ["-n", "0"], ["-d", "0"], ["--extra", "7"], ["--extra", "{"], ["--prebuffer", "-1"]],
+)
+def test_senseless_arguments_are_refused_before_anything_is_sent(argv: list[str]) -> None:
+    with pytest.raises(Invalid):
+        run("bench", "http://127.0.0.1:9", *argv)
+
+
+def test_no_torch_is_needed() -> None:
+    program = "import sys, stretto.talk.typed, stretto.loadtest.report; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

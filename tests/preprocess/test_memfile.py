@@ -1,0 +1,66 @@
+"""Bytes in memory files, read without being mapped."""
+
+from __future__ import annotations
+
+import concurrent.futures.thread
+import gc
+import os
+import threading
+
+import pytest
+
+from stretto.errors import WireError
+from stretto.preprocess.pool import memfile
+from stretto.preprocess.pool.memfile import MemFile, MemFileSlice
+
+
+def test_stored_bytes_read_like_bytes() -> None:
+    data = os.urandom(1000)
+    stored = MemFileSlice(MemFile.of(b"head", data), 4)
+    assert len(stored) == len(data)
+    assert bytes(stored) == data
+    for part in (slice(0, 10), slice(10, 300), slice(990, 2000), slice(5, 5), slice(None)):
+        assert stored[part] == data[part]
+
+
+def test_the_file_goes_with_what_is_stored_in_it() -> None:
+    """On another thread: nobody who drops a prompt waits for its pages to be freed."""
+    file = MemFile.of(b"x" * 100)
+    fd = file.fd
+    stored = MemFileSlice(file, 0)
+    del stored
+    gc.collect()
+    until_all_are_closed()
+    assert file.fd == -1
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def until_all_are_closed() -> None:
+    """They are closed in their order, and so is the pipe's end behind them."""
+    reading, writing = os.pipe()
+    memfile._CLOSING.put(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_what_is_stored_may_go_at_any_moment() -> None:
+    """The garbage collector may find it while this thread hands work to an executor, whose lock it then holds."""
+    stored = [MemFileSlice(MemFile.of(b"x"), 0)]
+
+    def drop() -> None:
+        with concurrent.futures.thread._global_shutdown_lock:
+            stored.clear()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    until_all_are_closed()
+
+
+def test_a_file_that_gives_too_little_is_refused() -> None:
+    file = MemFile.of(b"short")
+    with pytest.raises(WireError, match="gave 5 of 6"):
+        file.read(0, 6)
+    file.close()

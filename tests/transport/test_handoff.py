@@ -1,0 +1,60 @@
+"""The queue between a loop and a courier: order and count under both sides waiting, and no wake-up lost."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from stretto.transport.handoff import AutoResetEvent, Handoff
+
+PATIENCE_S = 60.0
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_everything_passes_in_order(capacity: int) -> None:
+    handoff: Handoff[int] = Handoff(capacity)
+    got: list[int] = []
+    most = 0
+
+    def consume() -> None:
+        while len(got) < 5000:
+            item = handoff.wait_item(PATIENCE_S)
+            assert item is not None, "a wake-up was lost"
+            got.append(item)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    for item in range(5000):
+        while not handoff.offer(item):
+            handoff.wait_room(PATIENCE_S)
+        most = max(most, len(handoff))
+    thread.join(PATIENCE_S)
+    assert got == list(range(5000))
+    assert most <= capacity
+
+
+def test_closing_wakes_and_keeps_what_is_inside() -> None:
+    handoff: Handoff[int] = Handoff(4)
+    results: list[int | None] = []
+    thread = threading.Thread(target=lambda: results.append(handoff.wait_item(PATIENCE_S)))
+    thread.start()
+    handoff.close()
+    thread.join(PATIENCE_S)
+    assert results == [None]
+    full: Handoff[int] = Handoff(1)
+    assert full.offer(1)
+    assert not full.offer(2)
+    full.close()
+    full.wait_room(PATIENCE_S)  # returns
+    assert not full.offer(3)
+    assert (full.wait_item(PATIENCE_S), full.wait_item(PATIENCE_S), full.poll()) == (1, None, None)
+
+
+def test_an_event_stays_set_until_one_wait_clears_it() -> None:
+    event = AutoResetEvent()
+    assert not event.wait(0)
+    event.set()
+    event.set()
+    assert event.wait(0)
+    assert not event.wait(0)
